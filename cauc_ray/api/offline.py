@@ -41,7 +41,7 @@ from cauc_ray.policies.monitor import Watch, Watched, verdict, watch_report
 from cauc_ray.policies.notebook import Shown, SmallTable
 from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.policies.search import check_pool, search_chains
-from cauc_ray.policies.trace import may_flip, trace_policy
+from cauc_ray.policies.trace import Examples, may_flip, trace_policy
 
 if TYPE_CHECKING:
     from cauc_ray.execution.sharded import ShardedChain, Shards, ShardsWatched
@@ -91,8 +91,8 @@ def fit(
         method: "base", "rf", "stacked", which adds to RF what recalibrates each model, or "auto" for the best of the
             three and of all sub-chains of the models, on validation at a budget. Else "single:MODEL", or a method that
             compare() runs, for a policy that does the same.
-        embedding: an encoder of the table, which such a method reads if it looks at one: the policy's first stage. Its
-            calls cost nothing unless costs has them by its name.
+        embedding: an encoder of the table, which such a method, or auto, reads if it looks at one: the policy's first
+            stage. Its calls cost nothing unless costs has them by its name.
         costs: of a call of each model, by name or in the order of models; without them the table's.
         cost_unit: of costs; without it the table's, else "cost units".
         calibration_split: what the policy is fitted on.
@@ -145,33 +145,50 @@ def fit(
         warn_of(policy.guards)
         return policy
     source = Source(logits, options, labels, example_ids)
-    if not options.is_ours:
-        policy = _fit_method(options, source, logits)
-        warn_of(policy.guards)
-        return policy
-    require_fit(options, len(source.models))
+    if options.is_ours:
+        require_fit(options, len(source.models))
     if options.searches:
         check_pool(source.models)
-    found, splits = None, source.read(source.models, source.costs)
+    found = None
     if options.searches:
-        found = search_chains(options.method, *splits, options.rule, validation_split, calibrator=calibrator)
+        found = search_chains(
+            options.method, *_pool(options, source), options.rule, validation_split, calibrator=calibrator
+        )
         # Read again: an example that only other models failed on counts here.
-        splits = source.read(found.chosen.models, source.costs)
+        source = source.of_models(found.chosen.models)
         options = options.model_copy(update={"method": found.chosen.method})
-    policy = _with_prompts(fit_chains(options, *splits).model_copy(update={"search": found}), logits)
-    policy = _with_noise(policy, logits, splits[-1] or splits[0])
+    if options.is_ours:
+        splits = source.read(source.models, source.costs)
+        policy = _with_prompts(fit_chains(options, *splits), logits)
+        policy = _with_noise(policy, logits, splits[-1] or splits[0])
+    else:
+        policy = _fit_method(options, source, logits)
     warn_of(policy.guards)
-    return policy
+    return policy.model_copy(update={"search": found})
 
 
-def _fit_method(options: FitOptions, source: Source, logits: Logits) -> Policy:
-    """Fit a policy by a method of the comparison."""
+def _pool(options: FitOptions, source: Source) -> tuple[Examples, Examples | None]:
+    """Read the splits of a pool whose sub-chains are searched."""
+    if options.embedding is not None:
+        calibration, validation = _examples(options, source)
+        return calibration, validation
+    chain, chosen_on = source.read(source.models, source.costs)
+    return Examples(chain), None if chosen_on is None else Examples(chosen_on)
+
+
+def _examples(options: FitOptions, source: Source) -> list[Examples]:
+    """Read both splits, with embeddings if options name an encoder. Raises ConfigError for a layer of a model."""
     if options.embedding is not None and source.table is not None and options.embedding in source.table.models:
         raise ConfigError(
             f"embedding: {options.embedding!r} is a layer of a model, which no stage of a pool gives by itself; a "
             "policy needs a sentence or vision encoder (`cauc compare` takes both)"
         )
-    calibration, validation = examples_of(source, ("calibration", "choosing a threshold"), options.embedding)
+    return examples_of(source, ("calibration", "choosing a threshold"), options.embedding)
+
+
+def _fit_method(options: FitOptions, source: Source, logits: Logits) -> Policy:
+    """Fit a policy by a method of the comparison."""
+    calibration, validation = _examples(options, source)
     fitting = Fitting(calibration, validation, options.seed, names=options.splits)
     policy = _with_prompts(fit_method(options.method, fitting, options.rule), logits)
     if options.embedding is not None and policy.encoder is None:

@@ -291,7 +291,7 @@ class FitOptions(ChainOptions, ShardOptions):
         _ = self.rule
         if not self.is_ours:
             self._require_plain()
-        elif self.embedding is not None:
+        elif self.embedding is not None and self.method != "auto":
             raise ConfigError(f"method {self.method} looks at no embedding; leave embedding out")
         if self.searches and self.safe:
             raise ConfigError("a search measures chains without the checks of a safe policy; leave one of the two out")

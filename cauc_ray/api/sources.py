@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from os import PathLike
 from types import MappingProxyType
@@ -116,6 +117,12 @@ class Source:
     def table(self) -> LogitTable | None:
         """Return the table, None for arrays."""
         return self._source if isinstance(self._source, LogitTable) else None
+
+    def of_models(self, models: Sequence[str]) -> Source:
+        """Return the source with some of its models as the chain."""
+        found = copy(self)
+        found.models = tuple(models)
+        return found
 
     @property
     def splits(self) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ from cauc_ray.policies.predictions import pandas_frame
 
 # How curves of each paradigm look: colours, widths, dashes, and what is over what. Ours stand out.
 _LOOKS: Mapping[str, Sequence[Any]] = {
-    "ours": ((BLUE, VERMILION, "#332288"), (3.6, 1.7, 2.4), ("-",), 4),
+    "ours": ((BLUE, VERMILION, "#332288", "#117733", "#AA4499", "#661100"), (3.6, 1.7, 2.4), ("-",), 4),
     "ensemble": ((ORANGE,), (1.5,), ("-",), 3),
     "cascade": ((GREEN, PURPLE, ORANGE, BLACK), (1.5,), ("-",), 3),
     "router": (
@@ -226,7 +226,7 @@ def compare(
             raise ConfigError(f"method {name!r} takes no checkpoint; those that do: {', '.join(takers)}")
     queries = None if texts is None else Texts(texts, text_column)
     calibrating, choosing, final, *training = read_examples(source, "a comparison", embedding, queries)
-    fitting = Fitting(calibrating, choosing, seed, training=training[0] if training else None)
+    fitting = Fitting(calibrating, choosing, seed, training=training[0] if training else None, objective=objective)
     bench = Bench(fitting, final, budget, checkpoints, objective)
     measured = []
     for place, name in enumerate(chosen):

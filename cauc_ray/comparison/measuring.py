@@ -85,7 +85,8 @@ CONVENTIONS: Mapping[str, str] = {
 
 def recalibrates(method: Method) -> bool:
     """Return whether a method is also measured on recalibrated logits: not controls, nor what recalibrates itself."""
-    return method.paradigm != "control" and method.name != "rf-shared" and not method.name.startswith("stacked")
+    itself = method.name in ("rf-shared", "auto") or method.name.startswith("stacked")
+    return method.paradigm != "control" and not itself
 
 
 def require_methods(names: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.numbers.chain import Chain
-from cauc_ray.numbers.sweep import OperatingPoints, reached_shares
+from cauc_ray.numbers.sweep import Objective, OperatingPoints, reached_shares
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.fitting import entries_of_models, fit_base, fit_rf, split_entries
 from cauc_ray.policies.policy import Policy
@@ -94,6 +94,7 @@ class Fitting:
     seed: of all random numbers.   checkpoint: the model that some methods train on texts, a hub id or a folder.
     shared: what fits on the same splits need and only the first makes, by name.   names: of the two splits.
     training: what methods that learn are fitted on in place of calibration; None without a split for that.
+    objective: what auto chooses chains by.
     """
 
     calibration: Examples
@@ -103,6 +104,7 @@ class Fitting:
     shared: dict[str, Any] = field(default_factory=dict)
     names: tuple[str, str] = ("calibration", "validation")
     training: Examples | None = None
+    objective: Objective = "accuracy"
 
     def for_learning(self) -> Fitting:
         """Return what a method that learns is fitted from."""
@@ -274,6 +276,7 @@ METHODS: Mapping[str, Method] = {
         Method("stacked", "ours", "cauc_ray.policies.stacking:fit_method"),
         Method("stacked-competence", "ours", "cauc_ray.policies.stacking:fit_with_competences", needs_embedding=True),
         Method("stacked-both", "ours", "cauc_ray.policies.stacking:fit_with_experts", needs_embedding=True),
+        Method("auto", "ours", "cauc_ray.policies.search:fit_auto"),
         Method("duo", "ensemble", f"{_OTHERS}.simple:fit_duo"),
         Method("frugalgpt", "cascade", f"{_OTHERS}.frugalgpt:fit_frugalgpt", **_SKLEARN),
         Method("margin", "cascade", f"{_OTHERS}.simple:fit_margin"),

@@ -7,45 +7,46 @@ its models would be, by the steps of fits and replays.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import cache
 
 import numpy as np
 
 from cauc_ray.errors import BudgetError, CaucWarning, ConfigError, unknown_name
 from cauc_ray.numbers.calibration import fit_pair
 from cauc_ray.numbers.calibrators import CalibratorKind
-from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.logits import top_option
-from cauc_ray.numbers.sweep import Frontier, OperatingPoint, most_within, sweep
+from cauc_ray.numbers.sweep import STOP_NONE, Frontier, Objective, OperatingPoint, OperatingPoints, most_within, pareto
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.calibrated import calibrator_of, require_calibrator
 from cauc_ray.policies.cauc import BasePolicy, fold
 from cauc_ray.policies.evidence import ChainSearch, ChosenChain, FoundChain
-from cauc_ray.policies.fitting import fit_base, require_base_rule
-from cauc_ray.policies.policy import Step
-from cauc_ray.policies.stacking import variants_of
+from cauc_ray.policies.fitting import fit_base, fit_rf, require_base_rule
+from cauc_ray.policies.methods import Fitting, cascade_of
+from cauc_ray.policies.policy import Policy, Step
+from cauc_ray.policies.stacking import Variants, variants_by_name
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import trace_policy
+from cauc_ray.policies.trace import Examples, Trace
 
 MOST_MODELS = 12
 N_RUNNERS_UP = 5
 
-# A step's answers, int32 (N,), and its confidences in them, float64 (N,).
-_Answers: TypeAlias = tuple[Ints, Floats]
-
 
 @dataclass(frozen=True, slots=True)
 class SubChain:
-    """The answers on validation, for any threshold, of a fitted chain of S of a pool's models.
+    """A fitted chain of S of a pool's models, with its answers on validation.
 
-    indices: of the models in the pool.   steps: S.   reference: the default threshold; None for the best on validation.
+    indices: of the models in the pool.   trace: its calls are of the pool's models.   reference: the default threshold;
+    None for the best on validation.   policy: what was fitted; None for base and rf, which are fitted again at once.
     """
 
+    method: str
     indices: tuple[int, ...]
-    steps: tuple[_Answers, ...]
+    trace: Trace
     reference: float | None = None
+    policy: Policy | None = None
 
 
 def sub_chains_of_rf(calibration: ChainLogits, validation: ChainLogits, kind: CalibratorKind) -> Iterator[SubChain]:
@@ -58,18 +59,26 @@ def sub_chains_of_rf(calibration: ChainLogits, validation: ChainLogits, kind: Ca
     ]
 
     def after(
-        indices: tuple[int, ...], state: tuple[Floats, Floats] | None, steps: tuple[_Answers, ...]
+        indices: tuple[int, ...], state: tuple[Floats, Floats] | None, steps: list[tuple[Ints, Floats]]
     ) -> Iterator[SubChain]:
         for index in range(indices[-1] + 1 if indices else 0, n_models):
             r, r_validation = scores[index]
             if state is not None:
                 alpha, beta = fit_pair(state[0], r, calibration.labels).temperatures
                 r, r_validation = fold(r, alpha, beta, state[0]), fold(r_validation, alpha, beta, state[1])
-            longer, answered = (*indices, index), (*steps, top_option(r_validation))
-            yield SubChain(longer, answered)
+            longer, answered = (*indices, index), [*steps, top_option(r_validation)]
+            yield SubChain("rf", longer, _in_turn(longer, answered, n_models))
             yield from after(longer, (r, r_validation), answered)
 
-    return after((), None, ())
+    return after((), None, [])
+
+
+def _in_turn(indices: Sequence[int], steps: Sequence[tuple[Ints, Floats]], n_models: int) -> Trace:
+    """Return the trace of a cascade of some of a pool's models.   steps: answers and confidences of each, (N,)."""
+    predictions, confidences = (np.stack(of) for of in zip(*steps, strict=True))
+    calls = np.zeros((len(steps), n_models), dtype=bool)
+    calls[:, [*indices]] = np.tri(len(steps), dtype=bool)
+    return Trace(predictions.T, confidences.T, calls)
 
 
 def sub_chains_of_base(calibration: ChainLogits, validation: ChainLogits, kind: CalibratorKind) -> Iterator[SubChain]:
@@ -83,57 +92,46 @@ def sub_chains_of_base(calibration: ChainLogits, validation: ChainLogits, kind: 
             warnings.simplefilter("ignore", CaucWarning)  # the final fit of the chosen chain issues the warnings
             policy = fit_base(calibration.of_models(range(last + 1)), calibrator=kind)
         own = [policy.own(index, logits) for index, logits in enumerate(validation.logits[: last + 1])]
-        yield from _ending(policy, own, (), None, policy.fuse(last, own[last], None))
+        yield from _ending(policy, own, (), None, policy.fuse(last, own[last], None), len(calibration.models))
 
 
 def _ending(
-    policy: BasePolicy, own: list[Step], indices: tuple[int, ...], state: Floats | None, end: Step
+    policy: BasePolicy, own: list[Step], indices: tuple[int, ...], state: Floats | None, end: Step, n_models: int
 ) -> Iterator[SubChain]:
     """Return all chains that start with these indices and end with the policy's last stage.
 
     own: answers of all stages.   state: after these indices.   end: the last stage's step from that state.
+    n_models: of the pool.
     """
     last = len(policy.stages) - 1
-    steps = *(own[index] for index in indices), end
-    answers = tuple((step.predictions, step.confidences) for step in steps)
-    yield SubChain((*indices, last), answers, policy.threshold)
+    steps = [(step.predictions, step.confidences) for step in (*(own[index] for index in indices), end)]
+    chain = *indices, last
+    yield SubChain("base", chain, _in_turn(chain, steps, n_models), policy.threshold)
     for index in range(indices[-1] + 1 if indices else 0, last):
         after = state, end
         if policy.stages[index].fused:
             longer = policy.fuse(index, own[index], state).state
             after = longer, policy.fuse(last, own[last], longer)
-        yield from _ending(policy, own, (*indices, index), *after)
-
-
-def sub_chains_of_stacked(
-    calibration: ChainLogits, validation: ChainLogits, chains: Iterable[tuple[int, ...]]
-) -> Iterator[SubChain]:
-    """Fit stacked cascades to some sub-chains: every variant of each."""
-    for indices in chains:
-        own = validation.of_models(indices)
-        for policy in variants_of(calibration.of_models(indices), own):
-            trace = trace_policy(policy, own)
-            yield SubChain(indices, tuple(zip(trace.predictions.T, trace.compared.T, strict=True)))
+        yield from _ending(policy, own, (*indices, index), *after, n_models)
 
 
 _METHODS = {"base": sub_chains_of_base, "rf": sub_chains_of_rf}
-# What method auto chooses among.
-AUTO = ("base", "rf", "stacked")
+# What method auto chooses among; what also reads embeddings, where there are some.
+AUTO, WITH_EMBEDDINGS = ("base", "rf", "stacked"), ("stacked-competence", "stacked-both")
 # A stacked cascade takes seconds to fit: of a pool's sub-chains, those that are best as CAUC-RF are.
 N_STACKED = 8
 
 
-def check_pool(models: Iterable[str]) -> None:
+def check_pool(models: Sequence[str]) -> None:
     """Raise ConfigError if a pool is too large to search all its sub-chains."""
-    n = len(tuple(models))
-    if n > MOST_MODELS:
-        raise ConfigError(f"a search supports up to {MOST_MODELS} models, got {n}; reduce --models")
+    if len(models) > MOST_MODELS:
+        raise ConfigError(f"a search supports up to {MOST_MODELS} models, got {len(models)}; reduce --models")
 
 
 def search_chains(
     method: str,
-    calibration: ChainLogits,
-    validation: ChainLogits | None,
+    calibration: Examples,
+    validation: Examples | None,
     rule: ThresholdRule,
     split: str,
     *,
@@ -143,55 +141,107 @@ def search_chains(
 
     calibration, validation: of all models of the pool, at most MOST_MODELS, in any order; chains are ordered by mean
     cost on calibration, ties as given.   split: validation's name.
-    method: base, rf, stacked, or auto for the best of the three at the rule's budget. Each of the 2^M - 1 sub-chains is
-    measured as a fit of its models would be; stacked cascades, which take longer to fit, on those that are best as
-    CAUC-RF. Among equals the cheapest is chosen, then the shortest. Raises ConfigError for a pool that is too large or
-    a rule that the method does not support, DataError if labels are missing, BudgetError if no model is within the
-    budget.
+    method: base, rf, stacked, or auto for the best of the three at the rule's budget, with embeddings stacked cascades
+    that read them, too. Each of the 2^M - 1 sub-chains is measured as a fit of its models would be; stacked cascades,
+    which take longer to fit, on those that are best as CAUC-RF. Among equals the cheapest is chosen, then the shortest.
+    Raises ConfigError for a pool that is too large or a rule that the method does not support, DataError if labels are
+    missing, BudgetError if no model is within the budget.
     """
-    check_pool(calibration.models)
-    methods = AUTO if method == "auto" else (method,)
+    check_pool(calibration.chain.models)
+    if method not in (*AUTO, "auto"):
+        raise ConfigError(unknown_name("method", method, (*AUTO, "auto")))
+    methods = _auto(calibration) if method == "auto" else (method,)
     for name in methods:
-        if name not in AUTO:
-            raise ConfigError(unknown_name("method", name, (*AUTO, "auto")))
-        require_calibrator(calibrator, name, len(calibration.models))
+        require_calibrator(calibrator, name, len(calibration.chain.models))
     if method == "base":
         require_base_rule(rule)
     if method == "auto" and rule.budget is None:
         raise ConfigError("method auto compares methods at a budget; give one")
     if validation is None:
         raise ConfigError("a search chooses the chain on a validation split; give one")
-    calibration.require_labels("calibration")
-    validation.require_labels("choosing a chain")
-    order = np.argsort(calibration.costs.means, kind="stable").tolist()
-    calibration, validation = calibration.of_models(order), validation.of_models(order)
-    _require_affordable(validation, rule)
+    calibration.chain.require_labels("calibration")
+    validation.chain.require_labels("choosing a chain")
+    calibration, validation = _by_cost(calibration, validation)
+    _require_affordable(validation.chain, rule)
     halves = _halves(len(validation))
-    found: list[_Found] = []
-    for name in methods:
-        if name == "stacked":
-            as_rf = [one for one in found if one.method == "rf"] or [
-                _measure(one, validation, rule, halves, "rf")
-                for one in sub_chains_of_rf(calibration, validation, calibrator)
-            ]
-            chains = _promising(as_rf, len(calibration.models))
-            subs = sub_chains_of_stacked(calibration, validation, chains)
-        else:
-            subs = _METHODS[name](calibration, validation, calibrator)
-        found += [_measure(one, validation, rule, halves, name) for one in subs]
-    return _report(found, validation, rule, split)
+    found = _measured(methods, calibration, validation, rule, halves=halves, calibrator=calibrator)
+    return _report([one for one in found if one.method in methods], validation.chain, rule, split)
 
 
-def _promising(found: Sequence[_Found], n_models: int) -> list[tuple[int, ...]]:
-    """Return the chains that stacked cascades are fitted to: the best on all rows and on each half, and the whole one.
+class Searched(Variants):
+    """The best of CAUC's own policies and of all sub-chains, which validation chooses at each budget."""
 
-    found: CAUC-RF's, of all sub-chains.
+    def __init__(self, calibration: Examples, validation: Examples, objective: Objective) -> None:
+        """Measure all of them.   objective: what chains are chosen by."""
+        costs, rule = validation.chain.costs.means, ThresholdRule(objective=objective)
+        budgets = np.linspace(costs.min(), costs.max(), N_STACKED).tolist()
+        found = _measured(_auto(calibration), calibration, validation, rule, budgets)
+        super().__init__(cache(lambda index: found[index].fitted(calibration.chain)), [one.points for one in found])
+        self.note = calibration.embedding_note
+
+
+def fit_auto(fitting: Fitting) -> Searched:
+    """Fit all sub-chains by all of CAUC's own methods for a comparison. Raises ConfigError for too many models."""
+    check_pool(fitting.calibration.chain.models)
+    return Searched(*_by_cost(fitting.calibration, fitting.validation), fitting.objective)
+
+
+def _auto(calibration: Examples) -> tuple[str, ...]:
+    return AUTO if calibration.embeddings is None else (*AUTO, *WITH_EMBEDDINGS)
+
+
+def _by_cost(calibration: Examples, validation: Examples) -> tuple[Examples, Examples]:
+    order = np.argsort(calibration.chain.costs.means, kind="stable").tolist()
+    return calibration.of_models(order), validation.of_models(order)
+
+
+def _measured(
+    methods: Sequence[str],
+    calibration: Examples,
+    validation: Examples,
+    rule: ThresholdRule,
+    budgets: Sequence[float] = (),
+    *,
+    halves: tuple[Ints, ...] = (),
+    calibrator: CalibratorKind = "temperature",
+) -> list[_Found]:
+    """Fit and measure sub-chains, of models by rising cost; those of rf, too, where one of the methods is stacked.
+
+    budgets: for which stacked cascades' chains are chosen, as CAUC-RF; without them by the rule.
     """
-    ranked = sorted(found, key=lambda one: _rank(one, one.whole))
-    firsts = [next(one for one in ranked if len(one.indices) == size) for size in (1, 2) if size <= n_models]
+    rows = np.arange(len(validation)), *halves
+    parts = [(own, validation.chain.of_rows(own)) for own in rows]
+    found: list[_Found] = []
+    for name in dict.fromkeys((*["rf"] * ("stacked" in methods), *methods)):
+        if name in _METHODS:
+            subs = _METHODS[name](calibration.chain, validation.chain, calibrator)
+        else:
+            promising = _promising([one for one in found if one.method == "rf"], budgets, len(calibration.chain.models))
+            subs = _stacked(name, calibration, validation, promising)
+        found += [_measure(one, parts, rule) for one in subs]
+    return found
+
+
+def _stacked(
+    name: str, calibration: Examples, validation: Examples, chains: Sequence[tuple[int, ...]]
+) -> Iterator[SubChain]:
+    """Fit stacked cascades to some sub-chains: every variant of each."""
+    for indices in chains:
+        policies = variants_by_name(name, calibration.of_models(indices), validation.of_models(indices))
+        for policy in policies if name == "stacked" else policies[1:]:  # the first is the same with and without
+            yield SubChain(name, indices, cascade_of(policy)(validation), policy=policy)
+
+
+def _promising(found: Sequence[_Found], budgets: Sequence[float], n_models: int) -> list[tuple[int, ...]]:
+    """Return the chains that stacked cascades are fitted to: the best, the best on each half, and the whole one.
+
+    found: CAUC-RF's, of all sub-chains.   budgets: each of which has its best; without them the rule has.
+    """
+    ranked = [sorted(found, key=lambda one: _rank(one, one.within(budget))) for budget in budgets or (None,)]
+    firsts = [next(one for one in ranked[-1] if len(one.indices) == size) for size in (1, 2) if size <= n_models]
     on_halves = [min(found, key=lambda one: _rank(one, one.halves[half])) for half in range(len(found[0].halves))]
-    chains = [one.indices for one in (*ranked[:N_STACKED], *firsts, *on_halves)]
-    return list(dict.fromkeys([*chains, tuple(range(n_models))]))
+    best = list(dict.fromkeys(one.indices for place in zip(*ranked, strict=True) for one in place))[:N_STACKED]
+    return list(dict.fromkeys([*best, *(one.indices for one in (*firsts, *on_halves)), tuple(range(n_models))]))
 
 
 def _require_affordable(validation: ChainLogits, rule: ThresholdRule) -> None:
@@ -218,28 +268,41 @@ _UNAFFORDABLE = OperatingPoint(threshold=np.nan, cost=np.inf, quality=-np.inf)
 class _Found:
     """A method's chain measured on validation.
 
-    whole: at its threshold there.   halves: on each half, at the threshold chosen on it.   held_out: at that threshold
-    on the other half.
+    points: those that a budget can choose; their quality is accuracy.   whole: at its threshold there, of the
+    objective.   halves: on each half, at the threshold chosen on it.   held_out: at that threshold on the other half.
     """
 
     method: str
     indices: tuple[int, ...]
+    policy: Policy | None
+    points: OperatingPoints
     whole: OperatingPoint
     halves: tuple[OperatingPoint, ...]
     held_out: tuple[OperatingPoint, ...]
 
+    def within(self, budget: float | None) -> OperatingPoint:
+        """Return the point of highest accuracy within a budget; without one the whole."""
+        if budget is None:
+            return self.whole
+        affordable = np.flatnonzero(self.points.cost <= most_within(budget))
+        if not len(affordable):
+            return _UNAFFORDABLE
+        best = affordable[-1]  # of Pareto-optimal points by rising cost
+        return OperatingPoint(
+            *(float(of[best]) for of in (self.points.settings, self.points.cost, self.points.quality))
+        )
 
-def _measure(
-    one: SubChain, validation: ChainLogits, rule: ThresholdRule, halves: tuple[Ints, ...], method: str
-) -> _Found:
+    def fitted(self, calibration: Chain) -> Policy:
+        """Return the fitted chain without a threshold."""
+        if self.policy is not None:
+            return self.policy
+        own = calibration.of_models(self.indices)
+        return fit_base(own) if self.method == "base" else fit_rf(own, rule=ThresholdRule(threshold=STOP_NONE))
+
+
+def _measure(one: SubChain, parts: Sequence[tuple[Ints, ChainLogits]], rule: ThresholdRule) -> _Found:
+    """Measure a chain.   parts: rows of validation with their chain: all of them, then halves."""
     given = rule.threshold if rule.threshold is not None or rule.budget is not None else one.reference
-    of_chain = validation.costs.of_models(one.indices)
-    predictions, confidences = (np.stack(of) for of in zip(*one.steps, strict=True))
-
-    def swept(rows: Ints) -> Frontier:
-        # Contiguous by stage, the order in which a sweep reads them.
-        inner, answers = confidences[:-1].take(rows, axis=1).T, predictions.take(rows, axis=1).T
-        return sweep(inner, answers, validation.labels[rows], of_chain.of_rows(rows), rule.objective)
 
     def chosen(on: Frontier) -> OperatingPoint:
         try:
@@ -247,11 +310,14 @@ def _measure(
         except BudgetError:
             return _UNAFFORDABLE
 
-    on_halves = [swept(half) for half in halves]
+    traces = [(one.trace.of_rows(rows), chain) for rows, chain in parts]
+    whole, *on_halves = (trace.frontier(chain, rule.objective) for trace, chain in traces)
     own = tuple(chosen(half) for half in on_halves)
     pairs = zip(on_halves[::-1], own, strict=True)
     held_out = tuple(_UNAFFORDABLE if of is _UNAFFORDABLE else other.at(of.threshold) for other, of in pairs)
-    return _Found(method, one.indices, chosen(swept(np.arange(len(validation)))), own, held_out)
+    accuracy = whole if rule.objective == "accuracy" else traces[0][0].frontier(parts[0][1])
+    points = accuracy.some(pareto(whole.cost, whole.quality))
+    return _Found(one.method, one.indices, one.policy, points, chosen(whole), own, held_out)
 
 
 def _rank(found: _Found, on: OperatingPoint) -> tuple[float, float, int, tuple[int, ...]]:

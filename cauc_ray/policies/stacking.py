@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -371,80 +371,92 @@ class Encoded:
 
 
 class Variants:
-    """A stacked cascade whose variant and threshold are not chosen: a setting is an index of an operating point.
+    """Policies of one method, of which none is chosen, nor its threshold: a setting is an index of an operating point.
 
-    points: of all variants on validation, at every threshold.
+    policy: one of n_policies by its index.   points: of all of them on validation.
     """
 
-    def __init__(
-        self, policies: Sequence[StackedPolicy], validation: Examples, objective: Objective = "accuracy", note: str = ""
-    ) -> None:
-        """Measure all variants.   note: for tables."""
-        self.policies, self.note = policies, note
-        traces = [cascade_of(policy)(validation) for policy in policies]
-        frontiers = [trace.frontier(validation.chain, objective) for trace in traces]
-        self._variants = np.repeat(np.arange(len(policies)), [len(one.settings) for one in frontiers])
+    def __init__(self, policy: Callable[[int], Policy], points: Sequence[OperatingPoints], note: str = "") -> None:
+        """Join points.   points: of each policy, by its thresholds.   note: for tables."""
+        self.policy, self.n_policies, self.note = policy, len(points), note
+        self._variants = np.repeat(np.arange(len(points)), [len(one.settings) for one in points])
         self._thresholds, cost, quality = (
-            np.concatenate([getattr(one, name) for one in frontiers]) for name in ("settings", "cost", "quality")
+            np.concatenate([getattr(one, name) for one in points]) for name in ("settings", "cost", "quality")
         )
-        self.points = OperatingPoints(np.arange(len(cost), dtype=np.float64), cost, quality, frontiers[0].unit)
+        self.points = OperatingPoints(np.arange(len(cost), dtype=np.float64), cost, quality, points[0].unit)
 
     @property
     def default(self) -> float:
         """Return the best point."""
         return float(self.points.index_of_best())
 
-    def chosen(self, budget: float | None) -> StackedPolicy:
-        """Return the variant that is best within a budget on validation. Raises BudgetError."""
-        return self.policies[int(self._variants[self.points.index_of_best(budget)])]
+    def chosen(self, budget: float | None) -> Policy:
+        """Return the policy that is best within a budget on validation. Raises BudgetError."""
+        return self.policy(int(self._variants[self.points.index_of_best(budget)]))
 
     def answers(self, examples: Examples, setting: float) -> Answers:
         """Answer examples at a setting."""
-        index = int(setting)
-        return cascade_of(self.policies[self._variants[index]])(examples).answers(self._thresholds[index])
-
-    def published(self, fitting: Fitting, rule: ThresholdRule) -> Policy:
-        """Return the variant and threshold that a rule chooses as a policy. Raises ConfigError and BudgetError."""
-        if chooses(rule):
-            policy = Variants(self.policies, fitting.validation, rule.objective).chosen(rule.budget)
-        else:
-            policy = without_gain(self.policies)
-        return Thresholded.of(policy, fitting).published(fitting, rule)
+        policy, threshold = self.policy(int(self._variants[int(setting)])), self._thresholds[int(setting)]
+        return cascade_of(policy)(examples).answers(threshold)
 
     def curve(self, examples: Examples, settings: Floats) -> Curve:
         """Measure settings on labelled examples."""
         at = settings.astype(np.int64)
         cost, accuracy, f1, last = (np.empty(len(at)) for _ in range(4))
-        for variant, policy in enumerate(self.policies):
+        for variant in np.unique(self._variants[at]).tolist():
             own = np.flatnonzero(self._variants[at] == variant)
-            thresholds = self._thresholds[at[own]]
-            found = curve_of(cascade_of(policy)(examples), examples.chain, thresholds)
+            trace = cascade_of(self.policy(variant))(examples)
+            found = curve_of(trace, examples.chain, self._thresholds[at[own]])
             cost[own], accuracy[own], f1[own], last[own] = found.cost, found.accuracy, found.macro_f1, found.last_share
         return Curve(settings, cost, accuracy, f1, last)
 
 
-def fit_method(fitting: Fitting) -> Variants:
-    """Fit a stacked cascade for a comparison."""
-    return Variants(variants_of(fitting.calibration.chain, fitting.validation.chain, fitting.names), fitting.validation)
+class StackedVariants(Variants):
+    """A stacked cascade whose variant and threshold are not chosen."""
+
+    def __init__(
+        self, policies: Sequence[StackedPolicy], validation: Examples, objective: Objective = "accuracy", note: str = ""
+    ) -> None:
+        """Measure all variants.   note: for tables."""
+        self._policies = policies
+        traces = (cascade_of(policy)(validation) for policy in policies)
+        points = [trace.frontier(validation.chain, objective) for trace in traces]
+        super().__init__(policies.__getitem__, points, note)
+
+    def published(self, fitting: Fitting, rule: ThresholdRule) -> Policy:
+        """Return the variant and threshold that a rule chooses as a policy. Raises ConfigError and BudgetError."""
+        if chooses(rule):
+            policy = StackedVariants(self._policies, fitting.validation, rule.objective).chosen(rule.budget)
+        else:
+            policy = without_gain(self._policies)
+        return Thresholded.of(policy, fitting).published(fitting, rule)
 
 
-def fit_with_competences(fitting: Fitting) -> Variants:
-    """Fit one that knows from an embedding how competent each model is."""
-    return _fit_encoded(fitting, with_labels=False)
+def fit_method(fitting: Fitting, method: str = "stacked") -> StackedVariants:
+    """Fit a stacked cascade for a comparison.   method: by its name; those with experts read embeddings."""
+    policies = variants_by_name(method, fitting.calibration, fitting.validation, fitting.names)
+    note = "" if method == "stacked" else fitting.calibration.embedding_note
+    return StackedVariants(policies, fitting.validation, note=note)
 
 
-def fit_with_experts(fitting: Fitting) -> Variants:
-    """Fit one that also knows from an embedding which labels are likely."""
-    return _fit_encoded(fitting, with_labels=True)
+fit_with_competences = partial(fit_method, method="stacked-competence")
+fit_with_experts = partial(fit_method, method="stacked-both")
 
 
-def _fit_encoded(fitting: Fitting, *, with_labels: bool) -> Variants:
-    examples = fitting.calibration
-    assert examples.embeddings is not None
-    chain = examples.own_chain(examples.chain.models, encoded=True)
-    n_options = examples.chain.logits[0].shape[1]
+def variants_by_name(
+    method: str, calibration: Examples, validation: Examples, names: tuple[str, str] = SPLITS
+) -> list[StackedPolicy]:
+    """Return variants_of() the method of a name.
+
+    stacked-competence knows from an embedding how competent each model is, stacked-both also which labels are likely.
+    """
+    if method == "stacked":
+        return variants_of(calibration.chain, validation.chain, names)
+    assert calibration.embeddings is not None
+    chain = calibration.own_chain(calibration.chain.models, encoded=True)
+    n_options, with_labels = calibration.chain.logits[0].shape[1], method == "stacked-both"
     experts, told = fit_experts(
-        examples.embeddings, examples.correct(), examples.chain.labels, n_options, with_labels=with_labels
+        calibration.embeddings, calibration.correct(), calibration.chain.labels, n_options, with_labels=with_labels
     )
     stage = StackedStage(
         name=chain.models[0],
@@ -454,9 +466,7 @@ def _fit_encoded(fitting: Fitting, *, with_labels: bool) -> Variants:
         diagnostics=None,
         logit_weight=1.0,
     )
-    encoded = Encoded(stage, experts, told)
-    policies = variants_of(examples.chain, fitting.validation.chain, fitting.names, encoded)
-    return Variants(policies, fitting.validation, note=examples.embedding_note)
+    return variants_of(calibration.chain, validation.chain, names, Encoded(stage, experts, told))
 
 
 def chooses(rule: ThresholdRule) -> bool:
@@ -477,7 +487,7 @@ def fit_stacked(
     names: tuple[str, str] = SPLITS,
     calibrator: CalibratorKind = "temperature",
     safe: bool = False,
-) -> StackedPolicy:
+) -> Policy:
     """Fit a stacked cascade on a chain of any length; the variant that is best on validation by the rule.
 
     Arguments and errors are those of fit_rf; a given threshold is of confidences. calibrator and safe have no choice:
@@ -487,11 +497,10 @@ def fit_stacked(
     if safe:
         raise ConfigError("method stacked chooses its own terms by cross-validation: leave safe out")
     policies = variants_of(calibration, validation, names)
-    policy = without_gain(policies)
+    policy: Policy = without_gain(policies)
     if chooses(rule) and validation is not None:
         validation.require_labels("choosing a threshold")
         assert isinstance(validation, ChainLogits)
-        policy = Variants(policies, Examples(validation), rule.objective).chosen(rule.budget)
+        policy = StackedVariants(policies, Examples(validation), rule.objective).chosen(rule.budget)
     with_budget = policy.model_copy(update={"budget": rule.budget})
-    decided: StackedPolicy = choose_threshold(with_budget, calibration, validation, rule)
-    return decided
+    return choose_threshold(with_budget, calibration, validation, rule)

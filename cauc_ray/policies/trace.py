@@ -77,6 +77,14 @@ class Examples:
         name = f"layer of {self.encoder}" if self.encoder in models else self.encoder
         return to_come.after_encoder(name, self.embeddings, paid)
 
+    def of_models(self, indices: Sequence[int]) -> Examples:
+        """Return the examples with some of the models; the call of another one for its embedding is paid as before."""
+        call = self.embedding_call
+        if call is not None and call.index is not None:
+            kept, costs = call.index in indices, self.chain.costs.per_call[..., call.index]
+            call = replace(call, index=[*indices].index(call.index)) if kept else EmbeddingCall(call.model, None, costs)
+        return replace(self, chain=self.chain.of_models(indices), embedding_call=call)
+
     @property
     def embedding_note(self) -> str:
         """Return the note in tables on a method that looks at the embeddings; empty where they cost nothing."""
@@ -130,6 +138,13 @@ class Trace:
     def compared(self) -> Floats:
         """Return what is compared with a threshold, float64 (N, S)."""
         return self.confidences if self.worth is None else self.worth
+
+    def of_rows(self, rows: Ints) -> Trace:
+        """Return some of the rows, of arrays whose steps are contiguous: the order in which a sweep reads them."""
+        predictions: Ints = self.predictions.T.take(rows, axis=1).T
+        compared: Floats = self.compared.T.take(rows, axis=1).T
+        paid = self.other_costs[rows] if isinstance(self.other_costs, np.ndarray) else self.other_costs
+        return Trace(predictions, compared, self.calls, other_costs=paid, ends=self.ends)
 
     def frontier(self, chain: Chain, objective: Objective = "accuracy") -> Frontier:
         """Return all operating points on the chain's examples, which have labels."""

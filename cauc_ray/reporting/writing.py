@@ -240,7 +240,8 @@ def _fit_command(found: Found, *, for_budget: bool) -> list[str]:
         given["costs"] = tuple(f"{stage.name}={stage.cost!r}" for stage in policy.stages)
     if not for_budget:
         if policy.search is not None:
-            given |= {"models": policy.search.pool, "search": True, "costs": None}
+            given |= {"models": policy.search.pool, "costs": None}
+            given |= {"search": True} if policy.encoder is None else {"method": "auto"}
         elif policy.safe is not None:
             given |= {"models": policy.safe.models, "safe": True, "costs": None}
         if (at := choice.certificate) is not None:

@@ -355,6 +355,35 @@ def test_who_looks_at_a_models_embedding_pays_its_call_on_every_input(embedded, 
         assert at <= (paid.about["budget"] if within else min(points["validation_cost"])) * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("embedding", [None, "enc"])
+def test_auto_answers_as_the_policy_that_fit_chooses_at_the_budget(embedded, embedding):
+    table, _ = embedded
+    chosen = {"models": MODELS, "embedding": embedding, "budget": 3.0}
+    row = compare(table, methods=["auto"], **chosen).row("auto")
+    policy = cauc_ray.fit(table, method="auto", **chosen)
+    assert (policy.encoder is not None) == (embedding is not None)  # planted to tell the label's number
+    measured = cauc_ray.evaluate(table, policy).measures
+    assert row["accuracy"] == measured.accuracy.value
+    assert row["cost"] == pytest.approx(measured.cost)
+    assert policy.search.chosen.holdout_quality > 0
+    if embedding is not None:
+        alone = compare(table, methods=["stacked-both"], **chosen).row("stacked-both")
+        assert row["accuracy"] >= alone["accuracy"] - 0.05
+
+
+def test_auto_leaves_out_a_model_that_is_a_poor_deal(tmp_path):
+    write_table(tmp_path)
+    costs = {"m0": 1.0, "m1": 14.0, "m2": 15.0}
+    found = compare(tmp_path, models=MODELS, methods=["auto", "rf"], costs=costs, budget=9.0)
+    row = found.row("auto")
+    assert row["calls"]["m1"] == 0
+    assert row["accuracy"] > found.row("rf")["accuracy"]
+    f1 = compare(tmp_path, models=MODELS, methods=["auto", "stacked"], costs=costs, budget=9.0, objective="macro-f1")
+    assert f1.row("auto")["calls"]["m1"] == 0
+    validated = f1.curves.filter(pa.compute.equal(f1.curves["method"], "auto"))
+    assert max(validated["validation_accuracy"].to_pylist()) <= 1
+
+
 def test_the_label_expert_reads_embeddings_and_calls_no_model(embedded):
     table, chains = embedded
     free, paid = (compare(table, models=MODELS, methods=["embedding"], embedding=each) for each in ("enc", "m1"))

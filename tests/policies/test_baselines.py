@@ -18,7 +18,7 @@ FROM_OUTPUTS = [name for name, method in METHODS.items() if not method.needs_tex
 ROUTERS = [name for name in FROM_OUTPUTS if METHODS[name].paradigm == "router"]
 LEARNED = [*ROUTERS, "frugalgpt", "post-hoc-embed"]
 DRAWN = ["routerdc", "routellm-mf", "graphrouter", "embedllm", "post-hoc-embed"]
-FUSING = ["base", "rf", "duo", "shuffled", "stacked", "stacked-competence", "stacked-both"]
+FUSING = ["base", "rf", "duo", "shuffled", "stacked", "stacked-competence", "stacked-both", "auto"]
 every = pytest.mark.parametrize("method", FROM_OUTPUTS)
 learned = pytest.mark.parametrize("method", LEARNED)
 routers = pytest.mark.parametrize("method", ROUTERS)
@@ -55,9 +55,9 @@ def numbers(own, test):
     """Return all that a fitted method says of examples whose labels it does not see."""
     if hasattr(own, "cascade"):
         return own.cascade(test.without_labels()).compared
-    if hasattr(own, "policies"):
-        traces = [cascade_of(policy)(test.without_labels()) for policy in own.policies]
-        return np.stack([trace.compared for trace in traces])
+    if hasattr(own, "n_policies"):
+        traces = [cascade_of(own.policy(index))(test.without_labels()) for index in range(own.n_policies)]
+        return np.column_stack([trace.compared for trace in traces])
     return distances_of(own.scorers, test.without_labels())
 
 

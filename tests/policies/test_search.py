@@ -13,7 +13,7 @@ from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.policies.by_method import fit_policy
 from cauc_ray.policies.search import search_chains, sub_chains_of_base, sub_chains_of_rf
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import replay, trace_policy
+from cauc_ray.policies.trace import Examples, replay, trace_policy
 
 NAMES = ("calibration", "validation")
 POOL = (0.6, 1.0, 1.5, 2.0)
@@ -78,9 +78,9 @@ def test_a_search_finds_what_fitting_every_sub_chain_finds(m, method, rule, seed
     measured = by_brute_force(method, calibration, validation, rule)
     if not measured:
         with pytest.raises(BudgetError):
-            search_chains(method, *given_pool, rule, "validation")
+            search_chains(method, *map(Examples, given_pool), rule, "validation")
         return
-    found = search_chains(method, *given_pool, rule, "validation")
+    found = search_chains(method, *map(Examples, given_pool), rule, "validation")
     order = ranking(measured)
     named = [found.chosen, *found.runners_up]
     assert len(named) == min(6, len(order))
@@ -112,9 +112,9 @@ def test_every_chain_has_the_trace_of_its_own_fit_to_the_bit(method, ragged):
         places = found.indices
         policy = fit_policy(method, calibration.of_models(places), None, ThresholdRule(threshold=0.5), NAMES)
         expected = trace_policy(policy, validation.of_models(places))
-        for stage, (predictions, confidences) in enumerate(found.steps):
-            np.testing.assert_array_equal(predictions, expected.predictions[:, stage])
-            np.testing.assert_array_equal(confidences, expected.confidences[:, stage])
+        np.testing.assert_array_equal(found.trace.predictions, expected.predictions)
+        np.testing.assert_array_equal(found.trace.confidences, expected.confidences)
+        assert np.array_equal(found.trace.calls[:, places], np.tri(len(places)))
         seen.append(places)
     assert sorted(seen) == sorted(sub_chains(len(POOL)))
 
@@ -122,7 +122,7 @@ def test_every_chain_has_the_trace_of_its_own_fit_to_the_bit(method, ragged):
 def test_held_out_figures_are_a_chain_s_own_where_nothing_is_chosen():
     calibration, validation = pool()
     given_ = ThresholdRule(threshold=0.7)
-    found = search_chains("rf", calibration, validation, given_, "validation")
+    found = search_chains("rf", Examples(calibration), Examples(validation), given_, "validation")
     # Every example is held out equally often, in halves of equal size.
     assert found.full.holdout_quality == pytest.approx(found.full.quality)
     assert found.full.holdout_cost == pytest.approx(found.full.cost)
@@ -146,4 +146,5 @@ def test_what_cannot_be_searched_is_refused(error, says, asked):
     )
     rule, how = ThresholdRule(**asked.get("rule", {})), {"calibrator": asked.get("calibrator", "temperature")}
     with pytest.raises(error, match=says):
-        search_chains(asked.get("method", "rf"), calibration, validation, rule, "v", **how)
+        given_pool = Examples(calibration), None if validation is None else Examples(validation)
+        search_chains(asked.get("method", "rf"), *given_pool, rule, "v", **how)
