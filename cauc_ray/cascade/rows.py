@@ -135,9 +135,10 @@ class Owner:
     """What rows belong to, a block of the input or a request, and what has become of its n rows; arrays (n,).
 
     block: which one; 0 for a request.   names: what the shell knows the rows by.   predictions: int32, of the last
-    stage that answered.   confidences, costs: float64.   stages: int8, that one, -1 where none has.   degraded:
-    bool, rows answered without a stage that should have.   failures: the stage and the reason, by position; stage -1
-    where the row could not be read.   at: int8, the stage that a row waits for or is at, -1 once it needs none.
+    stage that answered.   confidences, costs: float64.   stages: int8, that one, -1 where none has.   visited: int64,
+    a bit for each stage that gave something.   degraded: bool, rows answered without a stage that should have.
+    failures: the stage and the reason, by position; stage -1 where the row could not be read.   at: int8, the stage
+    that a row waits for or is at, -1 once it needs none.
     n_left: rows that need something.   restarts: how often all of it was started again, because objects were lost with
     their nodes.   live: False once its answers are no longer wanted.   closed: stages that have taken too long, whose
     answers are not wanted.   deadline: when the last answer is wanted, in seconds.   hurries: whether that is
@@ -151,6 +152,7 @@ class Owner:
         self.confidences: Floats = UNKNOWN.repeat(n)
         self.stages: Ints = NO_STAGE.repeat(n)
         self.costs: Floats = np.zeros(n)
+        self.visited: Ints = np.zeros(n, dtype=np.int64)
         self.degraded: Bools = np.zeros(n, dtype=bool)
         self.failures: dict[int, tuple[int, str]] = {}
         self.at: Ints = np.zeros(n, dtype=np.int8)
@@ -170,6 +172,7 @@ class Owner:
         """
         result, indices = ended.result, rows.indices
         self.costs[indices] += result.costs[positions]
+        self.visited[indices] |= 1 << ended.stage
         predictions, confidences = result.predictions[positions], result.confidences[positions]
         if predictions.min(initial=0) < 0:  # an encoder gives no answers
             known = predictions >= 0

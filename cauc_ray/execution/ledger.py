@@ -192,6 +192,9 @@ class RunTables:
         costs = block.costs[answered]
         totals: dict[str, Mapping[str, float]] = {
             "answered": Counter({name: int((block.stages == at).sum()) for at, name in enumerate(self._stages)}),
+            "called": Counter(
+                {name: int((block.visited[answered] >> at & 1).sum()) for at, name in enumerate(self._stages)}
+            ),
             "failed": by_stage,
             "rows": {
                 "degraded": int(block.degraded[answered].sum()),

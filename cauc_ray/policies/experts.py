@@ -80,6 +80,8 @@ def fit_experts(
 
 def _expert(vectors: Floats, targets: Floats, least: float) -> RidgeFit | None:
     """Return a fit of targets, float64 (N, T); None where it explains too little of rows that it has not seen."""
+    if not np.ptp(targets, axis=0).any():  # nothing to explain
+        return None
     fit = fit_ridge(vectors, targets)
     explained = 1 - ((targets - fit.held_out) ** 2).sum() / ((targets - fit.level) ** 2).sum()
     return fit if explained > least else None

@@ -279,6 +279,7 @@ METHODS: Mapping[str, Method] = {
         Method("auto", "ours", "cauc_ray.policies.search:fit_auto"),
         Method("duo", "ensemble", f"{_OTHERS}.simple:fit_duo"),
         Method("frugalgpt", "cascade", f"{_OTHERS}.frugalgpt:fit_frugalgpt", **_SKLEARN),
+        Method("cascade-routing", "cascade", f"{_OTHERS}.cascade_routing:fit_cascade_routing", **_SKLEARN),
         Method("margin", "cascade", f"{_OTHERS}.simple:fit_margin"),
         Method("post-hoc-embed", "cascade", f"{_OTHERS}.post_hoc_embed:fit_post_hoc_embed", **_TORCH),
         Method("routerdc", "router", f"{_OTHERS}.model_vectors:fit_routerdc", **_TORCH),

@@ -138,40 +138,51 @@ class PostHocEmbedPolicy(ScoredPolicy):
         return gains
 
 
-class FrugalGPTPolicy(ScoredPolicy):
-    """FrugalGPT: an answer is taken if its distance, 1 less its predicted reliability, is below its stage's threshold.
+class SolvedPolicy(MethodPolicy):
+    """A policy whose threshold is a budget: it chooses the solution, the last of the curve that costs no more.
 
-    The policy's threshold is a budget: it chooses the solution, the last of the curve that costs no more. Arrays of
-    each model: weights, (d,).
-
-    solutions: for each point of the curve the thresholds of all stages but the last; at 0 none is taken, at 2 all are.
+    solutions: for each point of the curve the numbers that decide.
     """
 
     NEEDS_ARRAYS: ClassVar[bool] = True
     one_threshold: ClassVar[bool] = False
-    method: Literal["frugalgpt"] = "frugalgpt"
     solutions: tuple[tuple[float, ...], ...]
+
+    @property
+    def n_numbers(self) -> int:
+        """Return how many numbers a solution has: one for each model but the last."""
+        return len(self.answering) - 1
 
     def contradictions(self) -> Iterator[str]:
         """Yield the contradictions in the policy."""
         yield from super().contradictions()
-        if len(self.solutions) != len(self.curve) or {*map(len, self.solutions)} - {len(self.answering) - 1}:
-            yield "solutions must be of the curve's points, with a threshold for each model but the last"
+        if len(self.solutions) != len(self.curve) or {*map(len, self.solutions)} - {self.n_numbers}:
+            yield f"solutions must be of the curve's points, each of {self.n_numbers} numbers"
 
     def decides(self) -> dict[str, Any]:
         """Return what affects answers: not the budget, but what it chooses."""
-        return super().decides() | {"threshold": self.thresholds}
+        return super().decides() | {"threshold": self.solution}
 
     @property
-    def thresholds(self) -> tuple[float, ...]:
-        """Return the stages' thresholds of the distance."""
+    def solution(self) -> tuple[float, ...]:
+        """Return the numbers that decide."""
         costs = np.array([point.threshold for point in self.curve])
         return self.solutions[max(int(np.searchsorted(costs, self.threshold, side="right")) - 1, 0)]
+
+
+class FrugalGPTPolicy(ScoredPolicy, SolvedPolicy):
+    """FrugalGPT: an answer is taken if its distance, 1 less its predicted reliability, is below its stage's threshold.
+
+    Arrays of each model: weights, (d,). A solution's numbers are thresholds of the distance, of all stages but the
+    last; at 0 none is taken, at 2 all are.
+    """
+
+    method: Literal["frugalgpt"] = "frugalgpt"
 
     def score(self, stage: int, logits: Floats, embeddings: Floats) -> Floats:
         """Return inf for answers that are taken, -inf for others."""
         at = stage - (self.encoder is not None)
-        return np.where(self.distances(stage, logits, embeddings) < self.thresholds[at], np.inf, -np.inf)
+        return np.where(self.distances(stage, logits, embeddings) < self.solution[at], np.inf, -np.inf)
 
     def distances(self, stage: int, logits: Floats, embeddings: Floats) -> Floats:
         """Return 1 less the probability that the stage's answer is right, float64 (n,)."""

@@ -22,7 +22,7 @@ from cauc_ray.numbers.sweep import COST_TOLERANCE, OperatingPoints, most_within
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.evidence import Measures
 from cauc_ray.policies.methods import METHODS, Fitted, Fitting, Thresholded, cascade_of
-from cauc_ray.policies.scored import FrugalGPTPolicy
+from cauc_ray.policies.scored import SolvedPolicy
 from cauc_ray.policies.trace import EmbeddingCall, Examples, measure, trace_policy
 from cauc_ray.reporting.measured import Measured
 
@@ -89,7 +89,7 @@ def find_budgets(measured: Measured) -> Budgets | None:
     The points are all that validation tells apart, not the thinned curve in the policy's file.
     """
     policy, validation, test = measured.policy, measured.validation, measured.test
-    if validation is None or isinstance(policy, FrugalGPTPolicy):  # whose points are not those of one threshold
+    if validation is None or isinstance(policy, SolvedPolicy):  # whose points are not those of one threshold
         return None
     objective = policy.threshold_choice.objective or "accuracy"
     on_validation, on_test = trace_policy(policy, validation), trace_policy(policy, test)

@@ -18,7 +18,16 @@ from cauc_ray.policies.methods import METHODS
 
 CONTROLS = ["duo", "margin", "max-probability", "random", "single:m1"]
 LOOKING = [
-    *("frugalgpt", "post-hoc-embed", "routerdc", "benchmark-routing", "routellm-mf", "routellm-sw", "graphrouter"),
+    *(
+        "frugalgpt",
+        "cascade-routing",
+        "post-hoc-embed",
+        "routerdc",
+        "benchmark-routing",
+        "routellm-mf",
+        "routellm-sw",
+        "graphrouter",
+    ),
     "embedllm",
 ]
 ROUTERS = [name for name in LOOKING if METHODS[name].paradigm == "router"]
@@ -29,6 +38,7 @@ BUDGET = 12.0
 every = pytest.mark.parametrize(("method", "embedding"), EVERY, ids=lambda value: str(value))
 # Runs and reports take seconds; those of one policy of each kind are always made.
 QUICK = [("duo", None), ("random", None), ("embedllm", None), ("frugalgpt", "enc"), ("stacked-both", "enc")]
+QUICK.append(("cascade-routing", "enc"))
 some_slow = pytest.mark.parametrize(
     ("method", "embedding"),
     [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in EVERY],

@@ -8,7 +8,6 @@ import pytest
 import torch
 from planted import changed, gain_over_mixture, of_rows, problem, train_quickly
 
-from cauc_ray.policies.baselines.frugalgpt import distances_of
 from cauc_ray.policies.methods import METHODS, cascade_of
 from cauc_ray.policies.trace import EmbeddingCall
 
@@ -16,7 +15,7 @@ from cauc_ray.policies.trace import EmbeddingCall
 OTHERS = ("embedding", "rf-shared")
 FROM_OUTPUTS = [name for name, method in METHODS.items() if not method.needs_texts and name not in OTHERS]
 ROUTERS = [name for name in FROM_OUTPUTS if METHODS[name].paradigm == "router"]
-LEARNED = [*ROUTERS, "frugalgpt", "post-hoc-embed"]
+LEARNED = [*ROUTERS, "frugalgpt", "cascade-routing", "post-hoc-embed"]
 DRAWN = ["routerdc", "routellm-mf", "graphrouter", "embedllm", "post-hoc-embed"]
 FUSING = ["base", "rf", "duo", "shuffled", "stacked", "stacked-competence", "stacked-both", "auto"]
 every = pytest.mark.parametrize("method", FROM_OUTPUTS)
@@ -58,7 +57,8 @@ def numbers(own, test):
     if hasattr(own, "n_policies"):
         traces = [cascade_of(own.policy(index))(test.without_labels()) for index in range(own.n_policies)]
         return np.column_stack([trace.compared for trace in traces])
-    return distances_of(own.scorers, test.without_labels())
+    read = own.read(own.unsolved, test.without_labels())
+    return np.column_stack([*read.qualities.values()]) if hasattr(read, "qualities") else read
 
 
 @learned
@@ -194,7 +194,9 @@ def test_questions_may_have_more_or_fewer_options_than_any_that_it_was_fitted_on
     np.testing.assert_allclose(other[short], expected[short], atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["frugalgpt", *(name for name in ROUTERS if not name.startswith("routellm"))])
+@pytest.mark.parametrize(
+    "method", ["frugalgpt", "cascade-routing", *(name for name in ROUTERS if not name.startswith("routellm"))]
+)
 def test_a_model_that_is_called_for_its_embedding_costs_nothing_more(method):
     fitting, _ = problem(1, n=80, n_test=1)
     own = fit(method, changed(fitting, lambda split: replace(split, embedding_call=EmbeddingCall("m1", 1))))

@@ -112,7 +112,7 @@ def known(part, model):
 
 def test_scores_are_the_likeliest_of_the_penalties_on_validation():
     fitting, _ = problem(5, n=200, n_test=1, embedded=True)
-    distances = distances_of(fit_frugalgpt(fitting).scorers, fitting.validation)
+    distances = distances_of(fit_frugalgpt(fitting).unsolved, fitting.validation)
     for model in range(2):
         rows = [known(part, model) for part in (fitting.calibration, fitting.validation)]
         right = [part.correct()[:, model] for part in (fitting.calibration, fitting.validation)]
@@ -134,7 +134,7 @@ def test_a_model_that_is_always_right_or_never(right):
         return replace(part, chain=replace(part.chain, logits=logits))
 
     fitted = fit_frugalgpt(changed(fitting, made))
-    distances = distances_of(fitted.scorers, made(test))[:, 1]
+    distances = distances_of(fitted.unsolved, made(test))[:, 1]
     assert (distances == distances[0]).all()
     assert distances[0] == pytest.approx(0.0 if right else 1.0, abs=0.01)
     answers = fitted.answers(made(test).without_labels(), fitted.default)

@@ -145,6 +145,6 @@ def test_what_cannot_be_searched_is_refused(error, says, asked):
         asked.get(name, lambda data: data)(data) for name, data in zip(NAMES, pool(), strict=True)
     )
     rule, how = ThresholdRule(**asked.get("rule", {})), {"calibrator": asked.get("calibrator", "temperature")}
+    given_pool = Examples(calibration), None if validation is None else Examples(validation)
     with pytest.raises(error, match=says):
-        given_pool = Examples(calibration), None if validation is None else Examples(validation)
         search_chains(asked.get("method", "rf"), *given_pool, rule, "v", **how)

@@ -15,17 +15,13 @@ import numpy as np
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
-from cauc_ray.errors import ConfigError
-from cauc_ray.numbers.logits import joint_kind
-from cauc_ray.numbers.metrics import macro_f1
-from cauc_ray.numbers.sweep import OperatingPoints, pareto
+from cauc_ray.numbers.sweep import pareto
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.evidence import MOST_CURVE_POINTS, ThresholdChoice
+from cauc_ray.policies.baselines.solved import Solved
 from cauc_ray.policies.features import Scaler, answer_features
-from cauc_ray.policies.methods import Curve, Fitted, Fitting
+from cauc_ray.policies.methods import Fitted, Fitting
 from cauc_ray.policies.scored import FrugalGPTPolicy
-from cauc_ray.policies.threshold import ThresholdRule, curve_points, measured
-from cauc_ray.policies.trace import Answers, Examples, costs_to_come, own_answers, trace_policy, with_embedding_paid
+from cauc_ray.policies.trace import Examples, costs_to_come
 
 # Inverse regularisations tried, as scikit-learn counts them: from features that hardly count to ones that count fully.
 INVERSE_PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -37,9 +33,6 @@ N_QUANTILES = 40
 # Of the best solutions by rising cost, at most so many are kept, evenly by rank, the two ends always.
 MOST_SOLUTIONS = 1000
 
-# Solutions whose costs differ by less are one to a budget, which is kept but for rounding.
-_COST_TOLERANCE = 1e-8
-
 
 @dataclass(frozen=True, slots=True)
 class Solution:
@@ -47,6 +40,11 @@ class Solution:
 
     order: tuple[int, ...]
     thresholds: tuple[float, ...]
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Return the thresholds as a policy has them: at 2 all are taken."""
+        return tuple(np.clip(self.thresholds, 0.0, 2.0).tolist())
 
     def replay(self, distances: Floats) -> tuple[Ints, Bools]:
         """Return whose answer each row takes, int (N,), and which models it calls, bool (N, M).
@@ -77,73 +75,6 @@ class Solution:
         return Solution(self.order, tuple(thresholds))
 
 
-@dataclass(frozen=True, slots=True)
-class Searched:
-    """FrugalGPT fitted: the best solutions by their cost on validation. Its setting is a budget, in that cost.
-
-    scorers: a policy of all M models without a solution.   solutions: P, by rising cost.   points: of the solutions;
-    settings are their costs.
-    """
-
-    scorers: FrugalGPTPolicy
-    solutions: tuple[Solution, ...]
-    points: OperatingPoints
-    note: str
-
-    @property
-    def default(self) -> float:
-        """Return the cost of the solution that is best without a budget."""
-        return float(self.points.settings[self.points.index_of_best()])
-
-    def answers(self, examples: Examples, setting: float) -> Answers:
-        """Replay the best solution within a budget. Raises BudgetError where none costs so little."""
-        solution = self.solutions[self.points.index_of_best(setting)]
-        return _replayed(solution, examples, own_answers(examples.chain), distances_of(self.scorers, examples))
-
-    def curve(self, examples: Examples, settings: Floats) -> Curve:
-        """Measure budgets on labelled examples: one replay for each solution that any of them chooses.
-
-        Raises BudgetError where no solution costs so little.
-        """
-        chosen, which = np.unique([self.points.index_of_best(setting) for setting in settings], return_inverse=True)
-        curve = _measured([self.solutions[p] for p in chosen], examples, distances_of(self.scorers, examples))
-        of_settings = (values[which] for values in (curve.cost, curve.accuracy, curve.macro_f1, curve.last_share))
-        return Curve(np.asarray(settings, dtype=np.float64), *of_settings)
-
-    def published(self, fitting: Fitting, rule: ThresholdRule) -> FrugalGPTPolicy:
-        """Return the policy of the best solution within a budget; other solutions of its order are on its curve.
-
-        Its stages are the models in that order. Raises ConfigError for an objective or a risk to certify.
-        """
-        if rule.certify is not None or rule.objective != "accuracy":
-            raise ConfigError("method frugalgpt chooses the most accurate solution within a budget, and nothing else")
-        point = self.points.index_of_best(rule.budget if rule.threshold is None else rule.threshold)
-        order, split = self.solutions[point].order, fitting.names[1]
-        of_order = np.array([own.order == order for own in self.solutions])
-        kept = self.points.some(of_order).pareto(MOST_CURVE_POINTS - 1).settings
-        on_curve = of_order & np.isin(self.points.settings, [*kept, self.points.settings[point]])
-        choice = ThresholdChoice(rule="best" if rule.budget is None else "budget", objective="accuracy", split=split)
-        if rule.threshold is not None:
-            choice = ThresholdChoice(rule="given", objective=None, split=None)
-        encoder, models = self.scorers.stages[: -len(self.scorers.answering)], self.scorers.answering
-        stages, curve = (*encoder, *(models[model] for model in order)), curve_points(self.points.some(on_curve))
-        thresholds = [np.clip(self.solutions[at].thresholds, 0.0, 2.0).tolist() for at in np.flatnonzero(on_curve)]
-        chosen: dict[str, Any] = {
-            "stages": stages,
-            "logit_kind": joint_kind([stage.logit_kind or "raw" for stage in stages[len(encoder) :]]),
-            "threshold": float(self.points.settings[point]),
-            "threshold_choice": choice,
-            "budget": rule.budget,
-            "curve": curve,
-            "solutions": tuple(map(tuple, thresholds)),
-        }
-        policy = FrugalGPTPolicy(**dict(self.scorers) | chosen)
-        names, encoded = [stage.name for stage in policy.answering], bool(encoder)
-        validation = fitting.validation.own_chain(names, encoded=encoded)
-        trace = trace_policy(policy, validation, likeliest=True)
-        return measured(policy, trace, validation, split, fitting.calibration.own_chain(names, encoded=encoded), curve)
-
-
 def fit_frugalgpt(fitting: Fitting) -> Fitted:
     """Fit a scorer for each model on calibration, and search orders and thresholds on validation.
 
@@ -155,14 +86,9 @@ def fit_frugalgpt(fitting: Fitting) -> Fitted:
     scorers = fit_scorers(fitting)
     distances, correct = distances_of(scorers, validation), validation.correct()
     costs = np.broadcast_to(costs_to_come(validation).per_call, distances.shape)
-    solutions = search(distances, correct, costs)
-    curve = _measured(solutions, validation, distances)
-    distinct = np.append(np.diff(curve.cost) > _COST_TOLERANCE * curve.cost[1:], True)
-    cost, quality = curve.cost[distinct], curve.accuracy[distinct]
-    kept = tuple(solution for solution, keep in zip(solutions, distinct, strict=True) if keep)
-    points = OperatingPoints(cost, cost, quality, validation.chain.costs.unit)
     notes = "logistic scorers in place of DistilBERT", validation.embedding_note
-    return Searched(scorers, kept, points, note="; ".join(filter(None, notes)))
+    solutions = search(distances, correct, costs)
+    return Solved.of(scorers, distances_of, solutions, validation, "; ".join(filter(None, notes)))
 
 
 def fit_scorers(fitting: Fitting) -> FrugalGPTPolicy:
@@ -182,7 +108,7 @@ def fit_scorers(fitting: Fitting) -> FrugalGPTPolicy:
         # In float64: the solver's line search gives up early in float32.
         inputs, unseen = (scaler(own).astype(np.float64) for own in features)
         right, known = (split.correct()[:, model] for split in splits)
-        weights, offset = _logistic(inputs, right, unseen, known)
+        weights, offset = _best_logistic(inputs, right, unseen, known)
         arrays |= {f"{name}/means": scaler.means, f"{name}/scales": scaler.scales, f"{name}/weights": weights}
         of_stages.append({"n_options": n_options, "offset": offset})
     encoded = fitting.calibration.embeddings is not None
@@ -190,15 +116,21 @@ def fit_scorers(fitting: Fitting) -> FrugalGPTPolicy:
     return policy.with_arrays(arrays)
 
 
-def _logistic(inputs: Floats, right: Bools, unseen: Floats, known: Bools) -> tuple[Floats, float]:
+def _best_logistic(inputs: Floats, right: Bools, unseen: Floats, known: Bools) -> tuple[Floats, float]:
     """Return weights, float64 (d,), and an offset.   unseen, known: the same of validation as inputs and right."""
-    if right.all() or not right.any():  # nothing to learn but the rate, with half a row more of each kind
-        return np.zeros(inputs.shape[1]), float(np.log((right.sum() + 0.5) / ((~right).sum() + 0.5)))
     signs = np.where(known, 1.0, -1.0)
+    fits = [logistic(inputs, right, penalty) for penalty in INVERSE_PENALTIES]
+    return min(fits, key=lambda fit: np.logaddexp(0.0, -signs * (unseen @ fit[0] + fit[1])).mean())
+
+
+def logistic(inputs: Floats, right: Bools, inverse_penalty: float = 1.0) -> tuple[Floats, float]:
+    """Return a logistic regression's weights, float64 (d,), and its offset.   inputs: float64 (n, d), standardised."""
+    if right.all() or not right.any() or not inputs.shape[1]:
+        # Nothing to learn but the rate, with half a row more of each kind.
+        return np.zeros(inputs.shape[1]), float(np.log((right.sum() + 0.5) / ((~right).sum() + 0.5)))
     with threadpool_limits(1):  # on fits so small several threads only wait for each other
-        fits = [LogisticRegression(C=c, max_iter=_MOST_ITERATIONS).fit(inputs, right) for c in INVERSE_PENALTIES]
-    best = min(fits, key=lambda fit: np.logaddexp(0.0, -signs * fit.decision_function(unseen)).mean())
-    return best.coef_[0], float(best.intercept_[0])
+        fit = LogisticRegression(C=inverse_penalty, max_iter=_MOST_ITERATIONS).fit(inputs, right)
+    return fit.coef_[0], float(fit.intercept_[0])
 
 
 def distances_of(scorers: FrugalGPTPolicy, examples: Examples) -> Floats:
@@ -207,21 +139,6 @@ def distances_of(scorers: FrugalGPTPolicy, examples: Examples) -> Floats:
     first = len(scorers.stages) - len(scorers.answering)
     own = [scorers.distances(first + model, logits, embeddings) for model, logits in enumerate(examples.chain.logits)]
     return np.stack(own, axis=1)
-
-
-def _replayed(solution: Solution, examples: Examples, answers: Ints, distances: Floats) -> Answers:
-    takers, calls = solution.replay(distances)
-    return with_embedding_paid(Answers(answers[np.arange(len(takers)), takers], calls), examples)
-
-
-def _measured(solutions: Sequence[Solution], examples: Examples, distances: Floats) -> Curve:
-    """Measure each solution on labelled examples; the settings are their costs there."""
-    chain, answers = examples.chain, own_answers(examples.chain)
-    replayed = [_replayed(solution, examples, answers, distances) for solution in solutions]
-    cost = np.array([own.costs(chain).mean() for own in replayed])
-    accuracy = np.array([np.mean(own.predictions == chain.labels) for own in replayed])
-    f1 = np.array([macro_f1(own.predictions, chain.labels) for own in replayed])
-    return Curve(cost, cost, accuracy, f1, np.array([own.calls[:, -1].mean() for own in replayed]))
 
 
 def _midway(low: float, high: float) -> float:

@@ -1,0 +1,144 @@
+"""Methods whose setting is a budget, for which they have solutions: which numbers decide at which cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from cauc_ray.errors import ConfigError
+from cauc_ray.numbers.logits import joint_kind
+from cauc_ray.numbers.metrics import macro_f1
+from cauc_ray.numbers.sweep import OperatingPoints
+from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.policies.evidence import MOST_CURVE_POINTS, ThresholdChoice
+from cauc_ray.policies.methods import Curve, Fitting
+from cauc_ray.policies.scored import SolvedPolicy
+from cauc_ray.policies.threshold import ThresholdRule, curve_points, measured
+from cauc_ray.policies.trace import Answers, Examples, own_answers, trace_policy, with_embedding_paid
+
+# Solutions whose costs differ by less are one to a budget, which is kept but for rounding.
+_COST_TOLERANCE = 1e-8
+
+
+class Solution(Protocol):
+    """Models in an order, and the numbers that decide which of them are called."""
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Return the models by index."""
+        ...
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Return what a policy of these models in that order has."""
+        ...
+
+    def replay(self, read: Any) -> tuple[Ints, Bools]:
+        """Return whose answer each row takes, int (N,), and which models it calls, bool (N, M).
+
+        read: what the method reads of the rows.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """A fitted method with its best solutions by their cost on validation. Its setting is a budget, in that cost.
+
+    unsolved: a policy of all M models without a solution.   read: what it reads of examples.   solutions: P, by rising
+    cost.   points: of the solutions; settings are their costs.
+    """
+
+    unsolved: SolvedPolicy
+    read: Callable[[Any, Examples], Any]
+    solutions: tuple[Solution, ...]
+    points: OperatingPoints
+    note: str
+
+    @classmethod
+    def of(
+        cls,
+        unsolved: SolvedPolicy,
+        read: Callable[[Any, Examples], Any],
+        solutions: Sequence[Solution],
+        validation: Examples,
+        note: str,
+    ) -> Solved:
+        """Measure solutions, by rising cost, on validation; of those that cost the same, the last is kept."""
+        curve = measure_solutions(solutions, validation, read(unsolved, validation))
+        distinct = np.append(np.diff(curve.cost) > _COST_TOLERANCE * curve.cost[1:], True)
+        cost, quality = curve.cost[distinct], curve.accuracy[distinct]
+        kept = tuple(solution for solution, keep in zip(solutions, distinct, strict=True) if keep)
+        return cls(unsolved, read, kept, OperatingPoints(cost, cost, quality, validation.chain.costs.unit), note)
+
+    @property
+    def default(self) -> float:
+        """Return the cost of the solution that is best without a budget."""
+        return float(self.points.settings[self.points.index_of_best()])
+
+    def answers(self, examples: Examples, setting: float) -> Answers:
+        """Replay the best solution within a budget. Raises BudgetError where none costs so little."""
+        solution = self.solutions[self.points.index_of_best(setting)]
+        return _replayed(solution, examples, own_answers(examples.chain), self.read(self.unsolved, examples))
+
+    def curve(self, examples: Examples, settings: Floats) -> Curve:
+        """Measure budgets on labelled examples: one replay for each solution that any of them chooses.
+
+        Raises BudgetError where no solution costs so little.
+        """
+        chosen, which = np.unique([self.points.index_of_best(setting) for setting in settings], return_inverse=True)
+        solutions = [self.solutions[point] for point in chosen]
+        curve = measure_solutions(solutions, examples, self.read(self.unsolved, examples))
+        of_settings = (values[which] for values in (curve.cost, curve.accuracy, curve.macro_f1, curve.last_share))
+        return Curve(np.asarray(settings, dtype=np.float64), *of_settings)
+
+    def published(self, fitting: Fitting, rule: ThresholdRule) -> SolvedPolicy:
+        """Return the policy of the best solution within a budget; other solutions of its order are on its curve.
+
+        Its stages are the models in that order. Raises ConfigError for an objective or a risk to certify.
+        """
+        method = self.unsolved.method
+        if rule.certify is not None or rule.objective != "accuracy":
+            raise ConfigError(f"method {method} chooses the most accurate solution within a budget, and nothing else")
+        point = self.points.index_of_best(rule.budget if rule.threshold is None else rule.threshold)
+        order, split = self.solutions[point].order, fitting.names[1]
+        of_order = np.array([own.order == order for own in self.solutions])
+        kept = self.points.some(of_order).pareto(MOST_CURVE_POINTS - 1).settings
+        on_curve = of_order & np.isin(self.points.settings, [*kept, self.points.settings[point]])
+        choice = ThresholdChoice(rule="best" if rule.budget is None else "budget", objective="accuracy", split=split)
+        if rule.threshold is not None:
+            choice = ThresholdChoice(rule="given", objective=None, split=None)
+        encoder, models = self.unsolved.stages[: -len(self.unsolved.answering)], self.unsolved.answering
+        stages, curve = (*encoder, *(models[model] for model in order)), curve_points(self.points.some(on_curve))
+        chosen: dict[str, Any] = {
+            "stages": stages,
+            "logit_kind": joint_kind([stage.logit_kind or "raw" for stage in stages[len(encoder) :]]),
+            "threshold": float(self.points.settings[point]),
+            "threshold_choice": choice,
+            "budget": rule.budget,
+            "curve": curve,
+            "solutions": tuple(self.solutions[at].numbers for at in np.flatnonzero(on_curve)),
+        }
+        policy = type(self.unsolved)(**dict(self.unsolved) | chosen)
+        names, encoded = [stage.name for stage in policy.answering], bool(encoder)
+        validation = fitting.validation.own_chain(names, encoded=encoded)
+        trace = trace_policy(policy, validation, likeliest=True)
+        return measured(policy, trace, validation, split, fitting.calibration.own_chain(names, encoded=encoded), curve)
+
+
+def _replayed(solution: Solution, examples: Examples, answers: Ints, read: Any) -> Answers:
+    takers, calls = solution.replay(read)
+    return with_embedding_paid(Answers(answers[np.arange(len(takers)), takers], calls), examples)
+
+
+def measure_solutions(solutions: Sequence[Solution], examples: Examples, read: Any) -> Curve:
+    """Measure each solution on labelled examples; the settings are their costs there."""
+    chain, answers = examples.chain, own_answers(examples.chain)
+    replayed = [_replayed(solution, examples, answers, read) for solution in solutions]
+    cost = np.array([own.costs(chain).mean() for own in replayed])
+    accuracy = np.array([np.mean(own.predictions == chain.labels) for own in replayed])
+    f1 = np.array([macro_f1(own.predictions, chain.labels) for own in replayed])
+    return Curve(cost, cost, accuracy, f1, np.array([own.calls[:, -1].mean() for own in replayed]))

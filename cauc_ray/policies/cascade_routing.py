@@ -1,0 +1,234 @@
+"""Policies that choose the next model after every call, by what all models are expected to answer.
+
+Cascade routing (Dekoninck et al., ICML 2025): after the calls of a set R of models, model i answers rightly with
+probability q_i, a logistic regression on their outputs. A row goes on to the model k of highest
+max(q_k, max_R q) - price x cost_k where that is above max_R q, else it takes the answer of the model of R of highest q.
+Each number of calls has a price of its own. Models are called in the order of the chain, of which any may be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Literal, TypeAlias
+
+import numpy as np
+from pydantic import Field
+
+from cauc_ray.numbers.chain import in_order
+from cauc_ray.numbers.logits import log_softmax, real_options
+from cauc_ray.numbers.products import products
+from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.policies.cauc import same_width
+from cauc_ray.policies.experts import Experts
+from cauc_ray.policies.features import LOWEST_LOG_PROBABILITY
+from cauc_ray.policies.policy import Step
+from cauc_ray.policies.routers import ChoosingPolicy, RoutedStage, sigmoid
+from cauc_ray.policies.scored import SolvedPolicy
+
+# Models by index, in order, that were called for a row.
+Called: TypeAlias = tuple[int, ...]
+
+# Each set of models that may be called has estimators of its own; of more than so many, the largest are left out.
+MOST_SETS = 128
+
+
+def sets_of(n_models: int) -> list[Called]:
+    """Return the sets of models that may be called for a row, the empty one first, by size."""
+    found: list[Called] = [()]
+    for size in range(1, n_models + 1):
+        larger = list(combinations(range(n_models), size))
+        if size > 1 and len(found) + len(larger) > MOST_SETS:
+            break
+        found += larger
+    return found
+
+
+def features_of(logs: Sequence[Floats], called: Called, told: Floats) -> Floats:
+    """Return what is known of rows after some calls, float64 (n, F).
+
+    Of each model its highest probability and its entropy, of each pair whether they agree and the Jensen-Shannon
+    divergence.   logs: of the models called, log probabilities (n, K).   told: (n, E), what an embedding tells.
+    """
+    floored = [np.maximum(own, LOWEST_LOG_PROBABILITY) for own in logs]
+    found = [*told.T]
+    for own, low in zip(logs, floored, strict=True):
+        found += [np.exp(own).max(axis=1), -_sum(np.exp(own) * low)]
+    for one, other in combinations(range(len(called)), 2):
+        p, q = np.exp(logs[one]), np.exp(logs[other])
+        mean = np.log(np.maximum((p + q) / 2, np.exp(LOWEST_LOG_PROBABILITY)))
+        found += [
+            (logs[one].argmax(axis=1) == logs[other].argmax(axis=1)).astype(np.float64),
+            (_sum(p * (floored[one] - mean)) + _sum(q * (floored[other] - mean))) / 2,
+        ]
+    return np.column_stack(found) if found else np.zeros((len(told), 0))
+
+
+def _sum(terms: Floats) -> Floats:
+    """Return sums over options, one after the other, so that options that a row lacks change no bit."""
+    total: Floats = np.cumsum(terms, axis=1)[:, -1]
+    return total
+
+
+def onward(qualities: Floats, called: Called, price: float, costs: Floats) -> Ints:
+    """Return the model that rows go on to after some calls, int (n,); -1 for those that stop.
+
+    qualities: float (n, M).   price: of a unit of cost.   costs: of the models' calls, float64 (M,).
+    """
+    n, m = qualities.shape
+    first = called[-1] + 1 if called else 0
+    if first == m:
+        return np.full(n, -1)
+    best = qualities[:, list(called)].max(axis=1) if called else np.full(n, -np.inf)
+    gains = np.maximum(qualities[:, first:], best[:, None]) - price * costs[first:]
+    to = gains.argmax(axis=1)
+    return np.where(gains[np.arange(n), to] > best, first + to, -1)
+
+
+class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
+    """Cascade routing. A solution's numbers are prices of a unit of cost, after 0, 1, … calls.
+
+    A row carries the log probabilities of the models called, option by option: S = E + K M, E = M numbers that an
+    embedding tells where there is one, else 0. Arrays: weights of each set's estimators, (M, F + 1), the last of them
+    offsets, by the set; and those of the experts on embeddings.
+    """
+
+    method: Literal["cascade-routing"] = "cascade-routing"
+    stages: tuple[RoutedStage, ...] = Field(min_length=1)
+
+    @property
+    def sets(self) -> list[Called]:
+        """Return the sets of models that may be called."""
+        return sets_of(len(self.answering))
+
+    @property
+    def n_numbers(self) -> int:
+        """Return how many calls a row may take."""
+        return len(self.sets[-1])
+
+    @property
+    def ends(self) -> Ints:
+        """Return the stage that was called last, of each set of models that may be called."""
+        return np.array([called[-1] for called in self.sets[1:]]) + self._first
+
+    @property
+    def calls(self) -> Bools:
+        """Return the calls of each such set; with an encoder its call, too."""
+        calls = np.zeros((len(self.sets) - 1, len(self.stages)), dtype=bool)
+        for row, called in zip(calls, self.sets[1:], strict=True):
+            row[[0] * self._first + [self._first + model for model in called]] = True
+        return calls
+
+    def told(self, embeddings: Floats) -> Floats:
+        """Return what embeddings, float (n, d), tell of the models' competence, float64 (n, E)."""
+        if self.encoder is None:
+            return np.zeros((len(embeddings), 0))
+        return Experts(self.arrays["of_models"], self.arrays["model_offsets"]).tell(embeddings)
+
+    def qualities(self, logs: Sequence[Floats], called: Called, told: Floats) -> Floats:
+        """Return q of all models after some calls, float64 (n, M). Arguments are those of features_of."""
+        weights = self.arrays[name_of(called)]
+        return sigmoid(products(features_of(logs, called, told), weights[:, :-1]) + weights[:, -1])
+
+    def first(self, n: int, ids: Sequence[str] | None) -> Ints | None:
+        """Return the first model, the same of all rows; None with an encoder, which is called first."""
+        if self.encoder is not None:
+            return None
+        return self._decide(self.qualities([], (), np.zeros((n, 0))), ())[0].astype(np.int8)
+
+    def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
+        """Go on to another model, or take the answer of one of those called."""
+        if stage < self._first:
+            told = self.told(logits)
+            to = self._first + self._decide(self.qualities([], (), told), ())[0]
+            return self.no_answer(told, to.astype(np.int8))
+        told, seen = self._seen(stage, log_softmax(real_options(logits)), state)
+        n, m = len(seen), len(self.answering)
+        codes = np.isfinite(seen).any(axis=1) @ (1 << np.arange(m))
+        to, takers = np.full(n, -1), np.zeros(n, dtype=np.int64)
+        for code in np.unique(codes).tolist():
+            rows, called = np.flatnonzero(codes == code), tuple(model for model in range(m) if code >> model & 1)
+            logs = [seen[rows, :, model] for model in called]
+            to[rows], takers[rows] = self._decide(self.qualities(logs, called, told[rows]), called)
+        own = _chosen(takers, lambda model, rows: self.own_answer(self._first + model, seen[rows, :, model]))
+        carried, worth = np.column_stack([told, seen.reshape(n, -1)]), np.where(to < 0, np.inf, -np.inf)
+        return replace(own, accepted=to < 0, state=carried, next=(self._first + to).astype(np.int8), worth=worth)
+
+    def every_step(self, logits: Sequence[Floats], ids: Sequence[str] | None) -> list[Step]:
+        """Return the step after each set of calls; rows that do not stop there have the last model's answer."""
+        told, logs = self.told(logits[0]), [log_softmax(real_options(own)) for own in logits[self._first :]]
+        alone = [self.own_answer(self._first + model, own) for model, own in enumerate(logs)]
+        steps: list[Step] = []
+        waiting: dict[Called, Ints] = {(): np.arange(len(told))}
+        for called in self.sets:
+            rows = waiting.pop(called, np.zeros(0, dtype=np.int64))
+            own = [logs[model][rows] for model in called]
+            to, takers = self._decide(self.qualities(own, called, told[rows]), called)
+            waiting |= {(*called, model): rows[to == model] for model in np.unique(to[to >= 0]).tolist()}
+            if called:
+                worth, whose = np.full(len(told), -np.inf), np.full(len(told), called[-1])
+                worth[rows[to < 0]], whose[rows] = np.inf, takers
+                step = _chosen(whose, lambda model, of: _of_rows(alone[model], of))
+                steps.append(replace(step, worth=worth, accepted=worth > 0))
+        return steps
+
+    @property
+    def _first(self) -> int:
+        return int(self.encoder is not None)
+
+    def _seen(self, stage: int, logs: Floats, state: Floats | None) -> tuple[Floats, Floats]:
+        """Return what an embedding tells of rows, (n, E), and the log probabilities of all models called, (n, K, M).
+
+        logs: of the stage's model, (n, K).   Raises DataError where a row's options differ from those before.
+        """
+        n, m = len(logs), len(self.answering)
+        n_told = m * self._first
+        before = np.zeros((n, n_told)) if state is None else state
+        told, earlier = before[:, :n_told], before[:, n_told:].reshape(n, (before.shape[1] - n_told) // m, m)
+        names = self.stages[stage].name, "the stages before"
+        logs, _ = same_width(logs, earlier.max(axis=2), names) if earlier.size else (logs, None)
+        seen = np.full((n, logs.shape[1], m), -np.inf)
+        seen[:, : earlier.shape[1]] = earlier
+        seen[:, :, stage - self._first] = logs
+        return told, seen
+
+    def _decide(self, qualities: Floats, called: Called) -> tuple[Ints, Ints]:
+        """Return the model that rows go on to, -1 for none, and whose answer they take else, int (n,) each."""
+        takers = np.zeros(len(qualities), dtype=np.int64)
+        if called:
+            takers = np.array(called)[qualities[:, list(called)].argmax(axis=1)]
+        if len(called) == self.n_numbers:
+            return np.full(len(qualities), -1), takers
+        costs = np.array([stage.cost for stage in self.answering])
+        return onward(qualities, called, self.solution[len(called)], costs), takers
+
+
+def _chosen(takers: Ints, answer: Callable[[int, Ints], Step]) -> Step:
+    """Return the answers of one model for each row.   takers: int (n,).   answer: of a model, for some rows."""
+    models = np.unique(takers).tolist()
+    parts = [np.flatnonzero(takers == model) for model in models]
+    steps = [answer(model, rows) for model, rows in zip(models, parts, strict=True)]
+    if len(steps) == 1:
+        return steps[0]
+    fields = ("predictions", "confidences", "scores")
+    joined = {name: in_order(parts, [getattr(step, name) for step in steps]) for name in fields}
+    return replace(steps[0], **joined)
+
+
+def _of_rows(step: Step, rows: Ints) -> Step:
+    """Return the answers of some rows, of all as they are."""
+    if len(rows) == len(step.predictions):
+        return step
+    return replace(
+        step, predictions=step.predictions[rows], confidences=step.confidences[rows], scores=step.scores[rows]
+    )
+
+
+def name_of(called: Called) -> str:
+    """Return the name of the array that holds a set's estimators.
+
+    >>> name_of((0, 2)), name_of(())
+    ('after/0,2', 'after/')
+    """
+    return "after/" + ",".join(map(str, called))

@@ -1,0 +1,78 @@
+"""Cascade routing by its definition, one row after the other."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from planted import changed, problem
+
+from cauc_ray.policies.cascade_routing import sets_of
+from cauc_ray.policies.methods import METHODS
+from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import replay
+
+
+def by_definition(policy, row_logits, told):
+    """Return a row's answer, the stages called, and what it cost, in plain numbers."""
+    costs, called = [stage.cost for stage in policy.answering], ()
+    while True:
+        logs = [row_logits[model] - np.logaddexp.reduce(row_logits[model]) for model in called]
+        features = list(told)
+        for own in logs:
+            features += [math.exp(own.max()), -sum(math.exp(x) * x for x in own if np.isfinite(x))]
+        for one in range(len(called)):
+            for other in range(one + 1, len(called)):
+                p, q = np.exp(logs[one]), np.exp(logs[other])
+                mean = (p + q) / 2
+                parts = [a[a > 0] @ np.log2(a[a > 0] / mean[a > 0]) for a in (p, q)]
+                features += [logs[one].argmax() == logs[other].argmax(), sum(parts) * math.log(2) / 2]
+        weights = policy.arrays["after/" + ",".join(map(str, called))]
+        q = [1 / (1 + math.exp(-(own[:-1] @ np.array(features, dtype=float) + own[-1]))) for own in weights]
+        best = max((q[model] for model in called), default=-math.inf)
+        later = range(called[-1] + 1 if called else 0, len(costs))
+        if len(called) < len(policy.solution) and later:
+            price = policy.solution[len(called)]
+            worth = {model: max(q[model], best) - price * costs[model] for model in later}
+            to = max(worth, key=worth.get)
+            if worth[to] > best:
+                called = (*called, to)
+                continue
+        taken = max(called, key=lambda model: q[model])
+        return row_logits[taken].argmax(), called, sum(costs[model] for model in called)
+
+
+@pytest.mark.parametrize(("m", "embedded"), [(2, False), (3, True), (4, False)])
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_a_policy_does_what_the_definition_says(m, embedded, share):
+    fitting, test = problem(4, n=200, n_test=60, m=m, k=5, ragged=True, embedded=embedded)
+    fitted = METHODS["cascade-routing"].load()(fitting)
+    costs = fitted.points.cost
+    policy = fitted.published(fitting, ThresholdRule(budget=float(costs[0] + share * (costs[-1] - costs[0]))))
+    answered = replay(policy, test.own_chain([stage.name for stage in policy.answering], encoded=embedded))
+    told = policy.told(test.embeddings) if embedded else np.zeros((60, 0))
+    logits = [own.astype(np.float64) for own in test.chain.logits]
+    for row in range(60):
+        prediction, called, cost = by_definition(policy, [own[row] for own in logits], told[row])
+        assert answered.predictions[row] == prediction
+        assert answered.costs[row] == pytest.approx(cost)
+        assert set(np.flatnonzero(answered.calls[row, int(embedded) :])) == set(called)
+
+
+def test_a_model_that_is_a_poor_deal_is_left_out_for_each_row():
+    fitting, test = problem(2, n=500, n_test=500, m=3, embedded=False)
+
+    def costing(split):
+        chain = split.chain
+        return replace(split, chain=replace(chain, costs=replace(chain.costs, per_call=np.array([1.0, 14.0, 15.0]))))
+
+    fitted = METHODS["cascade-routing"].load()(changed(fitting, costing))
+    answers = fitted.answers(costing(test), 8.0)
+    assert 0.2 < answers.calls[:, 2].mean() < 0.8
+    assert answers.calls[:, 1].mean() < 0.1
+
+
+def test_sets_of_calls_are_bounded_for_many_models():
+    assert len(sets_of(7)) == 2**7
+    assert [len(sets_of(8)), len(sets_of(8)[-1])] == [1 + 8 + 28 + 56, 3]
+    assert len(sets_of(200)) == 201
