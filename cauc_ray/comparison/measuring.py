@@ -39,6 +39,7 @@ from cauc_ray.policies.cauc import BasePolicy
 from cauc_ray.policies.fitting import fit_base
 from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method, Scheduled
 from cauc_ray.policies.recalibrated import fit_recalibrated
+from cauc_ray.policies.search import MOST_MODELS
 from cauc_ray.policies.stacking import Variants
 from cauc_ray.policies.trace import Answers, Examples, measure_replay
 
@@ -121,6 +122,8 @@ def choose_methods(
             why = "reads the queries' embeddings: give their encoder"
         elif method.absent:
             why = f"needs {', '.join(method.absent)}: pip install 'cauc-ray[{method.extra}]'"
+        elif name == "auto" and len(models) > MOST_MODELS:
+            why = f"searches the sub-chains of up to {MOST_MODELS} models"
         if why is None:
             chosen += forms
         elif set(forms) & set(names):

@@ -118,8 +118,9 @@ def _ending(
 _METHODS = {"base": sub_chains_of_base, "rf": sub_chains_of_rf}
 # What method auto chooses among; what also reads embeddings, where there are some.
 AUTO, WITH_EMBEDDINGS = ("base", "rf", "stacked"), ("stacked-competence", "stacked-both")
-# A stacked cascade takes seconds to fit: of a pool's sub-chains, those that are best as CAUC-RF are.
-N_STACKED = 8
+# A stacked cascade takes seconds to fit, of a thousand options half a minute: of a pool's sub-chains, those that are
+# best as CAUC-RF are, as many as the numbers say, and fewer where there are more options.
+N_STACKED, LEAST_STACKED, MOST_OPTIONS = 8, 2, 200
 
 
 def check_pool(models: Sequence[str]) -> None:
@@ -216,7 +217,9 @@ def _measured(
         if name in _METHODS:
             subs = _METHODS[name](calibration.chain, validation.chain, calibrator)
         else:
-            promising = _promising([one for one in found if one.method == "rf"], budgets, len(calibration.chain.models))
+            as_rf, chain = [one for one in found if one.method == "rf"], calibration.chain
+            most = max(LEAST_STACKED, min(N_STACKED, N_STACKED * MOST_OPTIONS // chain.logits[0].shape[1]))
+            promising = _promising(as_rf, budgets, len(chain.models), most)
             subs = _stacked(name, calibration, validation, promising)
         found += [_measure(one, parts, rule) for one in subs]
     return found
@@ -232,15 +235,16 @@ def _stacked(
             yield SubChain(name, indices, cascade_of(policy)(validation), policy=policy)
 
 
-def _promising(found: Sequence[_Found], budgets: Sequence[float], n_models: int) -> list[tuple[int, ...]]:
+def _promising(found: Sequence[_Found], budgets: Sequence[float], n_models: int, most: int) -> list[tuple[int, ...]]:
     """Return the chains that stacked cascades are fitted to: the best, the best on each half, and the whole one.
 
-    found: CAUC-RF's, of all sub-chains.   budgets: each of which has its best; without them the rule has.
+    found: CAUC-RF's, of all sub-chains.   budgets: each of which has its best; without them the rule has.   most: of
+    the best.
     """
     ranked = [sorted(found, key=lambda one: _rank(one, one.within(budget))) for budget in budgets or (None,)]
     firsts = [next(one for one in ranked[-1] if len(one.indices) == size) for size in (1, 2) if size <= n_models]
     on_halves = [min(found, key=lambda one: _rank(one, one.halves[half])) for half in range(len(found[0].halves))]
-    best = list(dict.fromkeys(one.indices for place in zip(*ranked, strict=True) for one in place))[:N_STACKED]
+    best = list(dict.fromkeys(one.indices for place in zip(*ranked, strict=True) for one in place))[:most]
     return list(dict.fromkeys([*best, *(one.indices for one in (*firsts, *on_halves)), tuple(range(n_models))]))
 
 

@@ -15,6 +15,7 @@ import cauc_ray
 from cauc_ray.api import tables
 from cauc_ray.cli import show
 from cauc_ray.comparison.comparing import compare
+from cauc_ray.comparison.measuring import choose_methods
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import BudgetError, ConfigError, DataError
@@ -369,6 +370,13 @@ def test_auto_answers_as_the_policy_that_fit_chooses_at_the_budget(embedded, emb
     if embedding is not None:
         alone = compare(table, methods=["stacked-both"], **chosen).row("stacked-both")
         assert row["accuracy"] >= alone["accuracy"] - 0.05
+
+
+def test_auto_is_left_out_where_there_are_too_many_models():
+    models, why = [f"m{at}" for at in range(13)], "searches the sub-chains of up to 12 models"
+    with pytest.raises(ConfigError, match=f"'auto' {why}"):
+        choose_methods(["auto"], models)
+    assert {"method": "auto", "why": why} in choose_methods(["all"], models)[1]
 
 
 def test_auto_leaves_out_a_model_that_is_a_poor_deal(tmp_path):
