@@ -20,7 +20,6 @@ from cauc_ray.data.logits import LogitKinds
 from cauc_ray.errors import BudgetError, ConfigError
 from cauc_ray.numbers.chain import Costs
 from cauc_ray.numbers.logits import stacked
-from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.methods import METHODS, Fitted, Fitting
 from cauc_ray.policies.trace import Examples
 
@@ -296,7 +295,7 @@ def redraw(splits: Mapping[str, Examples], names: Sequence[str], seed: int) -> d
     shuffled = np.random.default_rng(seed).permutation(len(pooled))
     parts = np.split(shuffled, ends[:-1])
     drawn = {
-        name: _taken(pooled, np.sort(rows), f"{splits[name].chain.source}, redrawn with seed {seed}")
+        name: pooled.of_rows(np.sort(rows), f"{splits[name].chain.source}, redrawn with seed {seed}")
         for name, rows in zip(names, parts, strict=True)
     }
     return {**splits, **drawn}
@@ -323,14 +322,3 @@ def _joined(parts: Sequence[Examples]) -> Examples:
     texts = [text for part in parts for text in part.texts or ()]
     call = None if calls[0] is None else replace(calls[0], costs=np.concatenate(paid))
     return Examples(joined, np.concatenate(embeddings) if embeddings else None, tuple(texts) or None, call)
-
-
-def _taken(examples: Examples, rows: Ints, source: str) -> Examples:
-    """Return some rows of examples, int (n,)."""
-    embeddings, texts, call = examples.embeddings, examples.texts, examples.embedding_call
-    return Examples(
-        replace(examples.chain.of_rows(rows), source=source),
-        None if embeddings is None else embeddings[rows],
-        None if texts is None else tuple(texts[row] for row in rows),
-        None if call is None else replace(call, costs=np.broadcast_to(call.costs, len(examples))[rows]),
-    )

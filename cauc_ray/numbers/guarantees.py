@@ -209,7 +209,15 @@ def certify(calibration: EarlyAnswers, validation: EarlyAnswers, limit: RiskLimi
     limit.risk, for each calibration split. Raises RiskError if none is certified.
     """
     sequence = order_of_tests(calibration, limit)
-    accepted, wrong = validation.at(sequence)
+    return tested(sequence, *validation.at(sequence), validation.n, limit)
+
+
+def tested(sequence: Floats, accepted: Ints, wrong: Ints, n: int, limit: RiskLimit) -> CertifiedThreshold:
+    """Return the last of some thresholds, in order, before the first that is not certified.
+
+    accepted, wrong: of n validation rows at each of them, those answered early, and wrongly. Raises RiskError if none
+    is certified.
+    """
     last = -1
     for step, (n_accepted, n_wrong) in enumerate(zip(accepted.tolist(), wrong.tolist(), strict=True)):
         if binomial_tail(n_wrong, n_accepted, limit.risk) > 1 - limit.confidence:
@@ -219,7 +227,7 @@ def certify(calibration: EarlyAnswers, validation: EarlyAnswers, limit: RiskLimi
         raise RiskError(_why_none(float(sequence[0]), int(accepted[0]), int(wrong[0]), limit))
     n_accepted, n_wrong = int(accepted[last]), int(wrong[last])
     bound = risk_upper_bound(n_wrong, n_accepted, limit.confidence)
-    return CertifiedThreshold(float(sequence[last]), validation.n, n_accepted, n_wrong, bound)
+    return CertifiedThreshold(float(sequence[last]), n, n_accepted, n_wrong, bound)
 
 
 def order_of_tests(calibration: EarlyAnswers, limit: RiskLimit) -> Floats:
@@ -227,17 +235,21 @@ def order_of_tests(calibration: EarlyAnswers, limit: RiskLimit) -> Floats:
 
     The first has the smallest p-value on the calibration rows (the highest among equals); all lower ones follow.
     """
-    ranked = np.sort(calibration.highest)[::-1]
+    # What is answered early at every threshold, or at none, lies beyond the others.
+    known = calibration.highest[np.isfinite(calibration.highest)]
+    lowest, highest = (known.min(), known.max()) if len(known) else (0.0, 0.0)
+    ranked = np.sort(np.clip(calibration.highest, lowest - 1, highest + 1))[::-1]
     ranks = np.unique((np.arange(1, N_STEPS + 1) * len(ranked) + N_STEPS - 1) // N_STEPS)
-    above, below = ranked[ranks - 1], np.append(ranked, 0.0)[ranks]
+    above, below = ranked[ranks - 1], np.append(ranked, 0.0 if ranked[-1] >= 0 else ranked[-1] - 1)[ranks]
     grid = np.unique(below + (above - below) / 2)[::-1]
-    accepted, wrong = calibration.at(grid)
-    tails = [
-        binomial_tail(n_wrong, n_accepted, limit.risk)
-        for n_accepted, n_wrong in zip(accepted.tolist(), wrong.tolist(), strict=True)
-    ]
-    sequence: Floats = grid[int(np.argmin(tails)) :]
+    sequence: Floats = grid[strongest(*calibration.at(grid), limit) :]
     return sequence
+
+
+def strongest(accepted: Ints, wrong: Ints, limit: RiskLimit) -> int:
+    """Return the index of the smallest p-value, the first among equals.   accepted, wrong: int (P,)."""
+    pairs = zip(accepted.tolist(), wrong.tolist(), strict=True)
+    return int(np.argmin([binomial_tail(n_wrong, n_accepted, limit.risk) for n_accepted, n_wrong in pairs]))
 
 
 def _why_none(threshold: float, n_accepted: int, n_wrong: int, limit: RiskLimit) -> str:

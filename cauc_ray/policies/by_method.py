@@ -42,8 +42,12 @@ def fit_policy(
 
 
 def fit_method(name: str, fitting: Fitting, rule: ThresholdRule) -> Policy:
-    """Fit a policy by one of the methods that ours are compared with. Raises ConfigError where that has none."""
-    fitted = method_of(name, fitting.calibration.chain.models)[1](fitting)
+    """Fit a policy by one of the methods that ours are compared with. Raises ConfigError where that has none.
+
+    Of those that learn, a policy whose risk is certified on validation has chosen nothing there.
+    """
+    method, fit = method_of(name, fitting.calibration.chain.models)
+    fitted = fit(fitting.without_validation() if rule.certify is not None and method.learns else fitting)
     assert isinstance(fitted, Publishable)
     return fitted.published(fitting, rule)
 

@@ -68,7 +68,7 @@ class RiskCertificate(FrozenModel):
     n_accepted: int = Field(ge=1)
     n_wrong: int = Field(ge=0)
     upper_bound: float = Field(gt=0, lt=1)
-    plug_in_threshold: float = Field(ge=0)
+    plug_in_threshold: float
     plug_in_accepted: int = Field(ge=1)
 
 

@@ -94,7 +94,7 @@ class Fitting:
     seed: of all random numbers.   checkpoint: the model that some methods train on texts, a hub id or a folder.
     shared: what fits on the same splits need and only the first makes, by name.   names: of the two splits.
     training: what methods that learn are fitted on in place of calibration; None without a split for that.
-    objective: what auto chooses chains by.
+    objective: what auto chooses chains by.   recorded: what policies say that they were fitted from; None for this.
     """
 
     calibration: Examples
@@ -105,6 +105,13 @@ class Fitting:
     names: tuple[str, str] = ("calibration", "validation")
     training: Examples | None = None
     objective: Objective = "accuracy"
+    recorded: Fitting | None = None
+
+    def without_validation(self) -> Fitting:
+        """Return what to fit from where validation is kept for tests: random halves of calibration."""
+        order = np.random.default_rng(self.seed).permutation(len(self.calibration))
+        first, second = (self.calibration.of_rows(np.sort(half)) for half in np.array_split(order, 2))
+        return replace(self, calibration=first, validation=second, recorded=self)
 
     def for_learning(self) -> Fitting:
         """Return what a method that learns is fitted from."""
@@ -124,10 +131,10 @@ class Fitting:
         models: by index; all without it.   encoded: whether the encoder is its first stage.   of_stages: what each
         model's stage has of its own.   fields: what the policy has.
         """
-        every = self.calibration.chain.models
+        of, every = self.recorded or self, self.calibration.chain.models
         names = every if models is None else [every[model] for model in models]
-        calibration = self.calibration.own_chain(names, encoded=encoded)
-        validation = self.validation.own_chain(names, encoded=encoded)
+        calibration = of.calibration.own_chain(names, encoded=encoded)
+        validation = of.validation.own_chain(names, encoded=encoded)
         own: list[Mapping[str, Any]] = [*[{}] * encoded, *(of_stages or [{}] * len(names))]
         fields["stages"] = [{**entry, **more} for entry, more in zip(entries_of_models(calibration), own, strict=True)]
         return kind(**split_entries(calibration, validation, self.names, BY_DEFAULT), **fields)

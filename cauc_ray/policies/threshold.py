@@ -9,7 +9,7 @@ import numpy as np
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.chain import Chain
-from cauc_ray.numbers.guarantees import EarlyAnswers, RiskLimit, certify, early_answers
+from cauc_ray.numbers.guarantees import CertifiedThreshold, EarlyAnswers, RiskLimit, certify, early_answers
 from cauc_ray.numbers.sweep import Objective, OperatingPoints
 from cauc_ray.policies.checks import look
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS, CurvePoint, RiskCertificate, ThresholdChoice
@@ -152,17 +152,19 @@ def _certify(
     """Return the certified threshold of most coverage. Calibration determines what is tested, and in which order."""
     if len(policy.stages) < 2:
         raise ConfigError("a certified risk is that of early answers, which need two models or more")
-    if not policy.one_threshold:
-        raise ConfigError(
-            f"method {policy.method} has no threshold whose early answers could be certified; leave certify out"
-        )
     on_validation = _early(trace, validation)
+    if not on_validation.n_accepted.any():
+        raise ConfigError(f"method {policy.method} answers nothing before the last model; leave certify out")
     found = certify(_early(trace_policy(policy, calibration), calibration), on_validation, limit)
-    plug_in = on_validation.plug_in(limit.risk)
+    return found.threshold, certificate_of(limit, found, on_validation.plug_in(limit.risk))
+
+
+def certificate_of(limit: RiskLimit, found: CertifiedThreshold, plug_in: tuple[float, int] | None) -> RiskCertificate:
+    """Return a certificate as a policy's file has it.   plug_in: a threshold and its coverage in rows."""
     assert plug_in is not None  # the observed risk of a certified threshold is within the limit
     figures = asdict(limit) | asdict(found)
-    threshold: float = figures.pop("threshold")
-    return threshold, RiskCertificate(**figures, plug_in_threshold=plug_in[0], plug_in_accepted=plug_in[1])
+    del figures["threshold"]
+    return RiskCertificate(**figures, plug_in_threshold=plug_in[0], plug_in_accepted=plug_in[1])
 
 
 def _early(trace: Trace, chain: Chain) -> EarlyAnswers:

@@ -77,6 +77,18 @@ class Examples:
         name = f"layer of {self.encoder}" if self.encoder in models else self.encoder
         return to_come.after_encoder(name, self.embeddings, paid)
 
+    def of_rows(self, rows: Ints, source: str | None = None) -> Examples:
+        """Return some rows, int (n,).   source: their name; None for the one they had."""
+        embeddings, texts, call = self.embeddings, self.texts, self.embedding_call
+        chain = self.chain.of_rows(rows)
+        return replace(
+            self,
+            chain=chain if source is None else replace(chain, source=source),
+            embeddings=None if embeddings is None else embeddings[rows],
+            texts=None if texts is None else tuple(texts[row] for row in rows),
+            embedding_call=None if call is None else replace(call, costs=np.broadcast_to(call.costs, len(self))[rows]),
+        )
+
     def of_models(self, indices: Sequence[int]) -> Examples:
         """Return the examples with some of the models; the call of another one for its embedding is paid as before."""
         call = self.embedding_call

@@ -15,6 +15,7 @@ from runs import answers_of
 import cauc_ray
 from cauc_ray.errors import BudgetError, CaucError, ConfigError, PolicyError
 from cauc_ray.policies.methods import METHODS
+from cauc_ray.policies.policy import Policy
 
 CONTROLS = ["duo", "margin", "max-probability", "random", "single:m1"]
 LOOKING = [
@@ -289,8 +290,8 @@ def test_arrays_in_memory_have_embeddings_by_the_name_of_the_encoder(home, polic
         ({"method": "margin", "price": 0.01}, "price is for methods"),
         ({"method": "frugalgpt", "price": 0.01}, "price is for methods"),
         ({"method": "stacked-both"}, "give their encoder"),
-        ({"method": "embedllm", "certify": "risk<=0.1@0.9"}, "no threshold whose early answers"),
-        ({"method": "frugalgpt", "certify": "risk<=0.1@0.9"}, "and nothing else"),
+        ({"method": "duo", "certify": "risk<=0.1@0.9"}, "answers nothing before the last model"),
+        ({"method": "frugalgpt", "objective": "macro-f1"}, "by accuracy alone"),
         ({"method": "frugalgpt", "budget": 0.5}, "below the cheapest"),
     ],
 )
@@ -300,9 +301,12 @@ def test_what_a_method_cannot_do_is_refused_in_one_line(home, asked, says):
     assert "\n" not in str(error.value)
 
 
-def test_a_risk_of_early_answers_is_certified_by_another_score(home):
-    policy = cauc_ray.fit(home / "LOGITS", method="max-probability", certify="risk<=0.8@0.9")
+@pytest.mark.parametrize("method", ["max-probability", "embedllm", "frugalgpt"])
+def test_a_risk_of_early_answers_is_certified_by_another_score(home, tmp_path, method):
+    policy = cauc_ray.fit(home / "LOGITS", method=method, certify="risk<=0.8@0.9")
     assert policy.threshold_choice.certificate.risk == 0.8
+    policy.save(tmp_path / "policy.json")
+    assert Policy.load(tmp_path / "policy.json") == policy
 
 
 def test_the_command_fits_shows_and_evaluates(command, home):

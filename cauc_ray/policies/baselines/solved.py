@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from cauc_ray.errors import ConfigError
+from cauc_ray.numbers.guarantees import N_STEPS, RiskLimit, strongest, tested
 from cauc_ray.numbers.logits import joint_kind
 from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.evidence import MOST_CURVE_POINTS, ThresholdChoice
+from cauc_ray.policies.evidence import MOST_CURVE_POINTS, RiskCertificate, ThresholdChoice
 from cauc_ray.policies.methods import Curve, Fitting
 from cauc_ray.policies.scored import SolvedPolicy
-from cauc_ray.policies.threshold import ThresholdRule, curve_points, measured
+from cauc_ray.policies.threshold import ThresholdRule, certificate_of, curve_points, measured
 from cauc_ray.policies.trace import Answers, Examples, own_answers, trace_policy, with_embedding_paid
 
 # Solutions whose costs differ by less are one to a budget, which is kept but for rounding.
@@ -98,19 +99,26 @@ class Solved:
     def published(self, fitting: Fitting, rule: ThresholdRule) -> SolvedPolicy:
         """Return the policy of the best solution within a budget; other solutions of its order are on its curve.
 
-        Its stages are the models in that order. Raises ConfigError for an objective or a risk to certify.
+        One whose risk is certified is alone there. Its stages are the models in that order. Raises ConfigError for
+        another objective, and RiskError.
         """
-        method = self.unsolved.method
-        if rule.certify is not None or rule.objective != "accuracy":
-            raise ConfigError(f"method {method} chooses the most accurate solution within a budget, and nothing else")
-        point = self.points.index_of_best(rule.budget if rule.threshold is None else rule.threshold)
-        order, split = self.solutions[point].order, fitting.names[1]
-        of_order = np.array([own.order == order for own in self.solutions])
-        kept = self.points.some(of_order).pareto(MOST_CURVE_POINTS - 1).settings
-        on_curve = of_order & np.isin(self.points.settings, [*kept, self.points.settings[point]])
-        choice = ThresholdChoice(rule="best" if rule.budget is None else "budget", objective="accuracy", split=split)
-        if rule.threshold is not None:
-            choice = ThresholdChoice(rule="given", objective=None, split=None)
+        if rule.objective != "accuracy":
+            raise ConfigError(f"method {self.unsolved.method} chooses by accuracy alone; leave objective out")
+        split = fitting.names[1]
+        if rule.certify is not None:
+            point, certificate = self._certified(fitting, rule.certify)
+            on_curve = np.arange(len(self.solutions)) == point
+            choice = ThresholdChoice(rule="certified", objective=None, split=split, certificate=certificate)
+        else:
+            point = self.points.index_of_best(rule.budget if rule.threshold is None else rule.threshold)
+            of_order = np.array([own.order == self.solutions[point].order for own in self.solutions])
+            kept = self.points.some(of_order).pareto(MOST_CURVE_POINTS - 1).settings
+            on_curve = of_order & np.isin(self.points.settings, [*kept, self.points.settings[point]])
+            rule_name: Literal["best", "budget"] = "best" if rule.budget is None else "budget"
+            choice = ThresholdChoice(rule=rule_name, objective="accuracy", split=split)
+            if rule.threshold is not None:
+                choice = ThresholdChoice(rule="given", objective=None, split=None)
+        order = self.solutions[point].order
         encoder, models = self.unsolved.stages[: -len(self.unsolved.answering)], self.unsolved.answering
         stages, curve = (*encoder, *(models[model] for model in order)), curve_points(self.points.some(on_curve))
         chosen: dict[str, Any] = {
@@ -127,6 +135,37 @@ class Solved:
         validation = fitting.validation.own_chain(names, encoded=encoded)
         trace = trace_policy(policy, validation, likeliest=True)
         return measured(policy, trace, validation, split, fitting.calibration.own_chain(names, encoded=encoded), curve)
+
+    def _certified(self, fitting: Fitting, limit: RiskLimit) -> tuple[int, RiskCertificate]:
+        """Return the certified solution of most coverage. Calibration says what is tested, and in which order."""
+        if len(self.unsolved.answering) < 2:
+            raise ConfigError("a certified risk is that of early answers, which need two models or more")
+        (accepted, wrong), (n_accepted, n_wrong) = (
+            _early(self.solutions, split, self.read(self.unsolved, split))
+            for split in (fitting.calibration, fitting.validation)
+        )
+        ranks = np.argsort(accepted, kind="stable")
+        ranks = ranks[np.unique(np.linspace(0, len(ranks) - 1, N_STEPS).round().astype(np.int64))]
+        sequence = ranks[strongest(accepted[ranks], wrong[ranks], limit) :]
+        found = tested(
+            self.points.settings[sequence], n_accepted[sequence], n_wrong[sequence], len(fitting.validation), limit
+        )
+        within = np.flatnonzero((n_accepted > 0) & (n_wrong <= limit.risk * n_accepted))
+        most = within[n_accepted[within].argmax()]
+        plug_in = float(self.points.settings[most]), int(n_accepted[most])
+        point = int(np.flatnonzero(self.points.settings == found.threshold)[0])
+        return point, certificate_of(limit, found, plug_in)
+
+
+def _early(solutions: Sequence[Solution], examples: Examples, read: Any) -> tuple[Ints, Ints]:
+    """Count the rows that each solution answers without the last model of its order, and of these the wrong ones."""
+    right, counts = examples.correct(), []
+    for solution in solutions:
+        takers, calls = solution.replay(read)
+        early = ~calls[:, solution.order[-1]]
+        counts.append((early.sum(), (early & ~right[np.arange(len(takers)), takers]).sum()))
+    accepted, wrong = np.array(counts, dtype=np.int64).T
+    return accepted, wrong
 
 
 def _replayed(solution: Solution, examples: Examples, answers: Ints, read: Any) -> Answers:
