@@ -120,6 +120,8 @@ def choose_methods(
             why = "trains a model on the queries' texts: give texts, and its checkpoint"
         elif method.needs_embedding and embedding is None:
             why = "reads the queries' embeddings: give their encoder"
+        elif method.needs_hidden and embedding not in models:
+            why = "reads hidden states: give a model of the chain as the embedding"
         elif method.absent:
             why = f"needs {', '.join(method.absent)}: pip install 'cauc-ray[{method.extra}]'"
         elif name == "auto" and len(models) > MOST_MODELS:

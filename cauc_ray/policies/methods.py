@@ -147,7 +147,8 @@ class Method:
     paradigm: as the paper's tables group methods.   where: "module:function" that fits it from a Fitting.
     packages: those it imports in addition to cauc-ray's own.   extra: the extra of cauc-ray that installs them.
     needs_texts: it trains on the queries' texts, from a checkpoint.   needs_embedding: it cannot do without the
-    queries' embeddings.   spends_budget: at a budget it chooses the most expensive point within it, not the best.
+    queries' embeddings.   needs_hidden: these are a layer of a model of the chain.
+    spends_budget: at a budget it chooses the most expensive point within it, not the best.
     sees_labels: it uses the labels, as an upper bound for all methods.   unpublished: why no policy can do the same,
     empty if one can.
     """
@@ -159,6 +160,7 @@ class Method:
     extra: str = ""
     needs_texts: bool = False
     needs_embedding: bool = False
+    needs_hidden: bool = False
     spends_budget: bool = False
     sees_labels: bool = False
     unpublished: str = ""
@@ -265,10 +267,16 @@ def _last_share(trace: Trace, settings: Floats) -> Floats:
 
 _OURS = "cauc_ray.policies.methods"
 _OTHERS = "cauc_ray.policies.baselines"
+_HIDDEN: dict[str, Any] = {"needs_hidden": True, "unpublished": "reads a layer of a model, which no stage gives"}
+_FULL = "cauc_ray.text_routers.full_forms"
 _EXPERT = f"{_OTHERS}.label_expert:fit_embedding"
 _SKLEARN: dict[str, Any] = {"packages": ("sklearn",), "extra": "baselines"}
 _TORCH: dict[str, Any] = {"packages": ("torch", "sklearn"), "extra": "baselines"}
-_TEXTS: dict[str, Any] = {"packages": ("torch", "transformers"), "extra": "text-routers", "needs_texts": True}
+_TEXTS: dict[str, Any] = {
+    "packages": ("torch", "transformers", "sklearn"),
+    "extra": "text-routers",
+    "needs_texts": True,
+}
 _TEXTS["unpublished"] = "reads the queries' texts, which no policy does"
 
 _SHUFFLED = "gives a row another row's confidence"
@@ -286,15 +294,18 @@ METHODS: Mapping[str, Method] = {
         Method("auto", "ours", "cauc_ray.policies.search:fit_auto"),
         Method("duo", "ensemble", f"{_OTHERS}.simple:fit_duo"),
         Method("frugalgpt", "cascade", f"{_OTHERS}.frugalgpt:fit_frugalgpt", **_SKLEARN),
+        Method("frugalgpt-bert", "cascade", f"{_FULL}:fit_frugalgpt_bert", **_TEXTS),
         Method("cascade-routing", "cascade", f"{_OTHERS}.cascade_routing:fit_cascade_routing", **_SKLEARN),
         Method("margin", "cascade", f"{_OTHERS}.simple:fit_margin"),
         Method("post-hoc-embed", "cascade", f"{_OTHERS}.post_hoc_embed:fit_post_hoc_embed", **_TORCH),
+        Method("post-hoc-embed-hidden", "cascade", f"{_OTHERS}.post_hoc_embed:fit_hidden", **_TORCH, **_HIDDEN),
         Method("routerdc", "router", f"{_OTHERS}.model_vectors:fit_routerdc", **_TORCH),
+        Method("routerdc-encoder", "router", f"{_FULL}:fit_routerdc_encoder", **_TEXTS),
         Method("benchmark-routing", "router", f"{_OTHERS}.neighbours:fit_benchmark_routing", **_SKLEARN),
         Method("routellm-mf", "router", f"{_OTHERS}.model_vectors:fit_routellm_mf", **_TORCH),
         Method("routellm-sw", "router", f"{_OTHERS}.neighbours:fit_routellm_sw", **_SKLEARN),
-        Method("routellm-bert", "router", "cauc_ray.text_routers:fit_routellm_bert", **_TEXTS),
-        Method("routellm-causal", "router", "cauc_ray.text_routers:fit_routellm_causal", **_TEXTS),
+        Method("routellm-bert", "router", "cauc_ray.text_routers.routellm:fit_routellm_bert", **_TEXTS),
+        Method("routellm-causal", "router", "cauc_ray.text_routers.routellm:fit_routellm_causal", **_TEXTS),
         Method("graphrouter", "router", f"{_OTHERS}.graphrouter:fit_graphrouter", **_TORCH),
         Method("embedllm", "router", f"{_OTHERS}.model_vectors:fit_embedllm", **_TORCH),
         Method("embedding", "control", _EXPERT, needs_embedding=True, unpublished="calls no model of the chain"),

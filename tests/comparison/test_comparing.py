@@ -307,7 +307,7 @@ def write_embedding(folder, name, chains):
         pq.write_table(table, into / "part-0.parquet")
 
 
-LOOKING = ["frugalgpt", "post-hoc-embed", "benchmark-routing", "routellm-sw"]
+LOOKING = ["frugalgpt", "benchmark-routing", "routellm-sw"]
 COST = {"m0": 1.0, "m1": 4.0, "m2": 15.0}
 
 
@@ -354,6 +354,22 @@ def test_who_looks_at_a_models_embedding_pays_its_call_on_every_input(embedded, 
         within = min(points["validation_cost"]) <= paid.about["budget"]
         assert row["steered"] == within
         assert at <= (paid.about["budget"] if within else min(points["validation_cost"])) * (1 + 1e-6)
+
+
+def test_post_hoc_embed_is_measured_with_hidden_states_and_without(embedded):
+    table, _ = embedded
+    both = ["post-hoc-embed", "post-hoc-embed-hidden"]
+    found = compare(table, models=MODELS, methods=both, embedding="m0")
+    alone = compare(table, models=MODELS, methods=both[:1])
+    reduced, full = (found.row(name) for name in both)
+    same = ("accuracy", "cost", "setting", "note")
+    assert [reduced[key] for key in same] == [alone.row(both[0])[key] for key in same]
+    assert "in place of hidden states" in reduced["note"]
+    assert full["note"] == "with hidden states; features: the embedding by 'm0', its call paid"
+    assert full["setting"] != reduced["setting"]
+    assert full["calls"]["m0"] == 1
+    with pytest.raises(ConfigError, match="give a model of the chain as the embedding"):
+        compare(table, models=MODELS, methods=both, embedding="enc")
 
 
 @pytest.mark.parametrize("embedding", [None, "enc"])

@@ -11,8 +11,8 @@ from planted import changed, gain_over_mixture, of_rows, problem, train_quickly
 from cauc_ray.policies.methods import METHODS, cascade_of
 from cauc_ray.policies.trace import EmbeddingCall
 
-# The label expert calls no model, and rf-shared has the points of base.
-OTHERS = ("embedding", "rf-shared")
+# The label expert calls no model, rf-shared has the points of base, and hidden states are of a model.
+OTHERS = ("embedding", "rf-shared", "post-hoc-embed-hidden")
 FROM_OUTPUTS = [name for name, method in METHODS.items() if not method.needs_texts and name not in OTHERS]
 ROUTERS = [name for name in FROM_OUTPUTS if METHODS[name].paradigm == "router"]
 LEARNED = [*ROUTERS, "frugalgpt", "cascade-routing", "post-hoc-embed"]

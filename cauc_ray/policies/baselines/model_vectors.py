@@ -188,23 +188,37 @@ def _trained_embedllm(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], 
 
 
 class RouterDC(nn.Module):
-    """Cosine similarities of a query's projection W e to a vector of each model.
+    """Cosine similarities of what is read of a query to a vector of each model.
 
-    projection: W, d to D.   models: float32 (M, D).
+    read: of queries, n of them, float32 (n, D).   models: float32 (M, D).
     """
 
-    def __init__(self, n_features: int, n_models: int, generator: torch.Generator) -> None:
+    def __init__(self, read: nn.Module, n_models: int, dimension: int, generator: torch.Generator) -> None:
         super().__init__()
-        self.projection = linear(n_features, DC_DIMENSION, generator, bias=False)
-        self.models = nn.Parameter(DC_MODEL_DEVIATION * torch.randn((n_models, DC_DIMENSION), generator=generator))
+        self.read = read
+        self.models = nn.Parameter(DC_MODEL_DEVIATION * torch.randn((n_models, dimension), generator=generator))
 
-    def projected(self, queries: torch.Tensor) -> torch.Tensor:
-        """Return queries, float32 (N, d), projected and scaled to length 1, float32 (N, D)."""
-        return functional.normalize(self.projection(queries), dim=1)
+    def projected(self, queries: Any) -> torch.Tensor:
+        """Return what is read of n queries, scaled to length 1, float32 (n, D)."""
+        return functional.normalize(self.read(queries), dim=1)
 
     def similarities(self, projected: torch.Tensor) -> torch.Tensor:
-        """Return the similarities of projected queries to the models, float32 (N, M)."""
-        return projected @ functional.normalize(self.models, dim=1).T
+        """Return the similarities of n queries to the models, float32 (n, M)."""
+        return projected @ functional.normalize(self.models.to(projected.device), dim=1).T
+
+    def loss(
+        self, of: Callable[[torch.Tensor], Any], rows: torch.Tensor, quality: torch.Tensor, near: Neighbours
+    ) -> Any:
+        """Return both losses' sum of queries, the mean of a batch.
+
+        of: queries by their rows, int64.   rows: int64 (B,).   quality: of all, float32 (N, M).
+        """
+        if not near.n_others:
+            return sample_model_loss(self.similarities(self.projected(of(rows))), quality[rows])
+        drawn = torch.cat([rows[:, None], near.draw(rows)], dim=1)
+        projected = self.projected(of(drawn.flatten())).unflatten(0, drawn.shape)
+        own, contrast = projected[:, 0], projected[:, 1:]
+        return sample_model_loss(self.similarities(own), quality[rows]) + sample_sample_loss(own, contrast)
 
 
 def fit_routerdc(fitting: Fitting) -> Fitted:
@@ -226,22 +240,18 @@ def _trained_routerdc(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], 
     generator = torch.Generator().manual_seed(fitting.seed)
     queries, quality, held_out, held_out_quality = _both(fitting, vectors, answer_quality)
     neighbours = Neighbours(clusters(queries.numpy(), fitting.seed), generator)
-    network = RouterDC(queries.shape[1], quality.shape[1], generator)
+    projection = linear(queries.shape[1], DC_DIMENSION, generator, bias=False)
+    network = RouterDC(projection, quality.shape[1], DC_DIMENSION, generator)
 
     def loss(rows: torch.Tensor) -> torch.Tensor:
-        if not neighbours.n_others:
-            return sample_model_loss(network.similarities(network.projected(queries[rows])), quality[rows])
-        drawn = torch.cat([rows[:, None], neighbours.draw(rows)], dim=1)
-        projected = network.projected(queries[drawn.flatten()]).unflatten(0, drawn.shape)
-        own, contrast = projected[:, 0], projected[:, 1:]
-        return sample_model_loss(network.similarities(own), quality[rows]) + sample_sample_loss(own, contrast)
+        return network.loss(queries.__getitem__, rows, quality, neighbours)
 
     def validation_loss() -> torch.Tensor:
         return sample_model_loss(network.similarities(network.projected(held_out)), held_out_quality)
 
     optimiser = torch.optim.Adam(network.parameters(), lr=DC_RATE)
     train(network, optimiser, loss, validation_loss, len(queries), DC_SCHEDULE, generator)
-    return {"projection": array_of(network.projection.weight), "models": array_of(network.models)}, {}
+    return {"projection": array_of(projection.weight), "models": array_of(network.models)}, {}
 
 
 def answer_quality(examples: Examples) -> Floats:

@@ -1,7 +1,8 @@
-"""Post-Hoc-Embed (Gupta et al., ICLR 2024), reduced: a network predicts what the last model gains over a stage."""
+"""Post-Hoc-Embed (Gupta et al., ICLR 2024): a network predicts what the last model gains over a stage."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -49,15 +50,28 @@ class GainNetwork(nn.Module):
         return torch.addmm(last[-1], hidden, last[:-1])[:, 0]
 
 
-def fit_post_hoc_embed(fitting: Fitting) -> Fitted:
+def fit_hidden(fitting: Fitting) -> Fitted:
+    """Fit the published form: a stage's log probabilities and the hidden state of a model of the chain, which is paid.
+
+    Answers are one token, so that quantiles of their log probabilities are all the same number, which is read too.
+    """
+    return fit_post_hoc_embed(fitting, hidden=True)
+
+
+def fit_post_hoc_embed(fitting: Fitting, *, hidden: bool = False) -> Fitted:
     """Fit a network for each stage but the last, by MSE to g = y_last - y_own in {-1, 0, 1}.
 
     The published method reads hidden states of the small model's decoder and of the large one, and has two models.
     Here a stage's log probabilities, with the query's embedding where there is one, replace the hidden state. In a
     longer chain all stages predict the gain of the last model: that of the next one would know nothing of the models
     behind it, and one threshold holds for all.
+    hidden: whether the embedding is read where it is a hidden state of a model of the chain.
     """
     calibration = fitting.calibration
+    if not hidden and calibration.embedding_call is not None and calibration.embedding_call.index is not None:
+        splits = (replace(each, embeddings=None, embedding_call=None) for each in (calibration, fitting.validation))
+        calibration, validation = splits
+        fitting = replace(fitting, calibration=calibration, validation=validation)
     models, embeddings = calibration.chain.models, calibration.embeddings
     if len(models) == 1:
         return fit_single(fitting, 0)
@@ -73,7 +87,7 @@ def fit_post_hoc_embed(fitting: Fitting) -> Fitted:
     encoded = embeddings is not None
     policy = fitting.policy(PostHocEmbedPolicy, encoded=encoded, of_stages=[*read, {}]).with_arrays(arrays)
     seen = "log-probabilities" if embeddings is None else "log-probabilities and the embedding"
-    notes = f"{seen} in place of hidden states", calibration.embedding_note
+    notes = "with hidden states" if hidden else f"{seen} in place of hidden states", calibration.embedding_note
     return Thresholded.of(policy, fitting, note="; ".join(filter(None, notes)))
 
 

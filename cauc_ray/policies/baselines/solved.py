@@ -49,11 +49,11 @@ class Solution(Protocol):
 class Solved:
     """A fitted method with its best solutions by their cost on validation. Its setting is a budget, in that cost.
 
-    unsolved: a policy of all M models without a solution.   read: what it reads of examples.   solutions: P, by rising
-    cost.   points: of the solutions; settings are their costs.
+    unsolved: a policy of all M models without a solution, or what else it reads by.   read: what it reads of examples.
+    solutions: P, by rising cost.   points: of the solutions; settings are their costs.
     """
 
-    unsolved: SolvedPolicy
+    unsolved: Any
     read: Callable[[Any, Examples], Any]
     solutions: tuple[Solution, ...]
     points: OperatingPoints
@@ -62,7 +62,7 @@ class Solved:
     @classmethod
     def of(
         cls,
-        unsolved: SolvedPolicy,
+        unsolved: Any,
         read: Callable[[Any, Examples], Any],
         solutions: Sequence[Solution],
         validation: Examples,
@@ -130,7 +130,7 @@ class Solved:
             "curve": curve,
             "solutions": tuple(self.solutions[at].numbers for at in np.flatnonzero(on_curve)),
         }
-        policy = type(self.unsolved)(**dict(self.unsolved) | chosen)
+        policy: SolvedPolicy = type(self.unsolved)(**dict(self.unsolved) | chosen)
         names, encoded = [stage.name for stage in policy.answering], bool(encoder)
         validation = fitting.validation.own_chain(names, encoded=encoded)
         trace = trace_policy(policy, validation, likeliest=True)

@@ -6,6 +6,7 @@ from planted import examples, gain_over_mixture
 from synthetic import chain, softmax
 
 from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.policies.baselines.training import Schedule
 from cauc_ray.policies.methods import Fitting
 from cauc_ray.policies.trace import EmbeddingCall, Examples
 
@@ -16,15 +17,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from cauc_ray.text_routers import (
+from cauc_ray.text_routers.full_forms import SCORER, fit_frugalgpt_bert, fit_routerdc_encoder
+from cauc_ray.text_routers.reading import classifier, drawn_from, passes
+from cauc_ray.text_routers.routellm import (
     BERT,
     CAUSAL,
-    classifier,
     comparisons,
-    drawn_from,
     fit_routellm_bert,
     fit_routellm_causal,
-    passes,
     qualities,
     scorer,
 )
@@ -40,6 +40,8 @@ SIZES = {
 FAST_BERT = replace(BERT, rate=1e-2, check_every=25, n_checks=6)
 FAST_CAUSAL = replace(CAUSAL, rate=1e-2, batch_size=16, n_checks=4)
 ONE_STEP = {"rate": 1e-2, "batch_size": 8, "check_every": 1, "n_checks": 1}
+FAST_SCORER = replace(SCORER, rate=1e-2, check_every=25, n_checks=6)
+FAST_ENCODER = {"schedule": Schedule(batch_size=32, n_steps=400, check_every=25, patience=12), "rate": 2e-3}
 FITS = {"bert": (fit_routellm_bert, FAST_BERT), "causal": (fit_routellm_causal, FAST_CAUSAL)}
 READERS = {"bert": classifier, "causal": scorer}
 kinds = pytest.mark.parametrize("kind", ["bert", "causal"])
@@ -111,6 +113,68 @@ def test_a_telling_word_is_learnt(kind, checkpoints):
     assert fitted.note.startswith(f"fine-tuned from {kind}; ")
     again = fitted.cascade(test)
     assert (again.confidences[:, 0] == stays).all()
+
+
+def frugalgpt(fitting):
+    return fit_frugalgpt_bert(fitting, FAST_SCORER)
+
+
+def routerdc(fitting):
+    return fit_routerdc_encoder(fitting, **FAST_ENCODER)
+
+
+full_forms = pytest.mark.parametrize("fit", [frugalgpt, routerdc])
+
+
+def test_scorers_of_query_and_answer_learn_a_telling_word(checkpoints):
+    fitted = frugalgpt(Fitting(queries(0)[0], queries(1)[0], 0, checkpoints["bert"]))
+    test, hard = queries(2)
+    costs = test.chain.costs.means
+    setting = float(fitted.points.settings[fitted.points.index_of_best(costs[0] + costs[1] / 2)])
+    answers = fitted.answers(test.without_labels(), setting)
+    assert answers.calls[hard, 1].mean() > 0.9
+    assert answers.calls[~hard, 1].mean() < 0.1
+    assert fitted.note == "scorers fine-tuned from bert"
+    assert (fitted.answers(test, setting).predictions == answers.predictions).all()
+
+
+@pytest.mark.slow  # random weights take many steps to read a word by contrast
+def test_an_encoder_learns_a_telling_word_by_contrast(checkpoints):
+    fitted = routerdc(Fitting(queries(0)[0], queries(1)[0], 0, checkpoints["bert"]))
+    test, hard = queries(2)
+    stays = fitted.cascade(test.without_labels()).compared[:, 0]
+    assert np.mean(stays[~hard, None] > stays[hard]) > 0.75
+    assert gain_over_mixture(fitted, test) > 0.05
+    assert fitted.note.startswith("fine-tuned from bert; ")
+    answers = fitted.answers(test.without_labels(), fitted.default)
+    assert (answers.calls.sum(axis=1) == 1).all()
+
+
+@full_forms
+def test_the_seed_decides_a_full_form(fit, checkpoints, monkeypatch):
+    calibration, validation = queries(7, 60)[0], queries(8, 40)[0]
+    monkeypatch.setitem(FAST_ENCODER, "schedule", Schedule(batch_size=8, n_steps=2, check_every=1, patience=6))
+    monkeypatch.setattr(f"{__name__}.FAST_SCORER", replace(SCORER, **ONE_STEP))
+    found = []
+    for seed in (0, 0, 1):
+        before = torch.get_rng_state()
+        fitted = fit(Fitting(calibration, validation, seed, checkpoints["bert"]))
+        read = fitted.read(fitted.unsolved, validation) if fit is frugalgpt else fitted.cascade(validation).compared
+        found.append(read)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert (found[0] == found[1]).all()
+    assert (found[0] != found[2]).any()
+
+
+@full_forms
+def test_what_a_full_form_lacks_is_said_in_one_line(fit, checkpoints):
+    data, _ = queries(15, 20)
+    with pytest.raises(ConfigError, match="reads the queries' texts; give them"):
+        fit(Fitting(Examples(data.chain), data, 0, checkpoints["bert"]))
+    with pytest.raises(ConfigError, match="give one by its hub id or local folder"):
+        fit(Fitting(data, data))
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        fit(Fitting(data, data, 0, "nobody/nothing"))
 
 
 @kinds

@@ -1,0 +1,1 @@
+"""Methods that fine-tune language models on the queries' texts."""
