@@ -106,13 +106,15 @@ def train_quickly(patch):
 
 
 def write_table(folder, splits):
-    """Write examples by split as a logit table, with their embeddings by an encoder `enc`."""
+    """Write examples by split as a logit table, with their embeddings, if they have any, by an encoder `enc`."""
     for split, own in splits.items():
         ids = [f"{split}-{example}" for example in own.chain.example_ids]
         for model, (name, logits) in enumerate(zip(own.chain.models, own.chain.logits, strict=True)):
             costs = own.chain.costs.per_call[:, model] if own.chain.per_call_costs else None
             kept = [row[np.isfinite(row)] for row in logits]
             write_logits(folder, name, split, example_ids=ids, labels=own.chain.labels, logits=kept, costs=costs)
+        if own.embeddings is None:
+            continue
         into = folder / "embedding=enc" / f"split={split}"
         into.mkdir(parents=True)
         vectors = pa.array(own.embeddings.tolist(), pa.list_(pa.float32()))

@@ -44,10 +44,10 @@ def fit_policy(
 def fit_method(name: str, fitting: Fitting, rule: ThresholdRule) -> Policy:
     """Fit a policy by one of the methods that ours are compared with. Raises ConfigError where that has none.
 
-    Of those that learn, a policy whose risk is certified on validation has chosen nothing there.
+    Where a risk is certified on validation, the others choose nothing else there; ours never do.
     """
     method, fit = method_of(name, fitting.calibration.chain.models)
-    fitted = fit(fitting.without_validation() if rule.certify is not None and method.learns else fitting)
+    fitted = fit(fitting.without_validation() if rule.certify is not None and method.paradigm != "ours" else fitting)
     assert isinstance(fitted, Publishable)
     return fitted.published(fitting, rule)
 

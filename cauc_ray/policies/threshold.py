@@ -152,6 +152,11 @@ def _certify(
     """Return the certified threshold of most coverage. Calibration determines what is tested, and in which order."""
     if len(policy.stages) < 2:
         raise ConfigError("a certified risk is that of early answers, which need two models or more")
+    if policy.ends[-1] != len(policy.stages) - 1:
+        raise ConfigError(
+            f"a certified risk is that of answers before the last model, which is the most expensive of method "
+            f"{policy.method}: give the models by rising cost"
+        )
     on_validation = _early(trace, validation)
     if not on_validation.n_accepted.any():
         raise ConfigError(f"method {policy.method} answers nothing before the last model; leave certify out")

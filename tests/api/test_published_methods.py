@@ -198,6 +198,23 @@ def test_checks_hold_on_the_rows_that_the_policy_was_chosen_on(home, policies, m
     assert found.as_json()["cost"][0] == pytest.approx(policies(method, embedding).expected.cost)
 
 
+@pytest.mark.parametrize(("method", "embedding"), [*QUICK, ("margin", None)], ids=lambda value: str(value))
+def test_checks_hold_on_new_rows_and_not_on_others(home, policies, method, embedding):
+    """Of the others every answer is wrong that was right, or all were answered by the last model."""
+    policy = policies(method, embedding)
+    assert cauc_ray.check(home / "LOGITS", policy).holds
+    found = cauc_ray.evaluate(home / "LOGITS", policy)
+    arrays, labels = dict(zip(found.chain.models, found.chain.logits, strict=True)), (found.chain.labels + 1) % 2
+    relabelled = cauc_ray.check(arrays, policy, labels=labels)
+    assert not relabelled.holds
+    assert relabelled.watched.evidence["accuracy"].at is not None
+    if method in ("duo", "random"):  # the one has no early answers, the other chooses by ids, not by what rows are
+        return
+    late = np.resize(np.flatnonzero(found.replay.stages == len(policy.stages) - 1), len(labels))
+    harder = {name: own[late] for name, own in arrays.items()}
+    assert cauc_ray.check(harder, policy).watched.evidence["confidence"].at is not None
+
+
 def test_a_check_sees_that_other_models_are_chosen(home, policies, tmp_path):
     """The embeddings of all rows are those of rows that only the last model gets right."""
     policy, table = policies("benchmark-routing", "enc"), home / "LOGITS"
