@@ -18,7 +18,10 @@ ROUTERS = [name for name in FROM_OUTPUTS if METHODS[name].paradigm == "router"]
 LEARNED = [*ROUTERS, "frugalgpt", "cascade-routing", "post-hoc-embed"]
 DRAWN = ["routerdc", "routellm-mf", "graphrouter", "embedllm", "post-hoc-embed"]
 FUSING = ["base", "rf", "duo", "shuffled", "stacked", "stacked-competence", "stacked-both", "auto"]
-every = pytest.mark.parametrize("method", FROM_OUTPUTS)
+# Every sub-chain by every method of ours takes seconds; the quick tests of comparisons have it.
+every = pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.slow) if name == "auto" else name for name in FROM_OUTPUTS]
+)
 learned = pytest.mark.parametrize("method", LEARNED)
 routers = pytest.mark.parametrize("method", ROUTERS)
 
@@ -156,7 +159,7 @@ def test_the_seed_alone_decides_on_any_number_of_threads_and_global_generators_s
 
 
 # The oracle knows what all would say, and shuffled confidences are other examples' own.
-@pytest.mark.parametrize("method", sorted({*FROM_OUTPUTS} - {"oracle", "shuffled"}))
+@pytest.mark.parametrize("method", sorted({*FROM_OUTPUTS} - {"oracle", "shuffled", "auto"}))
 @pytest.mark.parametrize("embedded", [True, False])
 def test_what_a_model_would_say_that_is_not_called_makes_no_difference(method, embedded):
     own, _, test = small(method, embedded=embedded)
