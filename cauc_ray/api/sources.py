@@ -15,15 +15,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cauc_ray.api.options import ChainOptions, EvaluateOptions
-from cauc_ray.data.logits import CallCosts, ChainHeads, LogitKinds, LogitTable, Texts, model_kinds, read_embeddings
+from cauc_ray.data.logits import (
+    CallCosts,
+    ChainHeads,
+    LogitKinds,
+    LogitTable,
+    Texts,
+    encoders,
+    model_kinds,
+    read_embeddings,
+)
 from cauc_ray.data.splits import split_shares
 from cauc_ray.data.writing import read_info
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, unknown_name
-from cauc_ray.files.paths import AnyPath, RemotePath
+from cauc_ray.files.paths import AnyPath, RemotePath, hive_values
 from cauc_ray.numbers.arrays import array_chain
 from cauc_ray.numbers.chain import UNNAMED_UNIT, Chain, ChainLogits, Costs
 from cauc_ray.numbers.logits import LogitKind
-from cauc_ray.numbers.types import Ints
+from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.predictions import vectors_of
 from cauc_ray.policies.trace import EmbeddingCall, Examples
@@ -123,6 +132,15 @@ class Source:
         found = copy(self)
         found.models = tuple(models)
         return found
+
+    @property
+    def hidden(self) -> tuple[str, ...]:
+        """Return the models of the chain whose hidden states the table has on all splits: embeddings by their names."""
+        if self.table is None:
+            return ()
+        wanted, known = {*map(self.origin, self.splits)}, encoders(self.table.path)
+        folders = {model: self.table.path / f"embedding={model}" for model in self.models if model in known}
+        return tuple(model for model, folder in folders.items() if wanted <= {*hive_values(folder, "split")})
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -295,7 +313,11 @@ def positions_of_rows(chain: Chain, example_ids: Any = None) -> Ints:
 
 
 def read_examples(
-    source: Source, purpose: str, embedding: str | None = None, texts: Texts | None = None
+    source: Source,
+    purpose: str,
+    embedding: str | None = None,
+    texts: Texts | None = None,
+    hidden: Sequence[str] = (),
 ) -> tuple[Examples, Examples, Examples, *tuple[Examples, ...]]:
     """Read the splits that methods are fitted, chosen and measured on, all of whose examples need a label.
 
@@ -303,16 +325,21 @@ def read_examples(
 
     purpose: of that measuring, for messages.   embedding: an encoder of the table; one that is named like a model of
     the table is that model up to its last layer, whose call is paid by who looks.   texts: of the queries.
+    hidden: models of the table whose hidden states are read.
     Raises DataError or ConfigError as LogitTable.read_chain and read_embeddings do, and where splits are missing or
     differ.
     """
     purposes = ("calibration", "choosing thresholds", purpose, "training")
-    first, second, last, *training = examples_of(source, purposes[: len(source.splits)], embedding, texts)
+    first, second, last, *training = examples_of(source, purposes[: len(source.splits)], embedding, texts, hidden)
     return first, second, last, *training
 
 
 def examples_of(
-    source: Source, purposes: Sequence[str], embedding: str | None = None, texts: Texts | None = None
+    source: Source,
+    purposes: Sequence[str],
+    embedding: str | None = None,
+    texts: Texts | None = None,
+    hidden: Sequence[str] = (),
 ) -> list[Examples]:
     """Read a source's splits, whose examples all need a label; arguments and errors are those of read_examples.
 
@@ -333,16 +360,25 @@ def examples_of(
             given = (source.costs or {}).get(embedding)
             call = _embedding_call(table, embedding, chain, source.origin(split), given)
         read = None if texts is None else texts.of(chain.example_ids)
-        found.append(Examples(chain, vectors, read, call, embedding or "encoder"))
-    first = found[0]
-    for other in found[1:]:
-        lengths = [of.embeddings.shape[1] for of in (other, first) if of.embeddings is not None]
-        if len(set(lengths)) > 1:
-            raise DataError(
-                f"{other.chain.source}: its embeddings have {lengths[0]} numbers, those of {first.chain.source} have "
-                f"{lengths[1]}"
-            )
+        states = {
+            model: read_embeddings(table.path, model, source.origin(split), chain.example_ids)
+            for model in hidden
+            if table is not None
+        }
+        found.append(Examples(chain, vectors, read, call, embedding or "encoder", states))
+    first, *others = found
+    for other in others:
+        for own, known in zip(_vectors(other), _vectors(first), strict=True):
+            if own.shape[1] != known.shape[1]:
+                raise DataError(
+                    f"{other.chain.source}: its embeddings have {own.shape[1]} numbers, those of {first.chain.source} "
+                    f"have {known.shape[1]}"
+                )
     return found
+
+
+def _vectors(examples: Examples) -> list[Floats]:
+    return [own for own in (examples.embeddings, *examples.hidden.values()) if own is not None]
 
 
 def _embedding_call(

@@ -28,7 +28,7 @@ from cauc_ray.api.plots import (
 )
 from cauc_ray.api.sources import Logits, Source, fingerprints_of, read_examples
 from cauc_ray.api.tables import number
-from cauc_ray.comparison.measuring import CONVENTIONS, Bench, calibration_of, choose_methods, method_of
+from cauc_ray.comparison.measuring import CONVENTIONS, Bench, calibration_of, choose_methods, hidden_of, method_of
 from cauc_ray.data.logits import LogitKinds, Texts
 from cauc_ray.errors import ConfigError
 from cauc_ray.files.documents import new_folder, write_json
@@ -219,13 +219,14 @@ def compare(
     options = CompareOptions.of({**locals(), "checkpoints": dict(checkpoints)})
     source = Source(logits, options, labels, example_ids)
     trainable = checkpoints if texts is not None else ()
-    chosen, not_run = choose_methods(options.methods, source.models, trainable, embedding)
+    chosen, not_run = choose_methods(options.methods, source.models, trainable, embedding, source.hidden)
     for name in checkpoints:
         if name not in METHODS or not METHODS[name].needs_texts:
             takers = [method.name for method in METHODS.values() if method.needs_texts]
             raise ConfigError(f"method {name!r} takes no checkpoint; those that do: {', '.join(takers)}")
     queries = None if texts is None else Texts(texts, text_column)
-    calibrating, choosing, final, *training = read_examples(source, "a comparison", embedding, queries)
+    hidden = hidden_of(chosen, source.models)
+    calibrating, choosing, final, *training = read_examples(source, "a comparison", embedding, queries, hidden)
     fitting = Fitting(calibrating, choosing, seed, training=training[0] if training else None, objective=objective)
     bench = Bench(fitting, final, budget, checkpoints, objective)
     measured = []

@@ -100,11 +100,16 @@ def require_methods(names: Sequence[str]) -> None:
 
 
 def choose_methods(
-    names: Sequence[str], models: Sequence[str], trainable: Collection[str] = (), embedding: str | None = None
+    names: Sequence[str],
+    models: Sequence[str],
+    trainable: Collection[str] = (),
+    embedding: str | None = None,
+    hidden: Collection[str] = (),
 ) -> tuple[list[str], list[dict[str, str]]]:
     """Return the methods to run in the order of tables, and those of "all" that cannot run here, with the reason.
 
     trainable: those for which there are texts and a checkpoint.   embedding: what routers look at.
+    hidden: models whose hidden states are known.
     Raises ConfigError for an unknown name, and where a method that was named cannot run.
     """
     require_methods(names)
@@ -120,8 +125,8 @@ def choose_methods(
             why = "trains a model on the queries' texts: give texts, and its checkpoint"
         elif method.needs_embedding and embedding is None:
             why = "reads the queries' embeddings: give their encoder"
-        elif method.needs_hidden and embedding not in models:
-            why = "reads hidden states: give a model of the chain as the embedding"
+        elif method.needs_hidden and (unknown := [model for model in models[:-1] if model not in hidden]):
+            why = f"reads hidden states: collect those of {', '.join(unknown)} as embeddings"
         elif method.absent:
             why = f"needs {', '.join(method.absent)}: pip install 'cauc-ray[{method.extra}]'"
         elif name == "auto" and len(models) > MOST_MODELS:
@@ -143,6 +148,11 @@ def method_of(name: str, models: Sequence[str]) -> tuple[Method, Callable[[Fitti
     if plain == name:
         return method, fit
     return replace(method, name=name, paradigm="recalibrated"), partial(fit_recalibrated, fit)
+
+
+def hidden_of(chosen: Sequence[str], models: Sequence[str]) -> Sequence[str]:
+    """Return the models of a chain whose hidden states some of the chosen methods read."""
+    return models[:-1] if any(method_of(name, models)[0].needs_hidden for name in chosen) else ()
 
 
 def set_up(fit: Callable[[Fitting], Fitted], fitting: Fitting) -> tuple[Fitted, float]:

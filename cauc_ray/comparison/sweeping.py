@@ -15,7 +15,7 @@ from cauc_ray.api.options import Cut, MeasureOptions, SweepOptions
 from cauc_ray.api.sources import Logits, Source, fingerprints_of, read_examples
 from cauc_ray.api.tables import Grid
 from cauc_ray.comparison import measuring
-from cauc_ray.comparison.measuring import choose_methods, method_of, set_up
+from cauc_ray.comparison.measuring import choose_methods, hidden_of, method_of, set_up
 from cauc_ray.data.logits import LogitKinds
 from cauc_ray.errors import BudgetError, ConfigError
 from cauc_ray.numbers.chain import Costs
@@ -119,10 +119,11 @@ def sweep(
     rows: list[dict[str, Any]] = []
     for chain in options.chains or (options.models,):
         source = Source(logits, of_chain(options, chain), labels, example_ids)
-        read = read_examples(source, PURPOSE, embedding)
+        chosen, _ = choose_methods(options.methods, source.models, embedding=embedding, hidden=source.hidden)
+        read = read_examples(source, PURPOSE, embedding, hidden=hidden_of(chosen, source.models))
         for each in options.all_seeds:
             drawn = redraw(dict(zip(options.cuts, read, strict=True)), options.pooled, each)
-            for name in choose_methods(options.methods, source.models, embedding=embedding)[0]:
+            for name in chosen:
                 keys = {"chain": ",".join(source.models), "method": name, "seed": each}
                 rows += measure(keys, source.models, options, drawn)
     chain_of = [examples.chain for examples in read]
@@ -321,4 +322,6 @@ def _joined(parts: Sequence[Examples]) -> Examples:
     embeddings = [part.embeddings for part in parts if part.embeddings is not None]
     texts = [text for part in parts for text in part.texts or ()]
     call = None if calls[0] is None else replace(calls[0], costs=np.concatenate(paid))
-    return Examples(joined, np.concatenate(embeddings) if embeddings else None, tuple(texts) or None, call)
+    hidden = {model: np.concatenate([part.hidden[model] for part in parts]) for model in first.hidden}
+    vectors = np.concatenate(embeddings) if embeddings else None
+    return Examples(joined, vectors, tuple(texts) or None, call, hidden=hidden)

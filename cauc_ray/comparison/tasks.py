@@ -21,7 +21,7 @@ import cauc_ray
 from cauc_ray.api.offline import require_apart
 from cauc_ray.api.options import SweepJobOptions, SweptSet
 from cauc_ray.api.sources import Source, read_examples
-from cauc_ray.comparison.measuring import choose_methods
+from cauc_ray.comparison.measuring import choose_methods, hidden_of
 from cauc_ray.comparison.sweeping import (
     PURPOSE,
     RESULTS,
@@ -205,7 +205,8 @@ class _Point:
 
     def measure(self) -> Written:
         source = Source(str(self.swept.logits), of_chain(self.options, self.models))
-        read = read_examples(source, PURPOSE, self.swept.embedding or self.options.embedding)
+        encoder, hidden = self.swept.embedding or self.options.embedding, hidden_of([self.method], self.models)
+        read = read_examples(source, PURPOSE, encoder, hidden=hidden)
         splits = redraw(dict(zip(self.options.cuts, read, strict=True)), self.options.pooled, self.seed)
         return Written(measure(self.keys, self.models, self.options, splits))
 
@@ -280,7 +281,9 @@ def _points(options: SweepJobOptions, swept: SweptSet) -> Iterator[tuple[Task, _
                 raise DataError(f"{table.path}: {unknown_name('model', model, table.models)}")
             for split in set(splits).difference(table.splits(model)):
                 raise DataError(f"{table.path}: model {model!r}: {unknown_name('split', split, table.splits(model))}")
-        for method, seed in product(choose_methods(options.methods, models, embedding=encoder)[0], options.all_seeds):
+        hidden = Source(str(swept.logits), of_chain(options, models)).hidden
+        chosen, _ = choose_methods(options.methods, models, embedding=encoder, hidden=hidden)
+        for method, seed in product(chosen, options.all_seeds):
             point = _Point(swept, models, method, seed, options)
             depends_on = [digest, point.keys, encoder, options.pooled, whole]
             part = f"{swept.name}, {' → '.join(models)}"

@@ -147,7 +147,7 @@ class Method:
     paradigm: as the paper's tables group methods.   where: "module:function" that fits it from a Fitting.
     packages: those it imports in addition to cauc-ray's own.   extra: the extra of cauc-ray that installs them.
     needs_texts: it trains on the queries' texts, from a checkpoint.   needs_embedding: it cannot do without the
-    queries' embeddings.   needs_hidden: these are a layer of a model of the chain.
+    queries' embeddings.   needs_hidden: it reads the hidden states of each model of the chain but the last.
     spends_budget: at a budget it chooses the most expensive point within it, not the best.
     sees_labels: it uses the labels, as an upper bound for all methods.   unpublished: why no policy can do the same,
     empty if one can.
@@ -267,7 +267,7 @@ def _last_share(trace: Trace, settings: Floats) -> Floats:
 
 _OURS = "cauc_ray.policies.methods"
 _OTHERS = "cauc_ray.policies.baselines"
-_HIDDEN: dict[str, Any] = {"needs_hidden": True, "unpublished": "reads a layer of a model, which no stage gives"}
+_HIDDEN: dict[str, Any] = {"needs_hidden": True, "unpublished": "reads models' hidden states, which no stage gives"}
 _FULL = "cauc_ray.text_routers.full_forms"
 _EXPERT = f"{_OTHERS}.label_expert:fit_embedding"
 _SKLEARN: dict[str, Any] = {"packages": ("sklearn",), "extra": "baselines"}

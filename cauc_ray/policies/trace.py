@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -42,7 +42,7 @@ class Examples:
 
     embeddings: float32 (N, d), by an encoder that a router may look at before any model is called.
     embedding_call: what they take; None for an encoder outside the pool, whose cost is not counted.   texts: N.
-    encoder: name of the encoder.
+    encoder: name of the encoder.   hidden: by model its own hidden states, float32 (N, d), known once it has answered.
     """
 
     chain: ChainLogits
@@ -50,9 +50,11 @@ class Examples:
     texts: tuple[str, ...] | None = None
     embedding_call: EmbeddingCall | None = None
     encoder: str = "encoder"
+    hidden: Mapping[str, Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for what, rows in (("embeddings", self.embeddings), ("texts", self.texts)):
+        states = (("hidden states", own) for own in self.hidden.values())
+        for what, rows in (("embeddings", self.embeddings), ("texts", self.texts), *states):
             if rows is not None and len(rows) != len(self.chain):
                 raise DataError(f"{self.chain.source}: {len(rows)} {what} for {len(self.chain)} examples")
 
@@ -87,6 +89,7 @@ class Examples:
             embeddings=None if embeddings is None else embeddings[rows],
             texts=None if texts is None else tuple(texts[row] for row in rows),
             embedding_call=None if call is None else replace(call, costs=np.broadcast_to(call.costs, len(self))[rows]),
+            hidden={model: states[rows] for model, states in self.hidden.items()},
         )
 
     def of_models(self, indices: Sequence[int]) -> Examples:

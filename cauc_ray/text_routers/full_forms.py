@@ -90,6 +90,7 @@ def fit_frugalgpt_bert(fitting: Fitting, recipe: Recipe = SCORER) -> Fitted:
         own, other = (Labelled(answered(split, model), split.correct()[:, model].astype(np.int64)) for split in splits)
         with drawn_from(fitting.seed):
             reader = classifier(checkpoint, n_classes=2)
+            reader.tokenizer.truncation_side = "left"  # the answer ends the text
             fine_tune(reader, own, other, recipe, fitting.seed)
         scorers.append(Known(reader.probabilities))
     distances, correct = distances_of(scorers, fitting.validation), fitting.validation.correct()

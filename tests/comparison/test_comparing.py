@@ -356,20 +356,69 @@ def test_who_looks_at_a_models_embedding_pays_its_call_on_every_input(embedded, 
         assert at <= (paid.about["budget"] if within else min(points["validation_cost"])) * (1 + 1e-6)
 
 
-def test_post_hoc_embed_is_measured_with_hidden_states_and_without(embedded):
-    table, _ = embedded
-    both = ["post-hoc-embed", "post-hoc-embed-hidden"]
-    found = compare(table, models=MODELS, methods=both, embedding="m0")
-    alone = compare(table, models=MODELS, methods=both[:1])
-    reduced, full = (found.row(name) for name in both)
-    same = ("accuracy", "cost", "setting", "note")
-    assert [reduced[key] for key in same] == [alone.row(both[0])[key] for key in same]
+BOTH_FORMS = ["post-hoc-embed", "post-hoc-embed-hidden"]
+
+
+@pytest.fixture(scope="module")
+def telling(tmp_path_factory):
+    """Return a table whose outputs do not tell what the last model gains over a stage: its own hidden states do."""
+    folder, rng = tmp_path_factory.mktemp("telling"), np.random.default_rng(5)
+    models = [{"name": name, "cost": cost} for name, cost in COST.items()]
+    (folder / "pool.json").write_text(json.dumps({"cost_unit": "GFLOPs", "logit_kind": "raw", "models": models}))
+    for split in SPLITS:
+        labels, ids = rng.integers(0, 4, 400).astype(np.int32), [f"{split}-{row}" for row in range(400)]
+        right = {name: rng.random(400) < share for name, share in zip(MODELS, (0.6, 0.7, 0.85), strict=True)}
+        for width, name in enumerate(MODELS[:-1], 3):
+            gain = right["m2"].astype(np.float32) - right[name]
+            states = rng.normal(0, 0.3, (400, width)).astype(np.float32) + gain[:, None]
+            into = folder / f"embedding={name}" / f"split={split}"
+            into.mkdir(parents=True)
+            pq.write_table(pa.table({"example_id": ids, "embedding": states.tolist()}, EMBEDDING), into / "0.parquet")
+        for name in MODELS:
+            logits = np.zeros((400, 4), np.float32)
+            logits[np.arange(400), (labels + ~right[name]) % 4] = 2
+            write_logits(folder, name, split, example_ids=ids, labels=labels, logits=logits)
+    return folder
+
+
+EMBEDDING = pa.schema({"example_id": pa.string(), "embedding": pa.list_(pa.float32())})
+
+
+def test_post_hoc_embed_reads_the_hidden_state_of_each_model_once_that_has_answered(telling):
+    found = compare(telling, models=MODELS, methods=BOTH_FORMS, budget=6.0)
+    assert [row["method"] for row in found.rows] == BOTH_FORMS
+    reduced, full = found.rows
+    assert full["accuracy"] > reduced["accuracy"] + 0.1
     assert "in place of hidden states" in reduced["note"]
-    assert full["note"] == "with hidden states; features: the embedding by 'm0', its call paid"
-    assert full["setting"] != reduced["setting"]
-    assert full["calls"]["m0"] == 1
-    with pytest.raises(ConfigError, match="give a model of the chain as the embedding"):
-        compare(table, models=MODELS, methods=both, embedding="enc")
+    assert full["note"] == "with each model's own hidden state"
+    called = list(full["calls"].values())
+    assert called == sorted(called, reverse=True)
+    assert called[0] == 1 > called[1] > called[2] > 0
+    assert full["cost"] == pytest.approx(sum(share * cost for share, cost in zip(called, COST.values(), strict=True)))
+    same = ("accuracy", "cost", "setting", "note", "default")
+    again = compare(telling, models=MODELS, methods=BOTH_FORMS, budget=6.0, embedding="m1")
+    for name in BOTH_FORMS:  # neither looks at another model's state, nor pays for it
+        assert [again.row(name)[key] for key in same] == [found.row(name)[key] for key in same]
+    (swept,) = cauc_ray.sweep(telling, models=MODELS, methods=BOTH_FORMS[1:], budgets=[6.0]).to_pylist()
+    assert (swept["accuracy"], swept["cost"]) == (full["accuracy"], pytest.approx(full["cost"]))
+    redrawn = cauc_ray.sweep(telling, models=MODELS, methods=BOTH_FORMS, budgets=[6.0], seeds=[1, 2]).to_pylist()
+    for reduced, full in (redrawn[:2], redrawn[2:]):
+        assert full["accuracy"] > reduced["accuracy"] + 0.1
+
+
+def test_hidden_states_that_are_not_there_are_named(telling):
+    found = compare(telling, models=["m0", "m2"], methods=BOTH_FORMS)
+    assert not found.not_run  # those of the last model are not needed
+    with pytest.raises(ConfigError, match="'post-hoc-embed-hidden' reads hidden states: collect those of m2 as emb"):
+        compare(telling, models=["m0", "m2", "m1"], costs=[1, 2, 3], methods=BOTH_FORMS)
+    with pytest.raises(ConfigError, match="collect those of m0, m1 as embeddings"):
+        compare({name: np.eye(4) for name in MODELS}, np.arange(4), costs=[1, 2, 3], methods=BOTH_FORMS)
+    (telling / "embedding=m1" / "split=test").rename(telling / "aside")
+    try:
+        with pytest.raises(ConfigError, match="collect those of m1 as embeddings"):
+            compare(telling, models=MODELS, methods=BOTH_FORMS)
+    finally:
+        (telling / "aside").rename(telling / "embedding=m1" / "split=test")
 
 
 @pytest.mark.parametrize("embedding", [None, "enc"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,12 +12,14 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from cauc_ray.numbers.logits import real_options
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.baselines.routing import fit_single
 from cauc_ray.policies.baselines.training import Schedule, array_of, one_thread, train
 from cauc_ray.policies.features import Scaler, answer_features
 from cauc_ray.policies.methods import Fitted, Fitting, Thresholded
 from cauc_ray.policies.scored import PostHocEmbedPolicy
+from cauc_ray.policies.trace import Examples, Trace, own_answers
 
 WIDTH, DROPOUT = 128, 0.1
 LEARNING_RATE, WEIGHT_DECAY, BATCH_SIZE = 1e-3, 1e-4, 128
@@ -51,44 +54,64 @@ class GainNetwork(nn.Module):
 
 
 def fit_hidden(fitting: Fitting) -> Fitted:
-    """Fit the published form: a stage's log probabilities and the hidden state of a model of the chain, which is paid.
+    """Fit the published form: a stage reads quantiles of its log probabilities and its model's own hidden state.
 
-    Answers are one token, so that quantiles of their log probabilities are all the same number, which is read too.
+    Answers are one token: in place of quantiles over tokens stand all of those over options, which are the sorted log
+    probabilities. The published form that also reads the large model's first layers needs a part of its call.
     """
-    return fit_post_hoc_embed(fitting, hidden=True)
+    if len(fitting.calibration.chain.models) == 1:
+        return fit_single(fitting, 0)
+    policy = _fitted_policy(fitting, states_of(fitting.calibration), encoded=False)
+
+    def cascade(examples: Examples) -> Trace:
+        chain, states = examples.chain, states_of(examples)
+        stages = enumerate(zip(chain.logits, states, strict=False))
+        worth = [policy.score(stage, real_options(logits), own) for stage, (logits, own) in stages]
+        return Trace(own_answers(chain), np.column_stack([*worth, np.ones(len(chain))]), policy.calls)
+
+    return Thresholded(cascade, fitting.validation, note="with each model's own hidden state")
 
 
-def fit_post_hoc_embed(fitting: Fitting, *, hidden: bool = False) -> Fitted:
+def states_of(examples: Examples) -> list[Floats]:
+    """Return the hidden states of each model but the last, float32 (N, d) each."""
+    return [examples.hidden[model] for model in examples.chain.models[:-1]]
+
+
+def fit_post_hoc_embed(fitting: Fitting) -> Fitted:
     """Fit a network for each stage but the last, by MSE to g = y_last - y_own in {-1, 0, 1}.
 
     The published method reads hidden states of the small model's decoder and of the large one, and has two models.
     Here a stage's log probabilities, with the query's embedding where there is one, replace the hidden state. In a
     longer chain all stages predict the gain of the last model: that of the next one would know nothing of the models
     behind it, and one threshold holds for all.
-    hidden: whether the embedding is read where it is a hidden state of a model of the chain.
     """
     calibration = fitting.calibration
-    if not hidden and calibration.embedding_call is not None and calibration.embedding_call.index is not None:
+    if calibration.embedding_call is not None and calibration.embedding_call.index is not None:
         splits = (replace(each, embeddings=None, embedding_call=None) for each in (calibration, fitting.validation))
         calibration, validation = splits
         fitting = replace(fitting, calibration=calibration, validation=validation)
-    models, embeddings = calibration.chain.models, calibration.embeddings
-    if len(models) == 1:
+    n_models, embeddings = len(calibration.chain.models), calibration.embeddings
+    if n_models == 1:
         return fit_single(fitting, 0)
-    correct = calibration.correct().astype(np.float32)
+    policy = _fitted_policy(fitting, [embeddings] * (n_models - 1), encoded=embeddings is not None)
+    seen = "log-probabilities" if embeddings is None else "log-probabilities and the embedding"
+    notes = f"{seen} in place of hidden states", calibration.embedding_note
+    return Thresholded.of(policy, fitting, note="; ".join(filter(None, notes)))
+
+
+def _fitted_policy(fitting: Fitting, vectors: Sequence[Floats | None], *, encoded: bool) -> PostHocEmbedPolicy:
+    """Train a network for each stage but the last.   vectors: what each reads next to its outputs, float32 (N, d)."""
+    chain = fitting.calibration.chain
+    correct = fitting.calibration.correct().astype(np.float32)
     arrays, read = dict[str, Floats](), list[dict[str, Any]]()
-    for stage, (name, logits) in enumerate(zip(models[:-1], calibration.chain.logits, strict=False)):
+    for stage, (name, logits) in enumerate(zip(chain.models[:-1], chain.logits, strict=False)):
         read.append({"n_options": logits.shape[1]})
-        features = answer_features(logits, logits.shape[1], embeddings)
+        features = answer_features(logits, logits.shape[1], vectors[stage])
         scaler = Scaler.of(features)
         network = _trained(scaler(features), correct[:, -1] - correct[:, stage], (fitting.seed, stage))
         layers = {f"{name}/layer{index}": array_of(layer) for index, layer in enumerate(network.layers)}
         arrays |= {f"{name}/means": scaler.means, f"{name}/scales": scaler.scales, **layers}
-    encoded = embeddings is not None
-    policy = fitting.policy(PostHocEmbedPolicy, encoded=encoded, of_stages=[*read, {}]).with_arrays(arrays)
-    seen = "log-probabilities" if embeddings is None else "log-probabilities and the embedding"
-    notes = "with hidden states" if hidden else f"{seen} in place of hidden states", calibration.embedding_note
-    return Thresholded.of(policy, fitting, note="; ".join(filter(None, notes)))
+    return fitting.policy(PostHocEmbedPolicy, encoded=encoded, of_stages=[*read, {}]).with_arrays(arrays)
 
 
 @one_thread()
