@@ -421,6 +421,7 @@ def test_hidden_states_that_are_not_there_are_named(telling):
         (telling / "aside").rename(telling / "embedding=m1" / "split=test")
 
 
+@pytest.mark.parametrize("embedded", ["per-call"], indirect=True)
 @pytest.mark.parametrize("embedding", [None, "enc"])
 def test_auto_answers_as_the_policy_that_fit_chooses_at_the_budget(embedded, embedding):
     table, _ = embedded

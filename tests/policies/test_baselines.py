@@ -18,15 +18,23 @@ ROUTERS = [name for name in FROM_OUTPUTS if METHODS[name].paradigm == "router"]
 LEARNED = [*ROUTERS, "frugalgpt", "cascade-routing", "post-hoc-embed"]
 DRAWN = ["routerdc", "routellm-mf", "graphrouter", "embedllm", "post-hoc-embed"]
 FUSING = ["base", "rf", "duo", "shuffled", "stacked", "stacked-competence", "stacked-both", "auto"]
-# Every sub-chain by every method of ours takes seconds; the quick tests of comparisons have it.
-every = pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=pytest.mark.slow) if name == "auto" else name for name in FROM_OUTPUTS]
-)
-learned = pytest.mark.parametrize("method", LEARNED)
-routers = pytest.mark.parametrize("method", ROUTERS)
+# What trains for fewer steps here; the others are the same.
+HURRIED = ["routerdc", "graphrouter", "embedllm"]
 
 
-@pytest.fixture(scope="module", params=["quick", pytest.param("as published", marks=pytest.mark.slow)], autouse=True)
+def each_of(methods):
+    """Run a test for methods trained quickly, and for those that are as published, too."""
+    whole = [pytest.param("as published", name, marks=pytest.mark.slow) for name in methods if name in HURRIED]
+    # Every sub-chain by every method of ours takes seconds; the quick tests of comparisons have it.
+    quick = [pytest.param("quick", name, marks=pytest.mark.slow if name == "auto" else ()) for name in methods]
+    ways = [*quick, *whole]
+    return pytest.mark.parametrize(("_training", "method"), ways, indirect=["_training"], scope="module")
+
+
+every, learned, routers = map(each_of, (FROM_OUTPUTS, LEARNED, ROUTERS))
+
+
+@pytest.fixture(scope="module", autouse=True)
 def _training(request):
     """Train at a higher rate for fewer steps, or as published."""
     fitted.cache_clear()
@@ -159,7 +167,7 @@ def test_the_seed_alone_decides_on_any_number_of_threads_and_global_generators_s
 
 
 # The oracle knows what all would say, and shuffled confidences are other examples' own.
-@pytest.mark.parametrize("method", sorted({*FROM_OUTPUTS} - {"oracle", "shuffled", "auto"}))
+@each_of(sorted({*FROM_OUTPUTS} - {"oracle", "shuffled"}))
 @pytest.mark.parametrize("embedded", [True, False])
 def test_what_a_model_would_say_that_is_not_called_makes_no_difference(method, embedded):
     own, _, test = small(method, embedded=embedded)
@@ -197,9 +205,7 @@ def test_questions_may_have_more_or_fewer_options_than_any_that_it_was_fitted_on
     np.testing.assert_allclose(other[short], expected[short], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "method", ["frugalgpt", "cascade-routing", *(name for name in ROUTERS if not name.startswith("routellm"))]
-)
+@each_of(["frugalgpt", "cascade-routing", *(name for name in ROUTERS if not name.startswith("routellm"))])
 def test_a_model_that_is_called_for_its_embedding_costs_nothing_more(method):
     fitting, _ = problem(1, n=80, n_test=1)
     own = fit(method, changed(fitting, lambda split: replace(split, embedding_call=EmbeddingCall("m1", 1))))
