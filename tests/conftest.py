@@ -41,7 +41,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests run where the repository is; user code of tests is found there too.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
+# Files that take longest, which start first, so that both processes end at about the same time.
+LONGEST = (
+    *("test_faults", "test_examples", "test_baselines", "test_bench", "test_published_methods", "test_wheel"),
+    *("test_submitted", "test_docs", "test_certified_methods", "test_shards", "test_run", "test_comparing"),
+    *("test_labelling", "test_learned_routers", "test_tabular", "test_plan"),
+)
+
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+def pytest_collection_modifyitems(items):
+    """Put tests of the files that take longest first; the order of others stays."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session")
