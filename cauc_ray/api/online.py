@@ -180,14 +180,14 @@ def summarise(out: AnyPath, policy: Policy, batch_sizes: Mapping[str, int]) -> d
     n = n_answered + n_failed
     total, of_last = sum(stage["cost"] for stage in called.values()), policy.stages[-1].cost
     stages: list[dict[str, Any]] = []
-    # Of rows that fail at each stage, the stages that they have been at, if there is one way there.
-    calls = np.eye(len(policy.stages), dtype=np.int64)
-    if len(policy.ends) <= len(policy.stages):
+    answered, failed = (np.array([of[name] for name in policy.models]) for of in (answered_by, failed_at))
+    if len({*policy.ends.tolist()}) == len(policy.ends):
+        calls = np.eye(len(policy.stages), dtype=np.int64)  # of rows that end at each stage, those they have been at
         calls[policy.ends] = policy.calls
-    reached_by = np.array([failed_at[name] for name in policy.models]) @ calls
-    called_by = totals.get("called", Counter())
-    for name, of_failed in zip(policy.models, reached_by.tolist(), strict=True):
-        reached = called_by[name] + of_failed
+        reached_by = (answered + failed) @ calls
+    else:  # there are several ways to a stage
+        reached_by = np.array([totals["called"][name] for name in policy.models]) + failed
+    for name, reached in zip(policy.models, reached_by.tolist(), strict=True):
         of = called.get(name, Counter[str]())
         at_work_s = max(
             of["replica_s"], of["compute_s"]

@@ -49,7 +49,6 @@ def summary_of(out, calls, stages, failed=(), degraded=None):
     for number, rows in enumerate(np.array_split(np.arange(len(whole)), 2)):
         block = Owner(number, len(rows))
         block.stages[:] = whole[rows]
-        block.visited[:] = np.where(whole[rows] < 0, 0, (2 << np.maximum(whole[rows], 0)) - 1)
         block.costs[:] = np.cumsum(list(COST.values()))[whole[rows]]
         if degraded is not None:
             block.degraded[:] = np.array([*degraded, *[False] * len(failed)])[rows]
