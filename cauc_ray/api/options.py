@@ -315,7 +315,7 @@ class FitOptions(ChainOptions, ShardOptions):
     def _require_plain(self) -> None:
         """Raise ConfigError unless a method of the comparison can be fitted by the options."""
         if not self.method.startswith(f"{SINGLE}:") and self.method not in METHODS:
-            raise ConfigError(unknown_name("method", self.method, ("auto", *METHODS)))
+            raise ConfigError(unknown_name("method", self.method, METHODS))
         if self.method in METHODS and (why := METHODS[self.method].unpublished):
             raise ConfigError(f"method {self.method} {why}; `cauc compare` runs it")
         if self.method in METHODS and METHODS[self.method].needs_embedding and self.embedding is None:

@@ -236,9 +236,12 @@ def show_policy(policy: Policy) -> None:
         line("answers cannot be watched at this threshold: nothing is kept that they could be compared with")
     if policy.curve:
         first, last = policy.curve[0], policy.curve[-1]
+        n = len(policy.curve)
+        quality = f"{choice.objective or 'accuracy'} {percent(first.quality)} at {number(first.cost)} {unit}"
         line(
-            f"curve of {len(policy.curve)} points: {choice.objective or 'accuracy'} {percent(first.quality)} at "
-            f"{number(first.cost)} {unit} to {percent(last.quality)} at {number(last.cost)}"
+            f"curve of {n} points: {quality} to {percent(last.quality)} at {number(last.cost)}"
+            if n > 1
+            else f"curve of 1 point: {quality}"
         )
     if policy.search is not None:
         _search(policy.search, unit)

@@ -42,7 +42,7 @@ from cauc_ray.policies.predictions import pandas_frame
 
 # How curves of each paradigm look: colours, widths, dashes, and what is over what. Ours stand out.
 _LOOKS: Mapping[str, Sequence[Any]] = {
-    "ours": ((BLUE, VERMILION, "#332288", "#117733", "#AA4499", "#661100"), (3.6, 1.7, 2.4), ("-",), 4),
+    "ours": ((BLUE, VERMILION, "#332288", "#117733", "#AA4499", "#661100"), (3.6, 1.7, 2.4, 1.4, 1.4, 2.0), ("-",), 4),
     "ensemble": ((ORANGE,), (1.5,), ("-",), 3),
     "cascade": ((GREEN, PURPLE, ORANGE, BLACK), (1.5,), ("-",), 3),
     "router": (

@@ -40,8 +40,8 @@ from cauc_ray.policies.fitting import fit_base
 from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method, Scheduled
 from cauc_ray.policies.recalibrated import fit_recalibrated
 from cauc_ray.policies.search import MOST_MODELS
-from cauc_ray.policies.stacking import Variants
 from cauc_ray.policies.trace import Answers, Examples, measure_replay
+from cauc_ray.policies.variants import Variants
 
 # Single models and other methods on recalibrated logits: recalibrated:<model>, recalibrated+<method>.
 RECALIBRATED = "recalibrated"

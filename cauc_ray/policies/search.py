@@ -26,9 +26,10 @@ from cauc_ray.policies.evidence import ChainSearch, ChosenChain, FoundChain
 from cauc_ray.policies.fitting import fit_base, fit_rf, require_base_rule
 from cauc_ray.policies.methods import Fitting, cascade_of
 from cauc_ray.policies.policy import Policy, Step
-from cauc_ray.policies.stacking import Variants, variants_by_name
+from cauc_ray.policies.stacking import variants_by_name
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Examples, Trace
+from cauc_ray.policies.variants import Variants
 
 MOST_MODELS = 12
 N_RUNNERS_UP = 5

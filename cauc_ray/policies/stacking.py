@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -15,13 +15,13 @@ from cauc_ray.numbers.calibration import LinearFit, Parts, fit_linear, solve_bia
 from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind
 from cauc_ray.numbers.chain import Chain, ChainLogits, ChainPart
 from cauc_ray.numbers.logits import log_softmax, real_options, softmax, top_option
-from cauc_ray.numbers.sweep import STOP_NONE, Objective, OperatingPoints
+from cauc_ray.numbers.sweep import STOP_NONE, Objective
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.calibrated import require_calibrator
 from cauc_ray.policies.cauc import RFStage
 from cauc_ray.policies.experts import Experts, Told, fit_experts
 from cauc_ray.policies.fitting import fit_rf
-from cauc_ray.policies.methods import Curve, Fitting, Thresholded, cascade_of, curve_of
+from cauc_ray.policies.methods import Fitting, Thresholded, cascade_of
 from cauc_ray.policies.policy import Policy, Stage
 from cauc_ray.policies.stacked import (
     Gain,
@@ -34,7 +34,8 @@ from cauc_ray.policies.stacked import (
     log_probabilities,
 )
 from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_threshold
-from cauc_ray.policies.trace import Answers, Examples
+from cauc_ray.policies.trace import Examples
+from cauc_ray.policies.variants import Variants
 
 SPLITS = ("calibration", "validation")
 # What a policy of another method says of its splits and models, too.
@@ -368,47 +369,6 @@ class Encoded:
     stage: StackedStage
     experts: Experts
     told: Told
-
-
-class Variants:
-    """Policies of one method, of which none is chosen, nor its threshold: a setting is an index of an operating point.
-
-    policy: one of n_policies by its index.   points: of all of them on validation.
-    """
-
-    def __init__(self, policy: Callable[[int], Policy], points: Sequence[OperatingPoints], note: str = "") -> None:
-        """Join points.   points: of each policy, by its thresholds.   note: for tables."""
-        self.policy, self.n_policies, self.note = policy, len(points), note
-        self._variants = np.repeat(np.arange(len(points)), [len(one.settings) for one in points])
-        self._thresholds, cost, quality = (
-            np.concatenate([getattr(one, name) for one in points]) for name in ("settings", "cost", "quality")
-        )
-        self.points = OperatingPoints(np.arange(len(cost), dtype=np.float64), cost, quality, points[0].unit)
-
-    @property
-    def default(self) -> float:
-        """Return the best point."""
-        return float(self.points.index_of_best())
-
-    def chosen(self, budget: float | None) -> Policy:
-        """Return the policy that is best within a budget on validation. Raises BudgetError."""
-        return self.policy(int(self._variants[self.points.index_of_best(budget)]))
-
-    def answers(self, examples: Examples, setting: float) -> Answers:
-        """Answer examples at a setting."""
-        policy, threshold = self.policy(int(self._variants[int(setting)])), self._thresholds[int(setting)]
-        return cascade_of(policy)(examples).answers(threshold)
-
-    def curve(self, examples: Examples, settings: Floats) -> Curve:
-        """Measure settings on labelled examples."""
-        at = settings.astype(np.int64)
-        cost, accuracy, f1, last = (np.empty(len(at)) for _ in range(4))
-        for variant in np.unique(self._variants[at]).tolist():
-            own = np.flatnonzero(self._variants[at] == variant)
-            trace = cascade_of(self.policy(variant))(examples)
-            found = curve_of(trace, examples.chain, self._thresholds[at[own]])
-            cost[own], accuracy[own], f1[own], last[own] = found.cost, found.accuracy, found.macro_f1, found.last_share
-        return Curve(settings, cost, accuracy, f1, last)
 
 
 class StackedVariants(Variants):

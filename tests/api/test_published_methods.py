@@ -318,6 +318,14 @@ def test_what_a_method_cannot_do_is_refused_in_one_line(home, asked, says):
     assert "\n" not in str(error.value)
 
 
+def test_an_unknown_method_gets_a_list_with_each_name_once(home):
+    with pytest.raises(ConfigError) as error:
+        cauc_ray.fit(home / "LOGITS", method="margins")
+    names = str(error.value).partition("Available: ")[2].split(", ")
+    assert len(names) == len({*names})
+    assert {"auto", "margin"} <= {*names}
+
+
 @pytest.mark.parametrize("method", ["max-probability", "embedllm", "frugalgpt"])
 def test_a_risk_of_early_answers_is_certified_by_another_score(home, tmp_path, method):
     policy = cauc_ray.fit(home / "LOGITS", method=method, certify="risk<=0.8@0.9")

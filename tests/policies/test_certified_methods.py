@@ -128,3 +128,12 @@ def test_answers_of_a_router_are_early_if_they_are_of_all_but_the_most_expensive
     fitting = planted.changed(drawn(1)[0], lambda split: split.of_models([2, 0, 1]))
     with pytest.raises(ConfigError, match="give the models by rising cost"):
         fit_method("embedllm", fitting, ThresholdRule(certify=RiskLimit(0.95, 0.5)))
+
+
+@pytest.mark.parametrize("method", ["frugalgpt", "cascade-routing"])
+def test_the_curve_of_a_certified_solution_is_of_validation(method):
+    fitting, _ = drawn(1)
+    policy = fit_method(method, fitting, ThresholdRule(certify=RiskLimit(0.5, 0.5)))
+    (point,) = policy.curve
+    assert (point.cost, point.quality) == pytest.approx((policy.expected.cost, policy.expected.accuracy.value))
+    assert policy.threshold == point.threshold == pytest.approx(point.cost)

@@ -104,27 +104,32 @@ class Solved:
         """
         if rule.objective != "accuracy":
             raise ConfigError(f"method {self.unsolved.method} chooses by accuracy alone; leave objective out")
-        split = fitting.names[1]
+        split, points = fitting.names[1], self.points
         if rule.certify is not None:
-            point, certificate = self._certified(fitting, rule.certify)
+            # Those so far are of the rows that solutions were found on.
+            measured_anew = measure_solutions(
+                self.solutions, fitting.validation, self.read(self.unsolved, fitting.validation)
+            )
+            points = OperatingPoints(measured_anew.cost, measured_anew.cost, measured_anew.accuracy, points.unit)
+            point, certificate = self._certified(fitting, points.settings, rule.certify)
             on_curve = np.arange(len(self.solutions)) == point
             choice = ThresholdChoice(rule="certified", objective=None, split=split, certificate=certificate)
         else:
-            point = self.points.index_of_best(rule.budget if rule.threshold is None else rule.threshold)
+            point = points.index_of_best(rule.budget if rule.threshold is None else rule.threshold)
             of_order = np.array([own.order == self.solutions[point].order for own in self.solutions])
-            kept = self.points.some(of_order).pareto(MOST_CURVE_POINTS - 1).settings
-            on_curve = of_order & np.isin(self.points.settings, [*kept, self.points.settings[point]])
+            kept = points.some(of_order).pareto(MOST_CURVE_POINTS - 1).settings
+            on_curve = of_order & np.isin(points.settings, [*kept, points.settings[point]])
             rule_name: Literal["best", "budget"] = "best" if rule.budget is None else "budget"
             choice = ThresholdChoice(rule=rule_name, objective="accuracy", split=split)
             if rule.threshold is not None:
                 choice = ThresholdChoice(rule="given", objective=None, split=None)
         order = self.solutions[point].order
         encoder, models = self.unsolved.stages[: -len(self.unsolved.answering)], self.unsolved.answering
-        stages, curve = (*encoder, *(models[model] for model in order)), curve_points(self.points.some(on_curve))
+        stages, curve = (*encoder, *(models[model] for model in order)), curve_points(points.some(on_curve))
         chosen: dict[str, Any] = {
             "stages": stages,
             "logit_kind": joint_kind([stage.logit_kind or "raw" for stage in stages[len(encoder) :]]),
-            "threshold": float(self.points.settings[point]),
+            "threshold": float(points.settings[point]),
             "threshold_choice": choice,
             "budget": rule.budget,
             "curve": curve,
@@ -136,8 +141,11 @@ class Solved:
         trace = trace_policy(policy, validation, likeliest=True)
         return measured(policy, trace, validation, split, fitting.calibration.own_chain(names, encoded=encoded), curve)
 
-    def _certified(self, fitting: Fitting, limit: RiskLimit) -> tuple[int, RiskCertificate]:
-        """Return the certified solution of most coverage. Calibration says what is tested, and in which order."""
+    def _certified(self, fitting: Fitting, settings: Floats, limit: RiskLimit) -> tuple[int, RiskCertificate]:
+        """Return the certified solution of most coverage, and its certificate.
+
+        Calibration decides what is tested, and in which order.   settings: of the solutions.
+        """
         if len(self.unsolved.answering) < 2:
             raise ConfigError("a certified risk is that of early answers, which need two models or more")
         (accepted, wrong), (n_accepted, n_wrong) = (
@@ -147,14 +155,13 @@ class Solved:
         ranks = np.argsort(accepted, kind="stable")
         ranks = ranks[np.unique(np.linspace(0, len(ranks) - 1, N_STEPS).round().astype(np.int64))]
         sequence = ranks[strongest(accepted[ranks], wrong[ranks], limit) :]
-        found = tested(
-            self.points.settings[sequence], n_accepted[sequence], n_wrong[sequence], len(fitting.validation), limit
-        )
+        found = tested(settings[sequence], n_accepted[sequence], n_wrong[sequence], len(fitting.validation), limit)
         within = np.flatnonzero((n_accepted > 0) & (n_wrong <= limit.risk * n_accepted))
         most = within[n_accepted[within].argmax()]
-        plug_in = float(self.points.settings[most]), int(n_accepted[most])
-        point = int(np.flatnonzero(self.points.settings == found.threshold)[0])
-        return point, certificate_of(limit, found, plug_in)
+        plug_in = float(settings[most]), int(n_accepted[most])
+        # The first in order with these figures: all up to the last are certified.
+        same = (settings == found.threshold) & (n_accepted == found.n_accepted) & (n_wrong == found.n_wrong)
+        return int(sequence[same[sequence]][0]), certificate_of(limit, found, plug_in)
 
 
 def _early(solutions: Sequence[Solution], examples: Examples, read: Any) -> tuple[Ints, Ints]:
