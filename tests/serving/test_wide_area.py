@@ -146,7 +146,7 @@ def answered_by_stage(url):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300 + 2 * N_CUTS * (CUT_S + WHOLE_S[1]))
-@pytest.mark.parametrize("shell", [["--local"]], ids=["local"])
+@pytest.mark.parametrize("shell", [["--local"], []], ids=["local", "ray"])
 def test_whatever_the_link_does_each_row_is_answered_once_in_time_and_right(tmp_path, shell):
     rng, own = np.random.default_rng(SEED), Deployment(tmp_path, shell)
     source, key = Source(), Key(tmp_path)
