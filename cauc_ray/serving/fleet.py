@@ -20,6 +20,7 @@ import httpcore2
 from cauc_ray.errors import CaucError, ConfigError, PolicyError, one_line
 from cauc_ray.files.documents import atomic_file, make_folder
 from cauc_ray.models.fleet import FleetSpec
+from cauc_ray.models.traffic import CountingBackend, Traffic
 from cauc_ray.policies.policy import SIGNED, Policy
 from cauc_ray.policies.signing import SIGNATURE, SIGNATURE_BYTES, SignatureError, public_key, verified
 from cauc_ray.protocol.tensors import RequestError
@@ -112,7 +113,8 @@ class Edge:
     async def run(self, service: Service) -> None:
         """Pull and report until cancelled."""
         self._service, every_s = service, self._spec.every_s
-        async with httpcore2.AsyncConnectionPool(self._tls) as self._connections, asyncio.TaskGroup() as tasks:
+        connections = httpcore2.AsyncConnectionPool(self._tls, network_backend=CountingBackend(Traffic()))
+        async with connections as self._connections, asyncio.TaskGroup() as tasks:
             for do, url in ((self.pull, self._spec.policy), (self.report, self._spec.report)):
                 if url is not None:
                     tasks.create_task(repeat(do, every_s, JITTER))

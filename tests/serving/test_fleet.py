@@ -1,8 +1,10 @@
 """Edges of a fleet: which policies they take from a web server, what they keep, and what they report."""
 
+import gc
 import json
 import random
 import re
+import socket
 import ssl
 import subprocess
 import sys
@@ -426,6 +428,21 @@ def test_edge_and_cloud_check_each_other_s_certificate(tmp_path, key):
             until_active(edge, FIRST)
     finally:
         source.close()
+
+
+def test_an_edge_that_stops_closes_a_connection_that_it_was_making(tmp_path, key):
+    """An unclosed connection is a warning, which fails a test here."""
+    with socket.create_server(("127.0.0.1", 0)) as never_answers:
+        never_answers.settimeout(20)
+        url = f"https://127.0.0.1:{never_answers.getsockname()[1]}/policy.json"
+        with edge_of(with_fleet(python_pool(tmp_path), policy=url, public_key="public.pem")):
+            connection, _ = never_answers.accept()
+            assert connection.recv(1)  # of the TLS handshake
+        with connection:
+            connection.settimeout(20)
+            while connection.recv(4096):
+                pass
+    gc.collect()
 
 
 @pytest.mark.parametrize(
