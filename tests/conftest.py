@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +37,9 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15, workers starve next to anything else that runs
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What all these processes import is compiled once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Networks and matrices of tests are small: several threads would mostly wait for each other, and burn what they wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests run where the repository is; user code of tests is found there too.

@@ -95,10 +95,13 @@ def folder(request, prepared, tmp_path, monkeypatch):
 
 
 RUN = [page for page in PAGES if any(s.runs and s.language in ("python", "sh") for s in snippets(page))]
+LONG = ("tutorial.md", "jobs.md", "comparing.md")
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("page", RUN, ids=named)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow if page.name in LONG else ()) for page in RUN], ids=named
+)
 def test_snippets_run_in_order(page, folder, ray_address, monkeypatch):
     import matplotlib as mpl
 

@@ -395,6 +395,12 @@ def test_post_hoc_embed_reads_the_hidden_state_of_each_model_once_that_has_answe
     assert called == sorted(called, reverse=True)
     assert called[0] == 1 > called[1] > called[2] > 0
     assert full["cost"] == pytest.approx(sum(share * cost for share, cost in zip(called, COST.values(), strict=True)))
+
+
+@pytest.mark.slow
+def test_post_hoc_embed_is_the_same_next_to_another_embedding_and_in_sweeps(telling):
+    found = compare(telling, models=MODELS, methods=BOTH_FORMS, budget=6.0)
+    full = found.rows[1]
     same = ("accuracy", "cost", "setting", "note", "default")
     again = compare(telling, models=MODELS, methods=BOTH_FORMS, budget=6.0, embedding="m1")
     for name in BOTH_FORMS:  # neither looks at another model's state, nor pays for it
@@ -422,7 +428,7 @@ def test_hidden_states_that_are_not_there_are_named(telling):
 
 
 @pytest.mark.parametrize("embedded", ["per-call"], indirect=True)
-@pytest.mark.parametrize("embedding", [None, "enc"])
+@pytest.mark.parametrize("embedding", [None, pytest.param("enc", marks=pytest.mark.slow)])
 def test_auto_answers_as_the_policy_that_fit_chooses_at_the_budget(embedded, embedding):
     table, _ = embedded
     chosen = {"models": MODELS, "embedding": embedding, "budget": 3.0}
@@ -498,6 +504,7 @@ def test_methods_whose_packages_are_missing_are_told_and_not_replaced(table, mon
     of_torch = {name for name, method in METHODS.items() if "torch" in method.packages}
     assert set(missing) == of_torch | {name for name, method in METHODS.items() if method.needs_embedding}
     assert {row["method"] for row in whole.rows}.isdisjoint(of_torch)
+    assert "m0, m1" in missing["post-hoc-embed-hidden"]  # whose hidden states it reads
     assert missing["embedllm"] == "needs torch: pip install 'cauc-ray[baselines]'"
     with pytest.raises(ConfigError, match=r"method 'embedllm' needs torch: pip install 'cauc-ray\[baselines\]'"):
         compare(table, models=MODELS, methods=["embedllm"])

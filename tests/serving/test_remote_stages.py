@@ -192,6 +192,7 @@ def test_stalled_and_reset_connections_lose_no_row_and_nothing_is_computed_twice
     assert sum(map(int, log.read_text().split())) == 3 * 120
 
 
+@pytest.mark.slow
 def test_a_slow_hour_does_not_make_stuck_connections_cost_a_call_all_of_its_time(deployed, cloud):
     with Link(port_of(cloud)) as link:
         model, batch = deployed.model(link.url, timeout_s=4.0), {"example_id": deployed.ids[:1]}
