@@ -166,6 +166,7 @@ def test_a_policy_counts_the_answers_that_noise_of_its_models_may_flip(tmp_path)
         assert (policy.noise.n, policy.noise.split) == (300, "validation")
 
 
+@pytest.mark.slow
 def test_a_run_asks_decision_servers_what_the_replay_says(ray_session, tmp_path):
     """Every row is one question to the first server, and each that the policy defers one to the second."""
     ids, labels = [f"row {n}" for n in range(300)], [*LABELS]

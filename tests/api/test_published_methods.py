@@ -37,9 +37,8 @@ EVERY = [(name, None) for name in (*CONTROLS, *LOOKING)] + [(name, "enc") for na
 MODELS = ("m0", "m1", "m2")
 BUDGET = 12.0
 every = pytest.mark.parametrize(("method", "embedding"), EVERY, ids=lambda value: str(value))
-# Runs and reports take seconds; those of one policy of each kind are always made.
-QUICK = [("duo", None), ("random", None), ("embedllm", None), ("frugalgpt", "enc"), ("stacked-both", "enc")]
-QUICK.append(("cascade-routing", "enc"))
+# Runs and reports take seconds; those of a router, a cascade with an encoder and one of any order are always made.
+QUICK = [("embedllm", None), ("stacked-both", "enc"), ("cascade-routing", "enc")]
 some_slow = pytest.mark.parametrize(
     ("method", "embedding"),
     [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in EVERY],

@@ -57,7 +57,7 @@ def home(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("file", ["labelled.csv", "labelled.parquet"])
+@pytest.mark.parametrize("file", [pytest.param("labelled.csv", marks=pytest.mark.slow), "labelled.parquet"])
 def test_features_are_collected_and_run_under_their_own_names(home, ray_session, tmp_path, file):
     columns = {"label": "outcome"}
     found = cauc_ray.collect(home / "pool.yaml", home / file, tmp_path / "logits", columns=columns)

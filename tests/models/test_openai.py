@@ -261,6 +261,7 @@ def test_a_server_that_scores_tokens_bounds_no_option(scoring, language_model, q
             assert answers.logits[row, option] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_server_takes_128_tokens_at_once_and_labels_may_be_more(scoring, language_model):
     tokenizer = language_model.tokenizer
     tokens = [
