@@ -89,7 +89,7 @@ def _demo(folder: Path) -> dict[str, Any]:
         "cost_unit": unit,
         "rows": rows,
         "agreement": _agreement(logits, policies[LIVE], folder / "run" / "predictions"),
-        "files": sorted(path.name for path in folder.iterdir()),
+        "files": sorted(path.name for path in folder.iterdir() if path.name != "__pycache__"),
     }
 
 

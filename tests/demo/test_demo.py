@@ -52,7 +52,8 @@ def test_its_table_has_every_row_and_is_true(demo):
         assert rows[name]["relative_cost"] < 1.5 * share / 100
     everything = f"{result['n']} of {result['n']}"
     assert result["agreement"].startswith(f"live run and offline replay agree row for row: {everything}")
-    assert sorted(path.name for path in folder.iterdir()) == FILES.split() == result["files"]
+    there = sorted(path.name for path in folder.iterdir() if path.name != "__pycache__")  # which Python may leave
+    assert there == FILES.split() == result["files"]
     home = str(Path(result["folder"]).parent).encode()
     assert [path for path in folder.rglob("*") if path.is_file() and home in path.read_bytes()] == []
     assert (folder / "accuracy-cost.png").read_bytes().startswith(b"\x89PNG")
