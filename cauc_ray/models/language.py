@@ -42,7 +42,8 @@ def load_choice_model(spec: TransformersChoiceSpec, over_gpus: bool) -> ChoiceMo
     causal = type(config) in hub.MODEL_FOR_CAUSAL_LM_MAPPING
     factory = hub.AutoModelForCausalLM if causal else hub.AutoModelForImageTextToText
     tokenizer = fetched(hub.AutoTokenizer, spec, **more)
-    return ChoiceModel(spec, tokenizer, load_placed(factory, spec, over_gpus=over_gpus, **more))
+    network = load_placed(factory, spec, over_gpus=over_gpus, config=config, **more)
+    return ChoiceModel(spec, tokenizer, network)
 
 
 class _Pass(NamedTuple):

@@ -109,11 +109,12 @@ class TransformersClassifierSpec(SpreadSpec):
     def load(self, *, over_gpus: bool = False) -> TextClassifier:
         """Load the network and its tokenizer. Raises ConfigError if they cannot be loaded, or it is no classifier."""
         self.require("transformers", "torch", "transformers")
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
         from cauc_ray.models.classifiers import TextClassifier
 
-        network = load_placed(AutoModelForSequenceClassification, self, over_gpus=over_gpus)
+        config = fetched(AutoConfig, self)
+        network = load_placed(AutoModelForSequenceClassification, self, over_gpus=over_gpus, config=config)
         if network.config.num_labels < 2 or network.config.problem_type == "multi_label_classification":
             raise ConfigError(f"model {self.model!r} does not choose one of several classes")
         labels = option_names(network.config.id2label)
@@ -180,13 +181,12 @@ def load_network(factory: Any, spec: HubSpec, *, optional: str | None = None, **
     return network
 
 
-def load_placed(factory: Any, spec: HubSpec, *, over_gpus: bool, **options: Any) -> Any:
-    """Load a network on its device, or layer by layer over all GPUs, in its precision.
+def load_placed(factory: Any, spec: HubSpec, *, over_gpus: bool, config: Any, **options: Any) -> Any:
+    """Load a network of a config on its device, or layer by layer over all GPUs, in its precision.
 
     Raises ConfigError as load_network, and before any weights are loaded if the GPUs have too little memory for them.
     """
     import torch
-    from transformers import AutoConfig
 
     from cauc_ray.models.torch_device import choose_device, choose_dtype, require_memory
 
@@ -197,12 +197,12 @@ def load_placed(factory: Any, spec: HubSpec, *, over_gpus: bool, **options: Any)
     dtype = choose_dtype(spec.dtype, device)
     if device.type == "cuda":
         spec.check(here=True)
-        config = fetched(AutoConfig, spec, **options)
         with loading(spec.model), torch.device("meta"):
             outline = factory.from_config(config)
         if not getattr(config, "quantization_config", None):
             require_memory(spec.model, sum(p.numel() for p in outline.parameters()) * dtype.itemsize, over_gpus)
-    network = load_network(factory, spec, dtype=dtype, device_map="auto" if over_gpus else None, **options).eval()
+    spread = "auto" if over_gpus else None
+    network = load_network(factory, spec, config=config, dtype=dtype, device_map=spread, **options).eval()
     return network if over_gpus else network.to(device)
 
 
