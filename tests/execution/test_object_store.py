@@ -31,6 +31,7 @@ from cauc_ray.files.parquet import read_parquet, write_parquet
 from cauc_ray.files.paths import path_of, visible
 
 TESTS = Path(__file__).parents[1]
+N_RUN = 400
 
 
 @pytest.fixture
@@ -70,8 +71,8 @@ def killed_after(process, manifest, n_entries):
 @pytest.mark.usefixtures("ray_session")
 def test_a_run_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
     """Its input there is CSV, and on the disk the same rows in Parquet."""
-    local = numbered_input(tmp_path, 1000)
-    (bucket / "input" / "rows.csv").write_bytes(numbered_input(tmp_path, 1000, "csv").read_bytes())
+    local = numbered_input(tmp_path, N_RUN)
+    (bucket / "input" / "rows.csv").write_bytes(numbered_input(tmp_path, N_RUN, "csv").read_bytes())
     policy = two_model_policy()
     policy.save(str(bucket / "policy.json"))
     cauc_ray.run(python_pool(tmp_path, [("by_x", {})] * 2), policy, local, tmp_path / "out")
@@ -84,17 +85,17 @@ def test_a_run_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
     n_before = len(visible(bucket / "out" / "manifest"))
     assert not (bucket / "out" / "summary.json").exists()
     # What the kill may have left of a part that was not committed.
-    orphan = bucket / "out" / "predictions" / "part-000015.parquet"
+    orphan = bucket / "out" / "predictions" / "part-000006.parquet"
     orphan.write_bytes((tmp_path / "out" / "predictions" / "part-000000.parquet").read_bytes())
     pool = python_pool(tmp_path, [("fails_below", ways), ("by_x", {})])
     summary = done(cauc("run", pool, *words, "--resume"))
-    assert (summary["n"], summary["n_failed"]) == (1000, 25)
+    assert (summary["n"], summary["n_failed"]) == (N_RUN, 10)
     assert 3 <= n_before < len(visible(bucket / "out" / "manifest"))
     rows, failed = rows_of(bucket / "out")
     assert rows == {example: row for example, row in whole.items() if example not in failed}
     (tmp_path / "mended").touch()
     summary = done(cauc("run", pool, *words, "--resume", "--retry-failed"))
-    assert (summary["n"], summary["n_failed"]) == (1000, 0)
+    assert (summary["n"], summary["n_failed"]) == (N_RUN, 0)
     assert answers_of(bucket / "out") == whole
     calls = read_all(bucket / "out" / "ledger").to_pylist()
     assert len({call["run_id"] for call in calls}) == 1

@@ -105,11 +105,10 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not Path(VLLM_PYTHON).is_file(), reason="no environment with vLLM: set VLLM_PYTHON")
-@pytest.mark.parametrize(("options", "adapted"), [("letter", True), ("text", False)])
-def test_a_real_engine_in_a_stage_on_ray_predicts_as_torch_does_on_500_questions(tmp_path, options, adapted):
+def test_real_engines_in_stages_on_ray_predict_as_torch_does_on_500_questions(tmp_path):
     """With all but ties within what float32 sums in another order differ by, which the table records.
 
-    Torch has the adapter merged into its weights.
+    One engine has an adapter, which torch has merged into its weights.
     """
     if not QUESTIONS.is_dir():
         pytest.skip("the real questions (../shared/data/questions) are not here")
@@ -117,30 +116,36 @@ def test_a_real_engine_in_a_stage_on_ray_predicts_as_torch_does_on_500_questions
     table = pq.read_table(QUESTIONS / "commonsense_qa/validation.parquet").slice(0, 500)
     rows = table.select(["question", "choices", "label"]).append_column("example_id", pa.array(map(str, range(500))))
     pq.write_table(rows, tmp_path / "rows.parquet")
-    stage = {"kind": "vllm", "model": str(model.folder), "engine": {"max_model_len": 2048}}
-    if adapted:
-        model = with_adapter(model, tmp_path / "lora")
-        stage["lora"] = str(tmp_path / "lora" / "adapter")
-    stages = [{"name": "m", "model": stage, "cost": {"params_b": 1}, "options": options, "resources": {"num_cpus": 1}}]
+    engine = {"kind": "vllm", "model": str(model.folder), "engine": {"max_model_len": 2048}}
+    same_weights = {"letter": with_adapter(model, tmp_path / "lora"), "text": model}
+    stages = [
+        {"name": options, "options": options, "model": engine | more, "cost": {"params_b": 1}}
+        for options, more in (("letter", {"lora": str(tmp_path / "lora" / "adapter")}), ("text", {}))
+    ]
     (tmp_path / "pool.yaml").write_text(yaml.safe_dump({"name": "p", "task": "multiple-choice", "stages": stages}))
     (tmp_path / "collect.py").write_text(COLLECT)
     paths = [str(tmp_path / name) for name in ("collect.py", "pool.yaml", "rows.parquet", "logits")]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd()}
     subprocess.run([VLLM_PYTHON, *paths], check=True, env=environment, timeout=800, stdout=sys.stderr)
-    found = LogitTable(tmp_path / "logits").read_model("m", "all")
-    (record,) = LogitTable(tmp_path / "logits").info.models
-    order = np.array([int(example) for example in found.example_ids.to_pylist()])
-    given = found.logits[np.argsort(order)]
-    oracle = TransformersChoiceSpec(kind="transformers-choice", model=str(model.folder), options=options)
-    plain = oracle.load()({name: column(rows[name].to_pylist()) for name in ("question", "choices")}).logits
-    if options == "letter":
-        given, plain = given - given.max(axis=1, keepdims=True), plain - plain.max(axis=1, keepdims=True)
-    off = np.abs(given - plain)[np.isfinite(plain)].max()
-    assert off < 1e-3
-    assert record.noise < 1e-3
-    assert record.dtype == "float32"
-    best = np.sort(plain, axis=1)[:, ::-1]
-    clear = best[:, 0] - best[:, 1] > 2 * off
-    assert (given.argmax(axis=1) == plain.argmax(axis=1))[clear].all()
-    assert clear.mean() > 0.99
-    print(f"{options}: logits off by up to {off:.2g}, noise {record.noise:.2g}, {(~clear).sum()} of 500 within it")
+    found = LogitTable(tmp_path / "logits")
+    records = {record.name: record for record in found.info.models}
+    assert records.keys() == same_weights.keys()
+    columns = {name: column(rows[name].to_pylist()) for name in ("question", "choices")}
+    for options, merged in same_weights.items():
+        own = found.read_model(options, "all")
+        given = own.logits[np.argsort([int(example) for example in own.example_ids.to_pylist()])]
+        oracle = TransformersChoiceSpec(kind="transformers-choice", model=str(merged.folder), options=options)
+        plain = oracle.load()(columns).logits
+        if options == "letter":
+            given, plain = given - given.max(axis=1, keepdims=True), plain - plain.max(axis=1, keepdims=True)
+        off = np.abs(given - plain)[np.isfinite(plain)].max()
+        assert off < 1e-3
+        assert records[options].noise < 1e-3
+        assert records[options].dtype == "float32"
+        best = np.sort(plain, axis=1)[:, ::-1]
+        clear = best[:, 0] - best[:, 1] > 2 * off
+        assert (given.argmax(axis=1) == plain.argmax(axis=1))[clear].all()
+        assert clear.mean() > 0.99
+        print(
+            f"{options}: off by up to {off:.2g}, noise {records[options].noise:.2g}, {(~clear).sum()} of 500 within it"
+        )
