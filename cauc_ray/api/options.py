@@ -403,7 +403,10 @@ class SweepOptions(MeasureOptions):
     budgets: Amounts = option("mean costs per example on validation, in the table's unit", ())
     relative_budgets: Amounts = option("the same, as shares of the mean cost of the chain's most expensive model", ())
     points: int | None = option(
-        "this many budgets, evenly spaced (default without budgets: every operating point)", ge=2, le=100_000
+        "this many budgets, evenly spaced from the mean cost of the cheapest model to that of the most expensive "
+        "(default without budgets: every operating point)",
+        ge=2,
+        le=100_000,
     )
     seeds: Seeds = option("seeds, in place of the only one", ())
     redrawn: Names | None = option(

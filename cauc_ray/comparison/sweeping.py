@@ -87,7 +87,8 @@ def sweep(
         methods: names of methods.
         budgets: mean costs per example on validation.
         relative_budgets: the same as shares of the cost of the chain's most expensive model.
-        points: so many budgets, evenly spaced over the costs on validation.
+        points: so many budgets, the same for every method, evenly spaced from the mean cost of the cheapest model on
+            validation to that of the most expensive.
         costs: of a call of each model.
         cost_unit: of costs.
         calibration_split: what methods are fitted on.
@@ -147,7 +148,7 @@ def measure(
     fitted, setup_s = set_up(fit, fitting)
     of_fit = fitted.points
     common = {"setup_s": setup_s, "n": len(final), "cost_unit": final.chain.costs.unit, **keys}
-    wanted = list(_budgets(options, float(validation.chain.costs.means.max()), of_fit.cost))
+    wanted = list(_budgets(options, validation.chain.costs.means))
     if not wanted:
         return [common | row for row in _curve(fitted, final, np.arange(len(of_fit.cost)))]
     rows: list[dict[str, Any]] = []
@@ -191,12 +192,16 @@ def _curve(
     ]
 
 
-def _budgets(options: SweepOptions, most_expensive: float, costs: np.ndarray) -> Iterator[tuple[str, float, float]]:
-    """Yield each budget: what it is a number of, the number, and the cost that it stands for."""
+def _budgets(options: SweepOptions, costs: np.ndarray) -> Iterator[tuple[str, float, float]]:
+    """Yield each budget: what it is a number of, the number, and the cost that it stands for.
+
+    costs: (M,), each model's mean.
+    """
+    most_expensive = float(costs.max())
     yield from (("relative", share, share * most_expensive) for share in options.relative_budgets)
     yield from (("cost", budget, budget) for budget in options.budgets)
     if options.points is not None:
-        for budget in np.linspace(costs.min(), costs.max(), options.points).tolist():
+        for budget in np.linspace(costs.min(), most_expensive, options.points).tolist():
             yield "cost", budget, budget
 
 
