@@ -107,19 +107,19 @@ def train_quickly(patch):
 
 def write_table(folder, splits):
     """Write examples by split as a logit table, with their embeddings, if they have any, by an encoder `enc`."""
-    for split, own in splits.items():
-        ids = [f"{split}-{example}" for example in own.chain.example_ids]
-        for model, (name, logits) in enumerate(zip(own.chain.models, own.chain.logits, strict=True)):
-            costs = own.chain.costs.per_call[:, model] if own.chain.per_call_costs else None
-            kept = [row[np.isfinite(row)] for row in logits]
-            write_logits(folder, name, split, example_ids=ids, labels=own.chain.labels, logits=kept, costs=costs)
-        if own.embeddings is None:
+    for split, part in splits.items():
+        ids = [f"{split}-{example}" for example in part.chain.example_ids]
+        for model, (name, logits) in enumerate(zip(part.chain.models, part.chain.logits, strict=True)):
+            costs = part.chain.costs.per_call[:, model] if part.chain.per_call_costs else None
+            rows = [row[np.isfinite(row)] for row in logits]
+            write_logits(folder, name, split, example_ids=ids, labels=part.chain.labels, logits=rows, costs=costs)
+        if part.embeddings is None:
             continue
         into = folder / "embedding=enc" / f"split={split}"
         into.mkdir(parents=True)
-        vectors = pa.array(own.embeddings.tolist(), pa.list_(pa.float32()))
+        vectors = pa.array(part.embeddings.tolist(), pa.list_(pa.float32()))
         pq.write_table(pa.table({"example_id": ids, "embedding": vectors}), into / "part-0.parquet")
-    pairs = zip(own.chain.models, own.chain.costs.means.tolist(), strict=True)
+    pairs = zip(part.chain.models, part.chain.costs.means.tolist(), strict=True)
     models = [{"name": name, "cost": cost} for name, cost in pairs]
     write_json(folder / "pool.json", {"cost_unit": "GFLOPs", "logit_kind": "raw", "note": "planted", "models": models})
     return folder
