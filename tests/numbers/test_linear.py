@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 from synthetic import planted, seeds
@@ -23,6 +23,7 @@ def objective(at, sources, labels, features, precisions):
     )
 
 
+@settings(max_examples=12)
 @given(seed=seeds, terms=st.sampled_from(["none", "bias", "matrix", "both"]), ragged=st.booleans())
 def test_weights_and_biases_are_the_minimum_that_scipy_finds(seed, terms, ragged):
     rng = np.random.default_rng(seed)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import Ridge
 from synthetic import seeds
@@ -11,6 +11,7 @@ from cauc_ray.numbers.ridge import PENALTIES, fit_ridge
 
 
 @given(seeds, st.integers(4, 25), st.integers(1, 8), st.integers(1, 3))
+@settings(max_examples=8)
 def test_left_out_rows_are_predicted_as_by_refits_and_the_best_penalty_is_chosen(seed, n, d, n_targets):
     rng = np.random.default_rng(seed)
     features = rng.standard_normal((n, d)) + rng.normal(0, 5, d)
