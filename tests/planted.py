@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from synthetic import chain_of, rows_of
+from synthetic import chain_of
 
 from cauc_ray.data.writing import write_logits
 from cauc_ray.files.documents import write_json
@@ -52,22 +52,6 @@ def problem(seed=0, *, n=600, n_test=4000, **options):
 def changed(fitting, change):
     """Return a Fitting whose splits are changed."""
     return replace(fitting, calibration=change(fitting.calibration), validation=change(fitting.validation))
-
-
-def alike(split):
-    """Return examples on which every model says what the first one does: none is right where another is not."""
-    return replace(split, chain=replace(split.chain, logits=(split.chain.logits[0],) * len(split.chain.models)))
-
-
-def of_rows(split, rows):
-    """Return some examples, in any order."""
-    embeddings = None if split.embeddings is None else split.embeddings[rows]
-    return replace(split, chain=rows_of(split.chain, rows), embeddings=embeddings)
-
-
-def scaled(split, factor):
-    """Return examples with embeddings of another length."""
-    return replace(split, embeddings=factor * split.embeddings)
 
 
 def gain_over_mixture(fitted, test):

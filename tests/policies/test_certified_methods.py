@@ -19,7 +19,7 @@ CONFIDENCE = 0.8
 RISK = {False: 0.485, True: 0.455}
 EMBEDDED = ("benchmark-routing", "stacked-both", "cascade-routing")
 # Cascades by confidence, by a score, by solutions; routers by value; what learns nothing.
-QUICK = {"rf": 40, "margin": 40, "random": 40, "frugalgpt": 8, "benchmark-routing": 8}
+QUICK = {"rf": 60, "margin": 60, "random": 60, "frugalgpt": 15, "benchmark-routing": 15}
 MANY = {"rf": 200, "margin": 200, "random": 200, "frugalgpt": 100, "benchmark-routing": 100}
 MANY |= {"cascade-routing": 40, "stacked-both": 40, "base": 100, "max-probability": 100}
 MANY |= dict.fromkeys(["routellm-sw", "routellm-mf", "graphrouter", "embedllm", "routerdc", "post-hoc-embed"], 20)
