@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from synthetic import chain_of, rows_of
+from synthetic import chain_of
 
 from cauc_ray.data.writing import write_logits
 from cauc_ray.files.documents import write_json
@@ -54,22 +54,6 @@ def changed(fitting, change):
     return replace(fitting, calibration=change(fitting.calibration), validation=change(fitting.validation))
 
 
-def alike(split):
-    """Return examples on which every model says what the first one does: none is right where another is not."""
-    return replace(split, chain=replace(split.chain, logits=(split.chain.logits[0],) * len(split.chain.models)))
-
-
-def of_rows(split, rows):
-    """Return some examples, in any order."""
-    embeddings = None if split.embeddings is None else split.embeddings[rows]
-    return replace(split, chain=rows_of(split.chain, rows), embeddings=embeddings)
-
-
-def scaled(split, factor):
-    """Return examples with embeddings of another length."""
-    return replace(split, embeddings=factor * split.embeddings)
-
-
 def gain_over_mixture(fitted, test):
     """Return by how much accuracy exceeds that of the first and last model mixed at random at equal cost.
 
@@ -107,19 +91,19 @@ def train_quickly(patch):
 
 def write_table(folder, splits):
     """Write examples by split as a logit table, with their embeddings, if they have any, by an encoder `enc`."""
-    for split, own in splits.items():
-        ids = [f"{split}-{example}" for example in own.chain.example_ids]
-        for model, (name, logits) in enumerate(zip(own.chain.models, own.chain.logits, strict=True)):
-            costs = own.chain.costs.per_call[:, model] if own.chain.per_call_costs else None
-            kept = [row[np.isfinite(row)] for row in logits]
-            write_logits(folder, name, split, example_ids=ids, labels=own.chain.labels, logits=kept, costs=costs)
-        if own.embeddings is None:
+    for split, part in splits.items():
+        ids = [f"{split}-{example}" for example in part.chain.example_ids]
+        for model, (name, logits) in enumerate(zip(part.chain.models, part.chain.logits, strict=True)):
+            costs = part.chain.costs.per_call[:, model] if part.chain.per_call_costs else None
+            rows = [row[np.isfinite(row)] for row in logits]
+            write_logits(folder, name, split, example_ids=ids, labels=part.chain.labels, logits=rows, costs=costs)
+        if part.embeddings is None:
             continue
         into = folder / "embedding=enc" / f"split={split}"
         into.mkdir(parents=True)
-        vectors = pa.array(own.embeddings.tolist(), pa.list_(pa.float32()))
+        vectors = pa.array(part.embeddings.tolist(), pa.list_(pa.float32()))
         pq.write_table(pa.table({"example_id": ids, "embedding": vectors}), into / "part-0.parquet")
-    pairs = zip(own.chain.models, own.chain.costs.means.tolist(), strict=True)
+    pairs = zip(part.chain.models, part.chain.costs.means.tolist(), strict=True)
     models = [{"name": name, "cost": cost} for name, cost in pairs]
     write_json(folder / "pool.json", {"cost_unit": "GFLOPs", "logit_kind": "raw", "note": "planted", "models": models})
     return folder

@@ -26,17 +26,15 @@ def one_model(seed, shape, strength=1.0, *, ragged=False):
 
 
 def best_by_scipy(logits, labels):
-    found = minimize_scalar(
-        lambda log_t: nll([np.exp(-log_t)], [logits], labels),
-        bounds=(-6, 6),
-        method="bounded",
-        options={"xatol": 1e-12},
-    )
-    return float(np.exp(found.x)), found.fun
+    def objective(log_t):
+        return nll([np.exp(-log_t)], [logits], labels)
+
+    best = minimize_scalar(objective, bounds=(-6, 6), method="bounded", options={"xatol": 1e-12})
+    return float(np.exp(best.x)), best.fun
 
 
 @given(seeds, shapes, st.booleans())
-def test_finds_the_minimum_that_scipy_finds(seed, shape, ragged):
+def test_a_temperature_is_the_minimum_that_scipy_finds(seed, shape, ragged):
     logits, labels = one_model(seed, shape, ragged=ragged)
     fit = fit_temperature(logits, labels)
     expected, lowest = best_by_scipy(logits, labels)
@@ -47,19 +45,14 @@ def test_finds_the_minimum_that_scipy_finds(seed, shape, ragged):
 
 
 @given(seeds, shapes, st.floats(1e-3, 1e3))
-def test_temperature_scales_with_the_logits(seed, shape, factor):
+def test_temperature_scales_with_the_logits_and_ignores_row_order_constants_and_padding(seed, shape, factor):
     logits, labels = one_model(seed, shape)
     fit, scaled = fit_temperature(logits, labels), fit_temperature(factor * logits, labels)
+    expected = fit.temperature
     assert scaled.status is fit.status
-    assert scaled.temperature == pytest.approx(factor * fit.temperature, rel=1e-8)
+    assert scaled.temperature == pytest.approx(factor * expected, rel=1e-8)
     if fit.status is FitStatus.CONVERGED:
         assert scaled.standard_error == pytest.approx(factor * fit.standard_error, rel=1e-3)
-
-
-@given(seeds, shapes)
-def test_depends_on_neither_row_order_nor_a_constant_per_row_nor_padding(seed, shape):
-    logits, labels = one_model(seed, shape)
-    expected = fit_temperature(logits, labels).temperature
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(labels))
     assert fit_temperature(logits[order], labels[order]).temperature == pytest.approx(expected, rel=1e-8)
@@ -94,29 +87,25 @@ def test_standard_error_is_the_spread_over_samples(fit):
     rng = np.random.default_rng(4)
     logits, labels = one_model(4, (40_000, 4), strength=1.5)
     rows = rng.integers(0, len(labels), (150, 500))
-    found = [fit(logits[own], labels[own]) for own in rows]
+    fits = [fit(logits[sample], labels[sample]) for sample in rows]
     # The spread over 150 samples is itself known to 6 %.
-    spread = np.std([each.temperature for each in found])
-    assert np.median([each.standard_error for each in found]) == pytest.approx(spread, rel=0.25)
+    spread = np.std([sample.temperature for sample in fits])
+    assert np.median([sample.standard_error for sample in fits]) == pytest.approx(spread, rel=0.25)
 
 
 @pytest.mark.parametrize("n", [100, 6000])
 @pytest.mark.parametrize(
     ("label_of", "status"), [(np.argmax, FitStatus.SEPARABLE), (np.argmin, FitStatus.UNINFORMATIVE)]
 )
-def test_what_has_no_minimum_is_clamped_and_reported(n, label_of, status):
+def test_a_fit_without_a_minimum_is_clamped_and_reported(n, label_of, status):
     logits, _ = one_model(5, (n, 4))
     fit = fit_temperature(logits, label_of(logits, axis=1))
     assert fit.status is status
     assert np.isnan(fit.standard_error)
     assert 0 < fit.temperature < np.inf
     assert fit.nll_after == pytest.approx(0.0 if status is FitStatus.SEPARABLE else np.log(4), abs=2e-3)
-
-
-def test_constant_logits_say_nothing():
-    fit = fit_temperature(np.full((10, 3), 7.0), np.zeros(10, int))
-    assert fit.status is FitStatus.UNINFORMATIVE
-    assert fit.nll_after == pytest.approx(np.log(3))
+    constant = fit_temperature(np.full((10, 3), 7.0), np.zeros(10, int))
+    assert (constant.status, constant.nll_after) == (FitStatus.UNINFORMATIVE, pytest.approx(np.log(3)))
 
 
 @pytest.mark.parametrize("n", [30, 6000])
@@ -151,7 +140,7 @@ def two_models(seed, shape, *, ragged=False):
 
 
 @given(seeds, shapes, st.booleans())
-def test_pair_fit_is_no_worse_than_l_bfgs_b(seed, shape, ragged):
+def test_a_pair_is_the_minimum_that_scipy_finds(seed, shape, ragged):
     state, logits, labels = two_models(seed, shape, ragged=ragged)
     fit = fit_pair(state, logits, labels)
     best = min(
@@ -180,14 +169,11 @@ def many_rows(odd):
     every = slice(None, None, 12)
     if odd == "wrong":
         labels[every] = small[every].argmin(axis=1)
-    elif odd == "right":
+    if odd in ("right", "quiet"):
         labels[every] = small[every].argmax(axis=1)
-    elif odd == "loud":
-        small[every] *= 50
-    elif odd == "quiet":  # no weight that is too much for these is too little for the others
-        labels[every] = small[every].argmax(axis=1)
-        small[every] *= 1e-4
-    elif odd == "copies":
+    if odd in ("loud", "quiet"):  # no weight that is too much for the quiet is too little for the others
+        small[every] *= {"loud": 50, "quiet": 1e-4}[odd]
+    if odd == "copies":
         large = small + 1e-6 * large
     return small, large, labels
 
@@ -234,7 +220,7 @@ def value_of(fit, logits, labels, variance):
 
 
 @given(seeds, shapes, variances)
-def test_finds_the_minimum_that_scipy_finds_no_worse_than_the_temperature_alone(seed, shape, variance):
+def test_offsets_are_the_minimum_that_scipy_finds_no_worse_than_the_temperature_alone(seed, shape, variance):
     logits, labels = biased(seed, shape)
     fit = fit_bias_corrected(logits, labels, variance)
     best = minimize(
@@ -255,14 +241,9 @@ def test_finds_the_minimum_that_scipy_finds_no_worse_than_the_temperature_alone(
     if fit.status is FitStatus.CONVERGED:
         at = np.array([1 / fit.temperature, *fit.biases])
         assert np.abs(objective(at, logits, labels, variance)[1]).max() < 1e-7  # nothing is left to gain
-
-
-def test_parts_give_what_the_whole_gives():
-    logits, labels = biased(5, (700, 5))
-    found, expected = fit_bias_corrected(logits, labels, cuts=(90, 400)), fit_bias_corrected(logits, labels)
-    assert found.temperature == pytest.approx(expected.temperature, rel=1e-9)
-    assert found.standard_error == pytest.approx(expected.standard_error, rel=1e-9)
-    np.testing.assert_allclose(found.biases, expected.biases, atol=1e-9)
+        in_parts = fit_bias_corrected(logits, labels, variance, cuts=(7, 15))
+        for name in ("temperature", "standard_error", "biases"):
+            assert getattr(in_parts, name) == pytest.approx(getattr(fit, name), rel=1e-6, abs=1e-7)
 
 
 @pytest.mark.parametrize("k", [150, 400])
@@ -274,7 +255,13 @@ def test_many_options_converge_too(k):
     assert np.abs(objective(at, logits.astype(np.float32).astype(np.float64), labels, 1.0)[1]).max() < 1e-8
 
 
-def test_separable_data_are_clamped_as_the_temperature_is():
+def test_offsets_of_separable_data_are_clamped_and_of_data_that_offsets_would_separate_stay_finite():
+    labels = np.random.default_rng(8).integers(0, 3, 300)
+    biased_logits = np.eye(3)[labels] + np.array([1.5, 0.0, 0.0])
+    fit = fit_bias_corrected(biased_logits, labels)
+    assert fit.status is FitStatus.CONVERGED
+    assert np.isfinite(fit.biases).all()
+    assert ((biased_logits / fit.temperature + fit.biases).argmax(axis=1) == labels).all()
     logits, _ = biased(7, (100, 4))
     labels = logits.argmax(axis=1)
     fit, alone = fit_bias_corrected(logits, labels), fit_temperature(logits, labels)
@@ -282,18 +269,6 @@ def test_separable_data_are_clamped_as_the_temperature_is():
     assert fit.temperature == alone.temperature
     assert set(fit.biases) == {0.0}
     assert np.isnan(fit.standard_error)
-
-
-def test_data_that_offsets_alone_would_separate_stay_finite():
-    """A model that always prefers one option slightly: offsets make every row right, and would grow without bound."""
-    rng = np.random.default_rng(8)
-    labels = rng.integers(0, 3, 300)
-    logits = np.eye(3)[labels] + np.array([1.5, 0.0, 0.0])
-    fit = fit_bias_corrected(logits, labels)
-    assert fit.status is FitStatus.CONVERGED
-    assert np.isfinite(fit.biases).all()
-    assert ((logits / fit.temperature + fit.biases).argmax(axis=1) == labels).all()
-    assert (logits.argmax(axis=1) != labels).any()
 
 
 def test_uninformative_and_constant_logits_leave_the_shares_of_the_options():
@@ -321,20 +296,13 @@ def answers(draw):
 
 
 @given(answers())
-def test_is_the_regression_that_scikit_learn_finds_but_for_its_tilt(drawn):
+def test_an_isotonic_map_is_scikit_learns_regression_with_a_tilt_and_keeps_the_order(drawn):
     confidences, correct = drawn
-    n, asked = len(confidences), np.linspace(0, 1, 101)
-    theirs = IsotonicRegression(out_of_bounds="clip").fit(confidences, correct)
+    oracle = IsotonicRegression(out_of_bounds="clip").fit(confidences, correct)
     fitted = fit_isotonic(confidences, correct)
-    for at in (confidences, asked):
-        expected = theirs.predict(at)
-        np.testing.assert_allclose(fitted.of(at), expected + (at - expected) / n, atol=1e-9)
-
-
-@given(answers())
-def test_what_is_more_confident_before_is_so_after(drawn):
-    confidences, correct = drawn
-    fitted = fit_isotonic(confidences, correct)
+    for at in (confidences, np.linspace(0, 1, 101)):
+        expected = oracle.predict(at)
+        np.testing.assert_allclose(fitted.of(at), expected + (at - expected) / len(confidences), atol=1e-9)
     assert fitted.confidences[0] == 0
     assert fitted.confidences[-1] == 1
     assert (np.diff(fitted.confidences) > 0).all()
@@ -347,5 +315,4 @@ def test_what_is_more_confident_before_is_so_after(drawn):
 def test_confidences_closer_than_the_tilt_can_tell_are_one():
     confidences = np.array([0.5, np.nextafter(0.5, 1), np.nextafter(np.nextafter(0.5, 1), 1), 0.9])
     fitted = fit_isotonic(confidences, np.array([True, False, True, True]))
-    assert (np.diff(fitted.accuracies) > 0).all()
-    assert (np.diff(fitted.confidences) > 0).all()
+    assert (np.diff([fitted.confidences, fitted.accuracies], axis=1) > 0).all()

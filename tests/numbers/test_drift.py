@@ -28,17 +28,17 @@ def log_predicted(reference, cells, k, concentration=None, before=(), factor=1.0
 
     before: earlier rows; with the reference they give the shares that change.   factor: of the odds of the last one.
     """
-    seen, known = (
-        np.bincount(np.asarray(of, dtype=np.int64), minlength=reference.size).reshape(reference.shape)
-        for of in (cells, before)
+    new, old = (
+        np.bincount(np.asarray(rows, dtype=np.int64), minlength=reference.size).reshape(reference.shape)
+        for rows in (cells, before)
     )
-    found = 0.0
-    for own, earlier, counts in zip(reference + UNSEEN / k, known, seen, strict=True):
-        same = TRUST * own.sum()
+    total = 0.0
+    for expected, earlier, counts in zip(reference + UNSEEN / k, old, new, strict=True):
+        same = TRUST * expected.sum()
         size = same if concentration is None else min(concentration, same / 2)
-        pseudo = (TRUST * own + earlier) * np.array([*[1.0] * (k - 1), factor])
-        found += log_dirichlet(counts, size * pseudo / pseudo.sum())
-    return found
+        pseudo = (TRUST * expected + earlier) * np.array([*[1.0] * (k - 1), factor])
+        total += log_dirichlet(counts, size * pseudo / pseudo.sum())
+    return total
 
 
 def slow_evidence(reference, contexts, categories):
@@ -61,8 +61,8 @@ def test_evidence_is_the_weighed_ratio_of_two_predictions(n, k):
     rng = np.random.default_rng(n)
     reference = rng.integers(0, 60, (3, k))
     contexts, categories = rng.integers(0, 3, n), rng.integers(0, k, n)
-    found = ShareDrift(reference).add(contexts, categories)
-    assert found[-1] == pytest.approx(slow_evidence(reference, contexts, categories), abs=1e-9)
+    evidence = ShareDrift(reference).add(contexts, categories)
+    assert evidence[-1] == pytest.approx(slow_evidence(reference, contexts, categories), abs=1e-9)
 
 
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 90), min_size=1, max_size=9))
@@ -73,8 +73,8 @@ def test_rows_may_come_in_any_parts(seed, sizes):
     contexts, categories = rng.integers(0, 2, n), rng.integers(0, 3, n)
     whole, parts = ShareDrift(reference), ShareDrift(reference)
     ends = np.cumsum([0, *sizes])
-    found = [parts.add(contexts[a:b], categories[a:b]) for a, b in pairwise(ends)]
-    assert np.concatenate(found) == pytest.approx(whole.add(contexts, categories), abs=1e-9)
+    in_parts = [parts.add(contexts[a:b], categories[a:b]) for a, b in pairwise(ends)]
+    assert np.concatenate(in_parts) == pytest.approx(whole.add(contexts, categories), abs=1e-9)
     assert parts.n == whole.n == n
     assert parts.since == whole.since
 
@@ -91,7 +91,7 @@ def test_its_mean_is_its_weight_where_nothing_changes(monkeypatch, spacing, weig
     assert mean == pytest.approx(weight, abs=1e-9)
 
 
-@pytest.mark.parametrize("n_runs", [100, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_runs", [100, pytest.param(300, marks=pytest.mark.soak("full"))])
 @pytest.mark.parametrize(("n_categories", "n_reference"), [(2, 400), (12, 2000), (60, 1000)])
 def test_it_is_seldom_large_for_rows_of_the_reference_s_own_shares(n_categories, n_reference, n_runs):
     rng = np.random.default_rng(n_categories)
@@ -105,26 +105,25 @@ def test_it_is_seldom_large_for_rows_of_the_reference_s_own_shares(n_categories,
 
 
 def test_a_fall_of_accuracy_by_nine_points_is_mostly_found_within_five_hundred_rows():
-    rng, found = np.random.default_rng(7), []
+    rng, delays = np.random.default_rng(7), []
     before, after = np.array([0.7, 0.85]), np.array([0.61, 0.76])  # of right answers, by stage
     for _ in range(40):
         stages = rng.integers(0, 2, 2500)
         counts = np.bincount(stages * 2 + (rng.random(2500) < before[stages]), minlength=4).reshape(2, 2)
         stages = rng.integers(0, 2, 2500)
         evidence = ShareDrift(counts).add(stages, (rng.random(2500) < after[stages]).astype(np.int64))
-        found.append(int((evidence >= np.log(20 / 0.3)).argmax()))
+        delays.append(int((evidence >= np.log(20 / 0.3)).argmax()))
     # Where changed shares are unknown for each stage by itself, the median is 556.
-    assert np.median(found) < 300
-    assert np.mean(np.array(found) < 500) > 0.7
+    assert np.median(delays) < 300
+    assert np.mean(np.array(delays) < 500) > 0.7
 
 
 def test_a_late_change_is_found_and_placed():
     rng = np.random.default_rng(3)
     before, after = np.array([0.5, 0.3, 0.2]), np.array([0.3, 0.4, 0.3])
-    for seen in (0, 1000, 6000):
+    for begin in (0, 1000, 6000):
         test = ShareDrift(rng.multinomial(2500, before).reshape(1, -1))
-        none = np.zeros(seen + 500, dtype=np.int64)
-        rows = np.r_[rng.choice(3, seen, p=before), rng.choice(3, 500, p=after)]
-        found = test.add(none, rows)
-        assert found[:seen].max(initial=-np.inf) < np.log(20) < found[-1]
-        assert abs(test.since - seen) <= 2 * SPACING
+        rows = np.r_[rng.choice(3, begin, p=before), rng.choice(3, 500, p=after)]
+        evidence = test.add(np.zeros(begin + 500, dtype=np.int64), rows)
+        assert evidence[:begin].max(initial=-np.inf) < np.log(20) < evidence[-1]
+        assert abs(test.since - begin) <= 2 * SPACING

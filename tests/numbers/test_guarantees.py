@@ -31,7 +31,7 @@ def stage_rows(seed, n):
 
 
 @given(seeds, st.integers(1, 60), thresholds)
-def test_both_by_a_slow_loop_and_within_their_bounds(seed, n, threshold):
+def test_the_propositions_by_a_slow_loop_and_within_their_bounds(seed, n, threshold):
     confidences, correct, fallback_correct, costs = stage_rows(seed, n)
     edges = sorted({*(b / 15 for b in range(1, 15)), threshold})
     of_bin = {}
@@ -42,37 +42,38 @@ def test_both_by_a_slow_loop_and_within_their_bounds(seed, n, threshold):
     epsilon = variation = regret = 0.0
     for rows in of_bin.values():
         share = len(rows) / n
-        loss, other = 1 - correct[rows].mean(), (1 - fallback_correct[rows] + weight * costs[rows]).mean()
-        taken = loss if confidences[rows[0]] >= threshold else other
+        loss, of_fallback = 1 - correct[rows].mean(), (1 - fallback_correct[rows] + weight * costs[rows]).mean()
+        taken = loss if confidences[rows[0]] >= threshold else of_fallback
         epsilon += share * abs(correct[rows].mean() - confidences[rows].mean())
-        variation += share * abs(other - (1 - threshold))
-        regret += share * (taken - min(loss, other))
-    found = stage_guarantees(confidences, correct, fallback_correct, costs, threshold)
-    assert found.epsilon == pytest.approx(epsilon, abs=1e-12)
-    assert found.cost_weight == pytest.approx(weight)
-    assert found.fallback_variation == pytest.approx(variation, abs=1e-12)
-    assert found.threshold_regret == pytest.approx(regret, abs=1e-12)
-    assert found.threshold_regret_bound == pytest.approx(epsilon + variation, abs=1e-12)
-    assert -1e-12 <= found.threshold_regret <= found.threshold_regret_bound + 1e-12
-    accepted = confidences >= threshold
-    assert found.coverage == accepted.mean()
+        variation += share * abs(of_fallback - (1 - threshold))
+        regret += share * (taken - min(loss, of_fallback))
+    stage, accepted = (
+        stage_guarantees(confidences, correct, fallback_correct, costs, threshold),
+        confidences >= threshold,
+    )
+    assert (stage.epsilon, stage.fallback_variation) == pytest.approx((epsilon, variation), abs=1e-12)
+    assert stage.cost_weight == pytest.approx(weight)
+    assert stage.threshold_regret == pytest.approx(regret, abs=1e-12)
+    assert stage.threshold_regret_bound == pytest.approx(epsilon + variation, abs=1e-12)
+    assert -1e-12 <= stage.threshold_regret <= stage.threshold_regret_bound + 1e-12
+    assert stage.coverage == accepted.mean()
     if not accepted.any():
-        assert np.isnan([found.accepted_accuracy, found.accepted_accuracy_bound]).all()
+        assert np.isnan([stage.accepted_accuracy, stage.accepted_accuracy_bound]).all()
         return
-    assert found.accepted_accuracy == correct[accepted].mean()
-    assert found.accepted_accuracy_bound == pytest.approx(threshold - epsilon / accepted.mean(), abs=1e-12)
-    assert found.accepted_accuracy >= found.accepted_accuracy_bound - 1e-12
+    assert stage.accepted_accuracy == correct[accepted].mean()
+    assert stage.accepted_accuracy_bound == pytest.approx(threshold - epsilon / accepted.mean(), abs=1e-12)
+    assert stage.accepted_accuracy >= stage.accepted_accuracy_bound - 1e-12
 
 
 def test_chance_is_what_calibrated_samples_show_on_average():
     rng = np.random.default_rng(2)
-    shown, predicted = [], []
+    samples = []
     for _ in range(400):
         confidences = rng.uniform(0.3, 1, 700)
-        found = of_accepted(confidences, rng.random(700) < confidences, 0.8)
-        shown.append(found.epsilon)
-        predicted.append(found.epsilon_by_chance)
-    assert np.mean(shown) == pytest.approx(np.mean(predicted), rel=0.05)
+        stage = of_accepted(confidences, rng.random(700) < confidences, 0.8)
+        samples.append((stage.epsilon, stage.epsilon_by_chance))
+    measured, predicted = np.mean(samples, axis=0)
+    assert measured == pytest.approx(predicted, rel=0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ FIVE = RiskLimit(0.05, 0.95)
 # Rows of each split, and how many draws of both.
 sizes = pytest.mark.parametrize(
     ("n", "n_draws"),
-    [(700, 200), (3000, 200), *(pytest.param(n, 1000, marks=pytest.mark.slow) for n in (700, 3000, 12_500))],
+    [(700, 200), (3000, 200), *(pytest.param(n, 1000, marks=pytest.mark.soak("full")) for n in (700, 3000, 12_500))],
 )
 
 
@@ -127,36 +128,27 @@ def drawn(seed, n, m):
 def counted(confidences, correct, threshold):
     """Return how many rows are answered early and how many of these wrongly, row by row."""
     accepted = wrong = 0
-    for own, right in zip(confidences, correct, strict=True):
-        for confidence, hit in zip(own, right, strict=True):
+    for row_confidences, right in zip(confidences, correct, strict=True):
+        for confidence, hit in zip(row_confidences, right, strict=True):
             if confidence >= threshold:
                 accepted, wrong = accepted + 1, wrong + (not hit)
                 break
     return accepted, wrong
 
 
-@given(seeds, st.integers(1, 60), st.integers(1, 3), st.lists(st.floats(0, 1.1), min_size=1, max_size=8))
-def test_early_answers_by_a_slow_loop(seed, n, m, thresholds):
+@given(seeds, st.integers(1, 60), st.integers(1, 3), st.floats(0.01, 0.6))
+def test_early_answers_and_the_plug_in_threshold_by_a_slow_loop(seed, n, m, risk):
     confidences, correct = drawn(seed, n, m)
     early = early_answers(confidences, correct)
-    thresholds = [*thresholds, *confidences[:, 0], 0.0, 2.0]
-    accepted, wrong = early.at(np.array(thresholds))
-    assert [*zip(accepted.tolist(), wrong.tolist(), strict=True)] == [
-        counted(confidences, correct, threshold) for threshold in thresholds
-    ]
-
-
-@given(seeds, st.integers(1, 60), st.integers(1, 3), st.floats(0.01, 0.6))
-def test_the_plug_in_threshold_accepts_most_of_all_that_keep_to_the_risk(seed, n, m, risk):
-    confidences, correct = drawn(seed, n, m)
-    found = early_answers(confidences, correct).plug_in(risk)
-    all_there_are = [counted(confidences, correct, threshold) for threshold in np.unique(confidences)]
-    kept = [accepted for accepted, wrong in all_there_are if wrong <= risk * accepted]
-    assert (found is None) == (not kept)
-    if found is not None:
-        threshold, n_accepted = found
-        accepted, wrong = counted(confidences, correct, threshold)
-        assert accepted == n_accepted == max(kept)
+    thresholds = np.array([*np.random.default_rng(seed).uniform(0, 1.1, 8), *np.unique(confidences), 0.0, 2.0])
+    counts = [counted(confidences, correct, threshold) for threshold in thresholds]
+    assert np.array_equal(np.transpose(early.at(thresholds)), counts)
+    within = [accepted for accepted, wrong in counts if accepted and wrong <= risk * accepted]
+    plug_in = early.plug_in(risk)
+    assert (plug_in is None) == (not within)
+    if plug_in is not None:
+        accepted, wrong = counted(confidences, correct, plug_in[0])
+        assert accepted == plug_in[1] == max(within)
         assert wrong <= risk * accepted
 
 
@@ -175,10 +167,10 @@ def test_certificates_by_a_slow_loop(seed, n, m, risk, confidence):
             certify(calibration, early_answers(confidences, correct), limit)
         assert "\n" not in str(refused.value)
         return
-    found = certify(calibration, early_answers(confidences, correct), limit)
-    assert (found.threshold, found.n_accepted, found.n_wrong) == expected
-    assert found.upper_bound == pytest.approx(beta.ppf(confidence, found.n_wrong + 1, found.n_accepted - found.n_wrong))
-    assert found.upper_bound <= risk + 1e-9
+    at = certify(calibration, early_answers(confidences, correct), limit)
+    assert (at.threshold, at.n_accepted, at.n_wrong) == expected
+    assert at.upper_bound == pytest.approx(beta.ppf(confidence, at.n_wrong + 1, at.n_accepted - at.n_wrong))
+    assert at.upper_bound <= risk + 1e-9
 
 
 @given(seeds, st.integers(1, 400), st.integers(1, 3))
@@ -207,9 +199,9 @@ def tried(population, n, n_draws):
     for _ in range(n_draws):
         calibration, validation = (early_answers(*population.draw(rng, n)) for _ in range(2))
         try:
-            found = certify(calibration, validation, FIVE)
+            certified = certify(calibration, validation, FIVE)
             counts["certified"] += 1
-            counts["broken"] += population.risk(found.threshold) > 0.05
+            counts["broken"] += population.risk(certified.threshold) > 0.05
         except RiskError:
             pass
         plug_in = validation.plug_in(0.05)
@@ -234,11 +226,6 @@ def test_where_every_threshold_is_slightly_too_risky_hardly_any_is_certified(n, 
     assert counts["plug-in broken"] > 0.9 * n_draws
 
 
-def test_a_limit_is_read_from_its_spelling():
-    assert RiskLimit.parse("risk<=0.05@0.95") == FIVE
-    assert RiskLimit.parse("risk<=.1@.9") == RiskLimit(0.1, 0.9)
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "0.05", "risk<0.05@0.95", "risk<=0.05", "risk<=0.05@", "risk<=5%@95%", "risk<=0.05@0.95 ", "risk <= 0.05@0.95",
@@ -246,7 +233,9 @@ def test_a_limit_is_read_from_its_spelling():
      "risk<=nan@0.95", "risk<=\N{ARABIC-INDIC DIGIT ONE}@0.95", "risk<=1e-2@0.95", "risk<=0.05@0.95\n",
      "error<=0.05@0.95"],
 )  # fmt: skip
-def test_any_other_text_is_refused_in_one_line(text):
+def test_a_limit_is_read_from_its_spelling_and_any_other_text_is_refused_in_one_line(text):
+    assert RiskLimit.parse("risk<=0.05@0.95") == FIVE
+    assert RiskLimit.parse("risk<=.1@.9") == RiskLimit(0.1, 0.9)
     with pytest.raises(ConfigError, match=r"of the form|between 0 and 1") as refused:
         RiskLimit.parse(text)
     assert "\n" not in str(refused.value)

@@ -53,14 +53,14 @@ def test_bins_and_calibration_error_by_a_slow_loop(seed, n):
         inside = [i for i, c in enumerate(confidences) if b / 15 <= c and (c < (b + 1) / 15 or b == 14)]
         assert bins.counts[b] == len(inside)
         assert bins.centres[b] == pytest.approx((b + 0.5) / 15)
-        got = [part[b] for part in (bins.confidence, bins.accuracy, bins.low, bins.high)]
+        figures = [part[b] for part in (bins.confidence, bins.accuracy, bins.low, bins.high)]
         if not inside:
-            assert np.isnan(got).all()
+            assert np.isnan(figures).all()
             continue
         hits = int(correct[inside].sum())
         interval = binomtest(hits, len(inside)).proportion_ci(method="wilson")
         mean = confidences[inside].mean()
-        assert got == pytest.approx([mean, hits / len(inside), interval.low, interval.high], abs=1e-12)
+        assert figures == pytest.approx([mean, hits / len(inside), interval.low, interval.high], abs=1e-12)
         total += len(inside) / n * abs(hits / len(inside) - mean)
     assert calibration_error(confidences, correct) == pytest.approx(total, abs=1e-12)
 
@@ -173,13 +173,13 @@ def test_the_oracle_normalises_to_one_the_worst_order_to_minus_one_and_any_lies_
 def test_cpt_is_where_the_running_maximum_gets_there_first(seed, q):
     shares, quality = some_points(seed)
     points = extended(shares, quality)
-    highest = [(x, max(y for other, y in points if other <= x)) for x, _ in points]
-    got, asked = cpt(shares, quality, FIRST, LAST, q), FIRST + q * (LAST - FIRST)
-    if got is None:
-        assert highest[-1][1] < asked + 1e-12
+    highest = [(x, max(y for earlier, y in points if earlier <= x)) for x, _ in points]
+    reached, required = cpt(shares, quality, FIRST, LAST, q), FIRST + q * (LAST - FIRST)
+    if reached is None:
+        assert highest[-1][1] < required + 1e-12
         return
-    assert line(highest, got) >= asked - 1e-9
-    assert all(line(highest, x) < asked for x in np.linspace(0, got, 50) if x < got - 1e-6)
+    assert line(highest, reached) >= required - 1e-9
+    assert all(line(highest, x) < required for x in np.linspace(0, reached, 50) if x < reached - 1e-6)
 
 
 @pytest.mark.parametrize("last", [FIRST, 0.1 + 0.2 + 0.1, 0.3])
@@ -215,17 +215,3 @@ def test_aiq_is_the_integral_under_the_level_hull(seed):
     # 1 / 280 divides every distance between whole costs, from 2 to 9 of them.
     n = 280 * int(10 - points[0][0])
     assert aiq(costs, quality, 10.0) == pytest.approx(fine_area(points, points[0][0], 10.0, n) / 10, abs=1e-9)
-
-
-def test_numbers_of_one_point_are_plain_floats_to_be_stored_as_json():
-    point, area = (np.array([0.25]), np.array([0.7])), 0.25 * 0.6 + 0.75 * 0.65
-    found = [
-        deferral_area(*point, 0.5, 0.6),
-        deferral_area(*point, 0.5, 0.6, 0.7),
-        apgr(*point, 0.5, 0.6),
-        cpt(*point, 0.5, 0.6, 0.5),
-        aiq(*point, np.float64(1)),
-    ]
-    assert found == pytest.approx([area, (area - 0.55) / 0.15, (area - 0.5) / 0.1, 0.25 / 4, 0.75 * 0.7])
-    assert {type(number) for number in [*found, oracle_deferral_area(*pair(2))]} == {float}
-    assert (aiq(*point, largest_cost=0.25), aiq(np.zeros(1), np.ones(1), largest_cost=0.0)) == (0, None)

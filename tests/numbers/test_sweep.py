@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import f1_score
 from synthetic import seeds
 
-from cauc_ray.errors import BudgetError, CaucWarning, DataError
+from cauc_ray.errors import BudgetError, DataError
 from cauc_ray.numbers.chain import Costs
 from cauc_ray.numbers.sweep import STOP_ALL, STOP_NONE, OperatingPoints, reached_shares, sweep
 
@@ -51,6 +51,8 @@ def test_every_point_is_what_a_replay_gives_at_its_threshold_and_at_its_confiden
         assert accuracy.cost[point] == pytest.approx(cost, abs=1e-9)
         assert accuracy.quality[point] == pytest.approx(right, abs=1e-12)
         assert macro.quality[point] == pytest.approx(f1, abs=1e-9)
+    for point, threshold in enumerate(accuracy.settings.astype(np.float32).astype(float)):  # midway between points
+        assert by_replay(*data, threshold)[0] == pytest.approx(accuracy.cost[point])
 
 
 @given(seeds, sizes, st.floats(0, 40), st.booleans())
@@ -78,11 +80,13 @@ def test_the_pareto_points_are_those_that_no_other_beats(pairs):
         for setting, cost, quality in every
     ]
     points = OperatingPoints(*np.array(every).T, "GFLOPs")
-    found = points.pareto(len(every) + 1)
+    pareto = points.pareto(len(every) + 1)
     expected = [point for point, is_beaten in zip(every, beaten, strict=True) if not is_beaten]
-    assert list(zip(found.settings, found.cost, found.quality, strict=True)) == sorted(expected, key=lambda at: at[1])
+    assert list(zip(pareto.settings, pareto.cost, pareto.quality, strict=True)) == sorted(
+        expected, key=lambda at: at[1]
+    )
     for budget in range(int(points.cost.min()), 6):
-        assert found.settings[found.index_of_best(budget)] == points.settings[points.index_of_best(budget)]
+        assert pareto.settings[pareto.index_of_best(budget)] == points.settings[points.index_of_best(budget)]
 
 
 @given(seeds, sizes, st.integers(2, 9), st.floats(0, 1))
@@ -110,13 +114,6 @@ def test_reached_shares_count_the_replay(seed, size):
         assert row.tolist() == pytest.approx([np.mean(stops >= j) for j in range(size[1])])
 
 
-def test_thresholds_lie_midway_and_rounding_to_float32_flips_nothing():
-    data = traces(0, (50, 3))
-    frontier = sweep(*data)
-    for point, threshold in enumerate(frontier.settings.astype(np.float32).astype(float)):
-        assert by_replay(*data, threshold)[0] == pytest.approx(frontier.cost[point])
-
-
 @pytest.mark.parametrize("low", [0.7, 1e100, -1e100])
 def test_between_adjacent_floats_and_beyond_probabilities_thresholds_still_part_the_points(low):
     answers = np.zeros((2, 2), int), np.zeros(2, int), Costs("s", np.array([1.0, 1.0]))
@@ -138,11 +135,6 @@ def test_a_cascade_pays_for_every_stage_it_called():
 
 
 @pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
-def test_what_is_no_cost_is_refused(bad):
+def test_costs_below_zero_or_not_finite_are_refused(bad):
     with pytest.raises(DataError, match="not a number between 0 and"):
         Costs("USD", np.array([1.0, bad]))
-
-
-def test_costs_that_do_not_rise_are_named():
-    with pytest.warns(CaucWarning, match="'b' costs 1 s, no more than 'a' before it"):
-        Costs("s", np.array([2.0, 1.0])).warn_unless_rising(("a", "b"))

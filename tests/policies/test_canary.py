@@ -6,16 +6,17 @@ from statistics import median
 
 import numpy as np
 import pytest
+from scipy.stats import binom
 
 from cauc_ray.policies.canary import Comparison, Evidence, PolicySums, Rule, decision
 
 RULE = Rule()
-# Costs of a row that the first stage answers, and of one that goes on.
+# Costs of a row that the first stage answers, and of one that is deferred.
 CHEAP, EXPENSIVE = 1.0, 11.0
 
 
 class Policy:
-    """A policy in a simulation.   deferred: the share of rows that go on."""
+    """A policy in a simulation.   deferred: the share of deferred rows."""
 
     def __init__(self, accuracy, deferred=0.3):
         self.accuracy, self.deferred = accuracy, deferred
@@ -60,8 +61,8 @@ def decided(seed, candidate, rows=drawn, *, batch=250, most=5_000, **options):
     while n < most:
         total += rows(rng, candidate, batch, **options)
         n += batch
-        if (found := decision(total, RULE)) is not None:
-            return found[0], n
+        if (verdict := decision(total, RULE)) is not None:
+            return verdict[0], n
     return "open", n
 
 
@@ -76,12 +77,7 @@ WORST = {
 }
 
 
-def test_false_promotions_are_as_rare_as_stated_in_a_thousand_runs():
-    found = tally(1000, WORST["accuracy"], batch=500)
-    assert found["promote"] <= 1000 * RULE.error_rate, found
-
-
-@pytest.mark.slow
+@pytest.mark.parametrize("n_runs", [150, pytest.param(1000, marks=pytest.mark.soak("full"))])
 @pytest.mark.parametrize(
     ("candidate", "rows", "options"),
     [
@@ -90,11 +86,13 @@ def test_false_promotions_are_as_rare_as_stated_in_a_thousand_runs():
         (WORST["accuracy"], paired, {"batch": 100}),
     ],
 )
-def test_wrong_decisions_are_as_rare_as_stated_however_rows_are_compared(candidate, rows, options):
-    """At the margin both decisions would be wrong, by a hair."""
-    found = tally(1000, candidate, rows, **options)
-    assert found["promote"] <= 1000 * RULE.error_rate, found
-    assert found["rollback"] <= 1000 * RULE.error_rate, found
+def test_wrong_decisions_are_as_rare_as_stated_however_rows_are_compared(n_runs, candidate, rows, options):
+    """At the margin both decisions are wrong, by the smallest amount."""
+    decisions = tally(n_runs, candidate, rows, **options)
+    # A true rate as stated would show more than this in one of a thousand such tests.
+    most = n_runs * RULE.error_rate if n_runs == 1000 else binom.ppf(0.999, n_runs, RULE.error_rate)
+    assert decisions["promote"] <= most, decisions
+    assert decisions["rollback"] <= most, decisions
 
 
 @pytest.mark.parametrize(
@@ -108,17 +106,17 @@ def test_wrong_decisions_are_as_rare_as_stated_however_rows_are_compared(candida
     ],
 )
 def test_a_clearly_better_or_worse_candidate_is_decided_on_soon(candidate, rows, expected, within):
-    found = [decided(seed, candidate, rows, most=15_000) for seed in range(20)]
-    assert Counter(what for what, _ in found)[expected] >= 19, found
-    assert median(n for _, n in found) <= within
+    decisions = [decided(seed, candidate, rows, most=15_000) for seed in range(20)]
+    assert Counter(verdict for verdict, _ in decisions)[expected] >= 19, decisions
+    assert median(n for _, n in decisions) <= within
 
 
 def test_evidence_adds_up_and_survives_a_store():
     rng = np.random.default_rng(1)
-    one, other = drawn(rng, Policy(0.9), 500), paired(rng, Policy(0.9), 300)
-    total = one + other
+    first, second = drawn(rng, Policy(0.9), 500), paired(rng, Policy(0.9), 300)
+    total = first + second
     for value in ("accuracy", "cost"):
-        assert np.allclose(getattr(total, value), getattr(one, value) + getattr(other, value))
+        assert np.allclose(getattr(total, value), getattr(first, value) + getattr(second, value))
     again = Evidence.of_list(total.to_list())
     assert (again.candidate, again.incumbent) == (total.candidate, total.incumbent)
     assert again.log_values == total.log_values
@@ -132,9 +130,9 @@ def test_rows_of_one_policy_wait_for_rows_of_the_other():
     assert rows.take().candidate == PolicySums()
     rows.outcomes(np.array([True, False]), of_candidate=False)
     rows.costs(np.full(1, 30.0), of_candidate=True)  # counts as the highest cost
-    found = rows.take()
-    assert found.candidate == PolicySums(n=1, cost=10.0, n_known=5, n_right=5)
-    assert found.incumbent == PolicySums(n=3, cost=6.0, n_known=2, n_right=1)
+    evidence = rows.take()
+    assert evidence.candidate == PolicySums(n=1, cost=10.0, n_known=5, n_right=5)
+    assert evidence.incumbent == PolicySums(n=3, cost=6.0, n_known=2, n_right=1)
     assert rows.take().candidate == PolicySums()
 
 
@@ -151,7 +149,7 @@ def test_a_promotion_needs_rows_and_both_criteria_and_nothing_can_cost_too_much_
             rows.outcomes(right[:, 1 - of_candidate], of_candidate=of_candidate)
             if not highest:
                 rows.costs(np.zeros(n), of_candidate=of_candidate)
-        found = decision(rows.take(), rule)
-        assert (found and found[0]) == expected
+        verdict = decision(rows.take(), rule)
+        assert (verdict and verdict[0]) == expected
     needed = Evidence().as_json(Rule(error_rate=0.1))["log10_needed"]
     assert needed == {"promote": 1.0, "rollback": round(math.log10(20), 3)}

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -13,22 +14,21 @@ from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 
 
-def by_definition(policy, row_logits, told):
+def by_definition(policy, row_logits, query_features):
     """Return a row's answer, the stages called, and what it cost, in plain numbers."""
     costs, called = [stage.cost for stage in policy.answering], ()
     while True:
         logs = [row_logits[model] - np.logaddexp.reduce(row_logits[model]) for model in called]
-        features = list(told)
-        for own in logs:
-            features += [math.exp(own.max()), -sum(math.exp(x) * x for x in own if np.isfinite(x))]
-        for one in range(len(called)):
-            for other in range(one + 1, len(called)):
-                p, q = np.exp(logs[one]), np.exp(logs[other])
-                mean = (p + q) / 2
-                parts = [a[a > 0] @ np.log2(a[a > 0] / mean[a > 0]) for a in (p, q)]
-                features += [logs[one].argmax() == logs[other].argmax(), sum(parts) * math.log(2) / 2]
+        features = list(query_features)
+        for log in logs:
+            features += [math.exp(log.max()), -sum(math.exp(x) * x for x in log if np.isfinite(x))]
+        for first, second in combinations(logs, 2):
+            p, q = np.exp(first), np.exp(second)
+            mean = (p + q) / 2
+            parts = [a[a > 0] @ np.log2(a[a > 0] / mean[a > 0]) for a in (p, q)]
+            features += [first.argmax() == second.argmax(), sum(parts) * math.log(2) / 2]
         weights = policy.arrays["after/" + ",".join(map(str, called))]
-        q = [1 / (1 + math.exp(-(own[:-1] @ np.array(features, dtype=float) + own[-1]))) for own in weights]
+        q = [1 / (1 + math.exp(-(w[:-1] @ np.array(features, dtype=float) + w[-1]))) for w in weights]
         best = max((q[model] for model in called), default=-math.inf)
         later = range(called[-1] + 1 if called else 0, len(costs))
         if len(called) < len(policy.solution) and later:
@@ -42,18 +42,17 @@ def by_definition(policy, row_logits, told):
         return row_logits[taken].argmax(), called, sum(costs[model] for model in called)
 
 
-@pytest.mark.parametrize(("m", "embedded"), [(2, False), (3, True), (4, False)])
-@pytest.mark.parametrize("share", [0.2, 0.6])
+@pytest.mark.parametrize(("m", "embedded", "share"), [(2, False, 0.6), (3, True, 0.2), (3, True, 0.6), (4, False, 0.2)])
 def test_a_policy_does_what_the_definition_says(m, embedded, share):
     fitting, test = problem(4, n=200, n_test=60, m=m, k=5, ragged=True, embedded=embedded)
     fitted = METHODS["cascade-routing"].load()(fitting)
     costs = fitted.points.cost
     policy = fitted.published(fitting, ThresholdRule(budget=float(costs[0] + share * (costs[-1] - costs[0]))))
     answered = replay(policy, test.own_chain([stage.name for stage in policy.answering], encoded=embedded))
-    told = policy.told(test.embeddings) if embedded else np.zeros((60, 0))
-    logits = [own.astype(np.float64) for own in test.chain.logits]
+    query_features = policy.told(test.embeddings) if embedded else np.zeros((60, 0))
+    logits = [z.astype(np.float64) for z in test.chain.logits]
     for row in range(60):
-        prediction, called, cost = by_definition(policy, [own[row] for own in logits], told[row])
+        prediction, called, cost = by_definition(policy, [z[row] for z in logits], query_features[row])
         assert answered.predictions[row] == prediction
         assert answered.costs[row] == pytest.approx(cost)
         assert set(np.flatnonzero(answered.calls[row, int(embedded) :])) == set(called)

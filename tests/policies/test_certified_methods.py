@@ -7,12 +7,12 @@ import planted
 import pytest
 from scipy.stats import binom
 
-import cauc_ray
 from cauc_ray.errors import ConfigError, RiskError
 from cauc_ray.numbers.guarantees import RiskLimit
-from cauc_ray.policies.by_method import fit_method
+from cauc_ray.policies.by_method import OURS, fit_method, fit_policy
 from cauc_ray.policies.methods import METHODS
 from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import replay
 
 CONFIDENCE = 0.8
 # Near what the first models' answers are wrong, without embeddings and with: where a wrong certificate would show.
@@ -20,11 +20,11 @@ RISK = {False: 0.485, True: 0.455}
 EMBEDDED = ("benchmark-routing", "stacked-both", "cascade-routing")
 # Cascades by confidence, by a score, by solutions; routers by value; what learns nothing.
 QUICK = {"rf": 60, "margin": 60, "random": 60, "frugalgpt": 15, "benchmark-routing": 15}
-SLOW = {"rf": 200, "margin": 200, "random": 200, "frugalgpt": 100, "benchmark-routing": 100}
-SLOW |= {"cascade-routing": 40, "stacked-both": 40, "base": 100, "max-probability": 100}
-SLOW |= dict.fromkeys(["routellm-sw", "routellm-mf", "graphrouter", "embedllm", "routerdc", "post-hoc-embed"], 20)
+MANY = {"rf": 200, "margin": 200, "random": 200, "frugalgpt": 100, "benchmark-routing": 100}
+MANY |= {"cascade-routing": 40, "stacked-both": 40, "base": 100, "max-probability": 100}
+MANY |= dict.fromkeys(["routellm-sw", "routellm-mf", "graphrouter", "embedllm", "routerdc", "post-hoc-embed"], 20)
 # Base and RF are not fitted by what also has a validation split.
-CHOOSING = [name for name, own in METHODS.items() if not own.unpublished and name not in ("base", "rf", "auto", "duo")]
+CHOOSING = [name for name, of in METHODS.items() if not of.unpublished and name not in ("base", "rf", "auto", "duo")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,65 +38,41 @@ def drawn(seed, n=300, *, embedded=False):
     return planted.problem(seed, n=n, n_test=1000, m=3, embedded=embedded)
 
 
-def given(folder, splits):
-    """Return what is asked with each split: arrays, or a table where there are embeddings."""
-    if splits["test"].embeddings is not None:
-        table = planted.write_table(folder, splits)
-        return {split: {"logits": table, "split": split} for split in splits}
-    chains = {split: own.chain for split, own in splits.items()}
-    return {
-        split: {"logits": dict(zip(chain.models, chain.logits, strict=True)), "labels": chain.labels}
-        for split, chain in chains.items()
-    }
+def risk_of(policy, split):
+    """Return how many rows are answered before the last model, and the share of these that are wrong."""
+    chain = split.own_chain([stage.name for stage in policy.answering], encoded=policy.encoder is not None)
+    answers = replay(policy, chain)
+    early = answers.stages < len(policy.stages) - 1
+    return int(early.sum()), (answers.predictions != chain.labels)[early].mean()
 
 
-def fitted(asked, **options):
-    """Fit a method on what given() returns."""
-    if "split" in asked["test"]:
-        return cauc_ray.fit(asked["test"]["logits"], embedding="enc", **options)
-    first, second = asked["calibration"], asked["validation"]
-    return cauc_ray.fit(**first, validation=tuple(second.values()), costs=[1.0, 10.0, 30.0], **options)
-
-
-def risk_of(policy, asked):
-    """Return how many are answered before the last model, and the share of these that are wrong."""
-    found = cauc_ray.evaluate(policy=policy, **asked)
-    early = found.replay.stages < len(policy.stages) - 1
-    return int(early.sum()), (found.replay.predictions != found.chain.labels)[early].mean()
-
-
-@pytest.mark.parametrize(("method", "turns"), QUICK.items())
-def test_a_certified_risk_is_exceeded_no_more_often_than_stated(tmp_path, method, turns):
-    exceeds(tmp_path, method, turns)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "turns"), SLOW.items())
-def test_a_certified_risk_is_exceeded_no_more_often_than_stated_in_many_turns(tmp_path, method, turns):
-    exceeds(tmp_path, method, turns)
-
-
-def exceeds(folder, method, turns):
+@pytest.mark.parametrize(
+    ("method", "turns"),
+    [*QUICK.items(), *(pytest.param(*case, marks=pytest.mark.soak("full")) for case in MANY.items())],
+)
+def test_a_certified_risk_is_exceeded_no_more_often_than_stated(method, turns):
     embedded = method in EMBEDDED
     limit = RiskLimit(RISK[embedded], CONFIDENCE)
+    rule = ThresholdRule(certify=limit)
     certified, exceeded, plug_in = 0, 0, 0
     for seed in range(turns):
         fitting, test = drawn(seed + 1, embedded=embedded)
-        splits = {"calibration": fitting.calibration, "validation": fitting.validation, "test": test}
-        asked = given(folder / str(seed), splits)
         try:
-            policy = fitted(asked, method=method, seed=seed, certify=f"risk<={limit.risk}@{limit.confidence}")
+            if method in OURS:
+                policy = fit_policy(method, fitting.calibration.chain, fitting.validation.chain, rule, fitting.names)
+            else:
+                policy = fit_method(method, fitting, rule)
         except RiskError:
             continue
         at = policy.threshold_choice.certificate
         assert policy.threshold_choice.rule == "certified"
         assert (policy.calibration.n, at.n, policy.validation.n) == (300, 300, 300)
-        assert risk_of(policy, asked["validation"]) == (at.n_accepted, pytest.approx(at.n_wrong / at.n_accepted))
+        assert risk_of(policy, fitting.validation) == (at.n_accepted, pytest.approx(at.n_wrong / at.n_accepted))
         assert binom.cdf(at.n_wrong, at.n_accepted, limit.risk) <= 1 - CONFIDENCE
         certified += 1
-        exceeded += risk_of(policy, asked["test"])[1] > limit.risk
+        exceeded += risk_of(policy, test)[1] > limit.risk
         if method in ("rf", "margin"):
-            plug_in += risk_of(policy.with_threshold(at.plug_in_threshold), asked["test"])[1] > limit.risk
+            plug_in += risk_of(policy.with_threshold(at.plug_in_threshold), test)[1] > limit.risk
     most = binom.ppf(0.999, turns, 1 - CONFIDENCE)
     assert certified > 0
     assert exceeded <= most
@@ -110,16 +86,17 @@ def test_validation_chooses_nothing_but_what_is_certified(method):
     fitting, _ = drawn(1, embedded=embedded)
     drawn_anew = drawn(2, embedded=embedded)[0].validation
     labels = np.random.default_rng(0).permutation(drawn_anew.chain.labels)
-    others = replace(fitting, validation=replace(drawn_anew, chain=replace(drawn_anew.chain, labels=labels)))
-    first, second = (fit_method(method, own, ThresholdRule(certify=RiskLimit(0.95, 0.5))) for own in (fitting, others))
-    one, other = (policy.decides() | {"threshold": None} for policy in (first, second))
-    for decides in (one, other):
+    redrawn = replace(fitting, validation=replace(drawn_anew, chain=replace(drawn_anew.chain, labels=labels)))
+    rule = ThresholdRule(certify=RiskLimit(0.95, 0.5))
+    policies = [fit_method(method, splits, rule) for splits in (fitting, redrawn)]
+    numbers = [policy.decides() | {"threshold": None} for policy in policies]
+    for decides in numbers:
         decides["stages"].sort(key=lambda stage: stage["name"])  # their order is part of a solution, which is certified
-    assert one == other
-    assert first.arrays == second.arrays
+    assert numbers[0] == numbers[1]
+    assert policies[0].arrays == policies[1].arrays
 
 
-def test_what_always_asks_the_last_model_has_no_early_answer_to_certify():
+def test_a_method_that_always_asks_the_last_model_has_no_early_answer_to_certify():
     with pytest.raises(ConfigError, match="duo answers nothing before the last model"):
         fit_method("duo", drawn(1, 100)[0], ThresholdRule(certify=RiskLimit(0.5, 0.5)))
 

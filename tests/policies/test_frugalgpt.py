@@ -1,3 +1,5 @@
+"""FrugalGPT: the search for solutions against brute force, its scorer against scikit-learn."""
+
 from dataclasses import replace
 from itertools import permutations, product
 
@@ -46,7 +48,7 @@ def all_solutions(data, cuts):
             yield slow_replay(order, thresholds, *data)
 
 
-def found(data):
+def searched(data):
     return [slow_replay(solution.order, solution.thresholds, *data) for solution in search(*data)]
 
 
@@ -57,7 +59,7 @@ def every_cut(distances):
 @given(seeds, st.integers(1, 9), st.integers(1, 4), st.booleans())
 def test_on_a_small_table_the_best_within_every_budget_is_that_of_brute_force(seed, n, m, per_call):
     data = table(seed, n, m, per_call=per_call)
-    expected, solutions = list(all_solutions(data, every_cut)), found(data)
+    expected, solutions = list(all_solutions(data, every_cut)), searched(data)
     for budget in {cost for cost, _ in expected}:
         best = max(n_right for cost, n_right in expected if cost <= budget)
         assert max(n_right for cost, n_right in solutions if cost <= budget + 1e-9) == best
@@ -65,9 +67,9 @@ def test_on_a_small_table_the_best_within_every_budget_is_that_of_brute_force(se
 
 def test_many_solutions_are_thinned_but_keep_both_ends(monkeypatch):
     data = table(3, 300, 3, levels=1000)
-    everything = found(data)
+    everything = searched(data)
     monkeypatch.setattr(frugalgpt, "MOST_SOLUTIONS", 10)
-    few = found(data)
+    few = searched(data)
     assert len(everything) > 20
     assert len(few) == 10
     assert set(few) <= set(everything)
@@ -86,25 +88,14 @@ def test_centring_thresholds_changes_nothing_where_they_were_found(seed, n, firs
     distances, _, _ = table(seed, n, 3)
     solution = Solution((2, 0, 1), (first, second))
     centred = solution.centred(distances)
-    for own, other in zip(solution.replay(distances), centred.replay(distances), strict=True):
-        assert (own == other).all()
+    for before, after in zip(solution.replay(distances), centred.replay(distances), strict=True):
+        assert (before == after).all()
     for (model, asked, _), threshold in zip(solution.steps(distances), centred.thresholds, strict=False):
         assert threshold not in distances[asked, model]
 
 
-def test_every_budget_is_kept_on_validation_and_the_best_within_it_chosen():
-    fitting, _ = problem(1, n=200, n_test=1, m=3, embedded=False)
-    fitted = fit_frugalgpt(fitting)
-    points = fitted.points
-    for budget in np.linspace(points.cost[0], points.cost[-1] * 1.5, 50):
-        curve = fitted.curve(fitting.validation, np.array([budget]))
-        assert curve.cost[0] <= budget * (1 + 1e-9)
-        assert curve.accuracy[0] == points.quality[points.cost <= budget * (1 + 1e-9)].max()
-    assert fitted.default == points.settings[points.quality.argmax()]
-
-
-def known(part, model):
-    """Return what is known of queries and of a model's answers: its probabilities and which option it chose."""
+def features_of(part, model):
+    """Return the features of queries and of a model's answers: its probabilities and which option it chose."""
     logits = part.chain.logits[model]
     chosen = logits.argmax(axis=1)[:, None] == np.arange(logits.shape[1])
     return np.column_stack([part.embeddings, option_features(logits), chosen])
@@ -114,7 +105,7 @@ def test_scores_are_the_likeliest_of_the_penalties_on_validation():
     fitting, _ = problem(5, n=200, n_test=1, embedded=True)
     distances = distances_of(fit_frugalgpt(fitting).unsolved, fitting.validation)
     for model in range(2):
-        rows = [known(part, model) for part in (fitting.calibration, fitting.validation)]
+        rows = [features_of(part, model) for part in (fitting.calibration, fitting.validation)]
         right = [part.correct()[:, model] for part in (fitting.calibration, fitting.validation)]
         scaler = StandardScaler().fit(np.float64(rows[0]))
         losses = []

@@ -1,21 +1,20 @@
 """The training loop, and what each learned method computes: features, formulas, losses, what it must predict."""
 
 from dataclasses import replace
-from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import changed, examples, of_rows, problem, scaled, values_of, vectors_of
+from planted import changed, examples, problem, values_of, vectors_of
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import adjusted_rand_score
 from synthetic import seeds, softmax
 
 from cauc_ray.numbers.chain import Costs
-from cauc_ray.policies.baselines import graphrouter, model_vectors
-from cauc_ray.policies.baselines.graphrouter import Graph, Network, fit_graphrouter
+from cauc_ray.policies.baselines import model_vectors
+from cauc_ray.policies.baselines.graphrouter import Graph, Network
 from cauc_ray.policies.baselines.model_vectors import (
     Neighbours,
     clusters,
@@ -24,9 +23,9 @@ from cauc_ray.policies.baselines.model_vectors import (
     sample_sample_loss,
 )
 from cauc_ray.policies.baselines.neighbours import fit_routellm_sw
-from cauc_ray.policies.baselines.post_hoc_embed import GainNetwork, fit_post_hoc_embed
-from cauc_ray.policies.baselines.training import Schedule, batches, one_thread, train
-from cauc_ray.policies.features import LOWEST_LOG_PROBABILITY, Scaler, option_features, unit_rows
+from cauc_ray.policies.baselines.post_hoc_embed import fit_post_hoc_embed
+from cauc_ray.policies.baselines.training import Schedule, train
+from cauc_ray.policies.features import Scaler, unit_rows
 
 
 def generator(seed=0):
@@ -34,46 +33,38 @@ def generator(seed=0):
 
 
 def walk(validation_loss, schedule, **how):
-    """Train one weight from 0 towards 1, a tenth a step, and return it with the losses that were seen."""
+    """Train one weight from 0 towards 1, a tenth a step, and return it with the validation losses."""
     network = torch.nn.Module()
     network.weight = torch.nn.Parameter(torch.zeros(1))
     optimiser = torch.optim.SGD(network.parameters(), lr=0.1)
     losses = (lambda rows: -network.weight.sum()), (lambda: validation_loss(network.weight))
-    seen = train(network, optimiser, *losses, 10, schedule, generator(), **how)
+    checked = train(network, optimiser, *losses, 10, schedule, generator(), **how)
     assert not network.training
-    return network.weight.item(), seen
-
-
-@given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 2**32 - 1))
-def test_every_epoch_has_every_row_once(n_rows, size, seed):
-    n_batches = -(-n_rows // size)
-    drawn = list(islice(batches(n_rows, size, generator(seed)), 3 * n_batches))
-    for epoch in range(3):
-        rows = torch.cat(drawn[epoch * n_batches : (epoch + 1) * n_batches])
-        assert sorted(rows.tolist()) == list(range(n_rows))
-    assert max(len(rows) for rows in drawn) <= size
+    return network.weight.item(), checked
 
 
 @pytest.mark.parametrize("check_every", [1, 2, 3])
-def test_the_weights_of_the_best_look_are_kept_and_patience_ends_training(check_every):
+def test_the_weights_of_the_best_check_are_kept_and_patience_ends_training(check_every):
     schedule = Schedule(batch_size=4, n_steps=1000, check_every=check_every, patience=2)
-    weight, seen = walk(lambda w: (w - 0.62) ** 2, schedule)
-    looks = 0.1 * check_every * np.arange(1, len(seen) + 1)
-    np.testing.assert_allclose(seen, ((looks - 0.62) ** 2), atol=1e-5)
-    assert weight == pytest.approx(looks[seen.argmin()], abs=1e-5)
-    assert len(seen) == seen.argmin() + 1 + schedule.patience
+    weight, losses = walk(lambda w: (w - 0.62) ** 2, schedule)
+    weights = 0.1 * check_every * np.arange(1, len(losses) + 1)
+    np.testing.assert_allclose(losses, ((weights - 0.62) ** 2), atol=1e-5)
+    assert weight == pytest.approx(weights[losses.argmin()], abs=1e-5)
+    assert len(losses) == losses.argmin() + 1 + schedule.patience
 
 
-def test_a_validation_loss_that_tells_nothing_apart_keeps_the_last_weights():
-    weight, seen = walk(lambda w: torch.zeros(()), Schedule(batch_size=4, n_steps=30, check_every=5, patience=1))
-    assert weight == pytest.approx(3.0, abs=1e-5)
-    assert len(seen) == 6
-
-
-def test_losses_of_a_warm_up_do_not_count():
-    weight, seen = walk(lambda w: w, Schedule(batch_size=4, n_steps=1000, check_every=1, patience=3, warm_up=5))
-    assert weight == pytest.approx(0.6, abs=1e-5)  # of the first that counts, the sixth
-    assert len(seen) == 9
+@pytest.mark.parametrize(
+    ("loss", "schedule", "options", "expected", "n_checks"),
+    [
+        (lambda w: torch.zeros(()), Schedule(4, 30, 5, 1), {}, 3.0, 6),  # nothing to choose by: the last weights
+        (lambda w: w, Schedule(4, 1000, 1, 3, warm_up=5), {}, 0.6, 9),  # of the first after the warm-up, the sixth
+        (lambda w: -w.sum(), Schedule(4, 10, 1, 1), {"gradient_norm": 0.5}, 0.5, 10),  # long gradients are scaled down
+    ],
+)
+def test_equal_losses_a_warm_up_and_a_gradient_norm(loss, schedule, options, expected, n_checks):
+    weight, losses = walk(loss, schedule, **options)
+    assert weight == pytest.approx(expected, abs=1e-5)
+    assert len(losses) == n_checks
 
 
 @given(st.integers(1, 10))
@@ -95,50 +86,15 @@ def test_a_batch_in_parts_has_the_gradient_of_the_batch(size):
     assert trained(split=lambda rows: rows.split(size)) == pytest.approx(trained(), rel=1e-5)
 
 
-def test_long_gradients_are_scaled_down():
-    weight, _ = walk(lambda w: -w.sum(), Schedule(4, 10, 1, 1), gradient_norm=0.5)
-    assert weight == pytest.approx(0.5, abs=1e-5)
-
-
-def test_the_number_of_threads_is_given_back_whatever_happens():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    with pytest.raises(ZeroDivisionError), one_thread():
-        1 / (torch.get_num_threads() - 1)
-    found = torch.get_num_threads()
-    torch.set_num_threads(before)
-    assert found == 2
-
-
-@pytest.mark.parametrize("value", [LOWEST_LOG_PROBABILITY, 0.1, 1 / 3, 12345.678])
-def test_a_feature_that_never_changed_is_not_blown_up_when_it_does(value):
-    scaler = Scaler.of(np.full((1000, 1), value, dtype=np.float32))
-    changed = np.float32(value) * np.float32(1.01)
-    assert abs(scaler(np.array([[changed]]))[0, 0]) == pytest.approx(0.01 * abs(value), rel=1e-2)
-
-
 def test_embeddings_have_length_one_whatever_their_encoder_gives():
     fitting, test = problem(0, n=50, n_test=50)
     router = fit_routellm_sw(fitting)
     np.testing.assert_allclose(vectors_of(router, test), test.embeddings, rtol=1e-5)
-    np.testing.assert_allclose(vectors_of(router, scaled(test, 40)), test.embeddings, rtol=1e-5)
+    np.testing.assert_allclose(
+        vectors_of(router, replace(test, embeddings=40 * test.embeddings)), test.embeddings, rtol=1e-5
+    )
     assert vectors_of(router, test).dtype == np.float32
-
-
-def test_a_vector_without_a_length_stays():
     assert (unit_rows(np.array([[0.0, 0.0], [3.0, 4.0]])) == [[0.0, 0.0], [0.6, 0.8]]).all()
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-def test_the_first_models_outputs_are_standardised_by_calibration(ragged):
-    fitting, test = problem(0, n=200, n_test=200, ragged=ragged, embedded=False)
-    router, calibration = fit_routellm_sw(fitting), fitting.calibration
-    of_calibration = vectors_of(router, calibration)
-    np.testing.assert_allclose(of_calibration.mean(axis=0), 0, atol=1e-4)
-    np.testing.assert_allclose(of_calibration.std(axis=0), 1, atol=1e-3)
-    own = option_features(calibration.chain.logits[0]).astype(np.float64)
-    expected = (option_features(test.chain.logits[0]) - own.mean(axis=0)) / own.std(axis=0)
-    np.testing.assert_allclose(vectors_of(router, test), expected, atol=1e-3)
 
 
 def test_its_probabilities_are_those_of_a_logistic_regression_for_each_model(monkeypatch):
@@ -159,13 +115,13 @@ def test_the_sample_model_loss_is_that_of_a_loop(seed, m):
     similarities = rng.uniform(-1, 1, (5, m)).astype(np.float32)
     quality = np.where(rng.random((5, m)) < 0.5, rng.random((5, m)), 0.0).astype(np.float32)
     total = 0.0
-    for own, right in zip(similarities, quality, strict=True):
+    for similarity, right in zip(similarities, quality, strict=True):
         order = sorted(range(m), key=lambda j: -right[j])
         n_contrasted = min(3, m // 2)
         worst = [j for j in order[m - n_contrasted :] if right[j] <= 0.5]
         for j in order[:n_contrasted]:
             if right[j] > 0:
-                total -= np.log(softmax([own[j], *own[worst]])[0])
+                total -= np.log(softmax([similarity[j], *similarity[worst]])[0])
     loss = sample_model_loss(torch.from_numpy(similarities), torch.from_numpy(quality))
     assert loss.item() == pytest.approx(total / 5, abs=1e-5)
 
@@ -175,12 +131,15 @@ def test_the_sample_sample_loss_is_that_of_a_loop(seed):
     rng = np.random.default_rng(seed)
     vectors = rng.standard_normal((6, 5, 4)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=2, keepdims=True)
-    terms = [-np.log(softmax([row[0] @ other for other in row[1:]])[0]) for row in vectors.astype(float)]
+    terms = [-np.log(softmax([row[0] @ pair for pair in row[1:]])[0]) for row in vectors.astype(float)]
     loss = sample_sample_loss(torch.from_numpy(vectors[:, 0]), torch.from_numpy(vectors[:, 1:]))
     assert loss.item() == pytest.approx(np.mean(terms), abs=1e-5)
 
 
-def test_clusters_that_lie_apart_are_found():
+@pytest.mark.parametrize(("n", "d", "expected"), [(1, 9, 1), (15, 9, 1), (16, 9, 2), (40, 2, 5), (500, 9, 8)])
+def test_clusters_that_lie_apart_are_separated_and_few_queries_make_few(n, d, expected):
+    drawn = clusters(np.random.default_rng(0).standard_normal((n, d)).astype(np.float32), 0)
+    assert (drawn.shape, len(np.unique(drawn))) == ((n,), expected)
     rng = np.random.default_rng(0)
     truth = np.repeat(np.arange(8), 20)
     centres = np.pad(10 * np.linalg.qr(rng.standard_normal((8, 8)))[0][:, :5], ((0, 0), (0, 25)))
@@ -188,25 +147,12 @@ def test_clusters_that_lie_apart_are_found():
     assert adjusted_rand_score(truth, clusters(vectors.astype(np.float32), 0)) == 1.0
 
 
-@pytest.mark.parametrize(("n", "d", "expected"), [(1, 9, 1), (15, 9, 1), (16, 9, 2), (40, 2, 5), (500, 9, 8)])
-def test_few_queries_make_few_clusters(n, d, expected):
-    found = clusters(np.random.default_rng(0).standard_normal((n, d)).astype(np.float32), 0)
-    assert found.shape == (n,)
-    assert len(np.unique(found)) == expected
-
-
 def test_every_neighbour_has_the_same_chance():
     of_cluster = np.array([0, 1, 0, 2, 1, 1])
     drawn = Neighbours(of_cluster, torch.Generator().manual_seed(0)).draw(torch.full((30_000,), 1)).numpy()
-    same, others = (np.bincount(part.ravel(), minlength=6) for part in (drawn[:, 0], drawn[:, 1:]))
+    same, rest = (np.bincount(part.ravel(), minlength=6) for part in (drawn[:, 0], drawn[:, 1:]))
     np.testing.assert_allclose(same, [0, 10_000, 0, 0, 10_000, 10_000], rtol=0.05)
-    np.testing.assert_allclose(others, [30_000, 0, 30_000, 30_000, 0, 0], rtol=0.05)
-
-
-@pytest.fixture(autouse=True)
-def _few_epochs(monkeypatch):
-    """Train hardly at all: what it learns is seen in test_baselines."""
-    monkeypatch.setattr(graphrouter, "EPOCHS", 60)
+    np.testing.assert_allclose(rest, [30_000, 0, 30_000, 30_000, 0, 0], rtol=0.05)
 
 
 def message_passing(network, graph, new):
@@ -238,9 +184,9 @@ def message_passing(network, graph, new):
 @given(seeds, st.sampled_from([1, 2, 4]))
 @settings(max_examples=10)
 def test_scores_are_those_of_message_passing_with_new_queries_in_the_graph(seed, m):
-    known, new = examples(seed, 0, n=25, m=m), examples(seed, 1, n=7, m=m)
-    scaler = Scaler.of(known.embeddings)
-    graph = Graph.of(known, scaler(known.embeddings))
+    nodes, new = examples(seed, 0, n=25, m=m), examples(seed, 1, n=7, m=m)
+    scaler = Scaler.of(nodes.embeddings)
+    graph = Graph.of(nodes, scaler(nodes.embeddings))
     generator = torch.Generator().manual_seed(seed)
     network = Network(graph, generator)
     for _ in range(3):  # so that the norms have statistics of their own
@@ -251,13 +197,15 @@ def test_scores_are_those_of_message_passing_with_new_queries_in_the_graph(seed,
     assert 1 / (1 + np.exp(-logits)) == pytest.approx(message_passing(network, graph, scaler(new.embeddings)), abs=1e-4)
 
 
-@given(seeds, st.sampled_from([1, 2, 4]), st.booleans(), st.booleans())
+@given(seeds, st.sampled_from([1, 2, 4]), st.booleans(), st.booleans(), st.booleans())
 @settings(max_examples=15)
-def test_the_graph_has_an_edge_from_each_query_to_each_model(seed, m, ragged, per_call):
-    known = examples(seed, 0, n=12, m=m, ragged=ragged, per_call=per_call)
-    graph = Graph.of(known, known.embeddings)
-    costs = np.broadcast_to(known.chain.costs.per_call, (12, m))
-    right = np.array([[z[i].argmax() == known.chain.labels[i] for z in known.chain.logits] for i in range(12)])
+def test_the_graph_has_an_edge_from_each_query_to_each_model(seed, m, ragged, per_call, free):
+    nodes = examples(seed, 0, n=12, m=m, ragged=ragged, per_call=per_call)
+    if free:
+        nodes = replace(nodes, chain=replace(nodes.chain, costs=Costs("USD", np.zeros(m))))
+    graph = Graph.of(nodes, nodes.embeddings)
+    costs = np.broadcast_to(nodes.chain.costs.per_call, (12, m))
+    right = np.array([[z[i].argmax() == nodes.chain.labels[i] for z in nodes.chain.logits] for i in range(12)])
     right = right.astype(float)
     edge = 0
     for query in range(12):
@@ -271,28 +219,7 @@ def test_the_graph_has_an_edge_from_each_query_to_each_model(seed, m, ragged, pe
     for model, (*one_hot, accuracy, cost) in enumerate(graph.models.tolist()):
         assert one_hot == np.eye(m)[model].tolist()
         assert accuracy == pytest.approx(right[:, model].mean())
-        assert cost == pytest.approx(costs[:, model].mean() / costs.mean(axis=0).max())
-
-
-def test_models_that_cost_nothing_divide_nothing_by_zero():
-    known = examples(1, 0, n=20)
-    free = replace(known, chain=replace(known.chain, costs=Costs("USD", np.zeros(2))))
-    graph = Graph.of(free, free.embeddings)
-    assert (graph.attributes[:, 1] == 0).all()
-    assert (graph.models[:, -1] == 0).all()
-
-
-@pytest.mark.parametrize("embedded", [False, True])
-def test_a_querys_values_do_not_depend_to_the_bit_on_those_asked_with_it(embedded):
-    fitting, test = problem(4, n=60, n_test=60, m=3, d=37, embedded=embedded)
-    router = fit_graphrouter(fitting)
-    together = values_of(router, test)
-
-    @given(st.lists(st.integers(0, 59), min_size=1, max_size=60))
-    def asked(rows):
-        assert (values_of(router, of_rows(test, rows)) == together[rows]).all()
-
-    asked()
+        assert cost == pytest.approx(costs[:, model].mean() / (costs.mean(axis=0).max() or 1.0))
 
 
 def predicted_gains(fitted, test):
@@ -301,19 +228,7 @@ def predicted_gains(fitted, test):
     return np.log(1 / worth - 1)
 
 
-def test_the_network_is_the_one_that_torch_would_build_of_its_layers():
-    network = GainNetwork(7, torch.Generator().manual_seed(0)).eval()
-    modules = []
-    for layer in network.layers:
-        linear = torch.nn.utils.skip_init(torch.nn.Linear, len(layer) - 1, layer.shape[1])
-        linear.load_state_dict({"weight": layer[:-1].T, "bias": layer[-1]})
-        modules += [linear, torch.nn.ReLU()]
-    assert [tuple(m.weight.shape) for m in modules[::2]] == [(128, 7), (128, 128), (1, 128)]
-    vectors = torch.randn(30, 7, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(network(vectors), torch.nn.Sequential(*modules[:-1])(vectors)[:, 0])
-
-
-def test_what_it_predicts_is_the_gain_that_there_is():
+def test_predicted_gains_are_the_gains_on_test():
     fitting, test = problem(2, n=1500)
     right = test.correct().astype(float)
     gains, predicted = right[:, 1] - right[:, 0], predicted_gains(fit_post_hoc_embed(fitting), test)[:, 0]
@@ -326,12 +241,12 @@ def test_what_it_predicts_is_the_gain_that_there_is():
 def test_every_stage_predicts_the_gain_of_the_last_model():
     """The model in the middle says what the first says: deferring to the next alone would never gain."""
 
-    def made(part):
+    def repeated(part):
         first, _, last = part.chain.logits
         return replace(part, chain=replace(part.chain, logits=(first, first, last)))
 
     fitting, test = problem(3, n=1000, m=3)
-    gains = predicted_gains(fit_post_hoc_embed(changed(fitting, made)), made(test))
+    gains = predicted_gains(fit_post_hoc_embed(changed(fitting, repeated)), repeated(test))
     right = test.correct().astype(float)
     for stage in (0, 1):
         assert np.corrcoef(gains[:, stage], right[:, 2] - right[:, 0])[0, 1] > 0.4

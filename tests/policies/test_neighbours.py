@@ -1,4 +1,4 @@
-"""Routers by known queries, and RouteLLM's two, against slow loops and independent fits."""
+"""Routers by neighbouring queries, and RouteLLM's two, against slow loops and independent fits."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import alike, changed, of_rows, problem, values_of
+from planted import changed, problem, values_of
 from scipy.optimize import minimize_scalar
 from scipy.stats import spearmanr
 from sklearn.linear_model import LogisticRegression
@@ -18,10 +18,10 @@ from cauc_ray.policies.baselines.neighbours import SHARPNESSES, fit_benchmark_ro
 from cauc_ray.policies.routers import near_shares
 
 
-def slow_estimates(known, correct, vectors, k, sharpness):
+def slow_estimates(neighbours, correct, vectors, k, sharpness):
     """Return g by a loop over queries and models."""
     estimates = np.zeros((len(vectors), correct.shape[1]))
-    for row, cosines in enumerate(cosine_similarity(np.float64(vectors), np.float64(known))):
+    for row, cosines in enumerate(cosine_similarity(np.float64(vectors), np.float64(neighbours))):
         near = np.argsort(-cosines)[:k]
         weights = np.exp(sharpness * (cosines[near] - 1))
         estimates[row] = [np.average(right, weights=weights) for right in correct[near].T]
@@ -32,25 +32,29 @@ def slow_estimates(known, correct, vectors, k, sharpness):
 @settings(max_examples=30)
 def test_estimates_are_those_of_a_slow_loop(seed, k, sharpness, m):
     fitting, test = problem(seed, n=40, n_test=20, m=m)
-    known = fitting.calibration
-    expected = slow_estimates(known.embeddings, known.correct(), test.embeddings, k, sharpness)
-    found = near_shares(test.embeddings, known.embeddings, known.correct(), (k,), (sharpness,))[0, 0]
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    of_calibration = fitting.calibration.embeddings, fitting.calibration.correct()
+    shares = near_shares(test.embeddings, *of_calibration, (k,), (sharpness,))[0, 0]
+    np.testing.assert_allclose(shares, slow_estimates(*of_calibration, test.embeddings, k, sharpness), atol=1e-5)
 
 
 @given(seeds)
 @settings(max_examples=10)
 def test_no_other_size_and_weight_are_better_on_validation(seed):
     fitting, _ = problem(seed, n=60, n_test=1)
-    known, validation = fitting.calibration, fitting.validation
+    calibration, validation = fitting.calibration, fitting.validation
     chosen = fit_benchmark_routing(fitting).policy
 
     def loss(k, sharpness):
-        estimates = slow_estimates(known.embeddings, known.correct(), validation.embeddings, k, sharpness)
+        estimates = slow_estimates(calibration.embeddings, calibration.correct(), validation.embeddings, k, sharpness)
         return np.mean((estimates - validation.correct()) ** 2)
 
     tried = [(k, sharpness) for k in sizes_to_try(60) for sharpness in SHARPNESSES]
     assert loss(chosen.k, chosen.sharpness) <= min(loss(*pair) for pair in [*tried, (60, 0.0)]) + 1e-6
+
+
+def with_copies(split):
+    """Return examples of two models that give the same outputs."""
+    return replace(split, chain=replace(split.chain, logits=(split.chain.logits[0],) * 2))
 
 
 both = pytest.mark.parametrize("fit", [fit_routellm_mf, fit_routellm_sw])
@@ -59,17 +63,17 @@ both = pytest.mark.parametrize("fit", [fit_routellm_mf, fit_routellm_sw])
 @both
 def test_models_that_never_disagree_have_even_odds(fit):
     fitting, test = problem(5, n=60, n_test=40)
-    same = changed(fitting, alike)
-    fitted = fit(same)
+    equal = changed(fitting, with_copies)
+    fitted = fit(equal)
     assert (fitted.cascade(test).compared[:, 0] == 0.5).all()
-    assert fitted.answers(same.validation, fitted.default).costs(same.validation.chain).max() == 1.0
+    assert fitted.answers(equal.validation, fitted.default).costs(equal.validation.chain).max() == 1.0
 
 
 def test_matrix_factorisation_ranks_as_a_logistic_regression_on_the_disagreements():
     fitting, test = problem(8)
     right = fitting.calibration.correct()
-    apart = right[:, 0] != right[:, 1]
-    oracle = LogisticRegression(fit_intercept=False).fit(fitting.calibration.embeddings[apart], right[apart, 1])
+    disagreed = right[:, 0] != right[:, 1]
+    oracle = LogisticRegression(fit_intercept=False).fit(fitting.calibration.embeddings[disagreed], right[disagreed, 1])
     wins = values_of(fit_routellm_mf(fitting), test)
     assert spearmanr(wins, oracle.decision_function(test.embeddings)).statistic > 0.9
 
@@ -79,7 +83,7 @@ def test_similarity_weighting_is_the_bradley_terry_regression_of_each_query():
     wins = values_of(fit_routellm_sw(fitting), test)
     right = fitting.calibration.correct().astype(float)
     last_wins = np.select([right[:, 1] > right[:, 0], right[:, 1] < right[:, 0]], [1.0, 0.0], 0.5)
-    for query, found in zip(test.embeddings.astype(float), wins, strict=True):
+    for query, probability in zip(test.embeddings.astype(float), wins, strict=True):
         similarity = fitting.calibration.embeddings @ query
         weights = 10 * 10 ** (similarity / similarity.max())
 
@@ -89,7 +93,7 @@ def test_similarity_weighting_is_the_bradley_terry_regression_of_each_query():
             return np.sum(weights * (last_wins * np.logaddexp(0, -odds) + (1 - last_wins) * np.logaddexp(0, odds)))
 
         ratings_apart = minimize_scalar(loss, bounds=(-2000, 2000), method="bounded", options={"xatol": 1e-9}).x
-        assert found == pytest.approx(1 - 1 / (1 + 10 ** (ratings_apart / 400)), abs=1e-5)
+        assert probability == pytest.approx(1 - 1 / (1 + 10 ** (ratings_apart / 400)), abs=1e-5)
 
 
 def test_similarities_are_the_same_however_many_queries_come_together():
@@ -97,7 +101,7 @@ def test_similarities_are_the_same_however_many_queries_come_together():
     router = fit_routellm_sw(fitting)
     whole = values_of(router, test)
     for rows in (np.arange(1), np.arange(1000, 1100), np.arange(1030)):
-        assert (values_of(router, of_rows(test, rows)) == whole[rows]).all()
+        assert (values_of(router, test.of_rows(rows)) == whole[rows]).all()
 
 
 def test_a_query_that_resembles_none_has_the_share_of_all():

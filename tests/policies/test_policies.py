@@ -1,4 +1,4 @@
-"""What every policy promises, whatever its method and its calibrators, and the paper's algorithms as oracles."""
+"""Policies of Base and RF with each of their calibrators, and the paper's algorithms as oracles."""
 
 from dataclasses import replace
 
@@ -45,8 +45,8 @@ def of_kind(kind, seed=0, n=300, shift=0, **options):
     return replace(data, logits=tuple(z + bias / np.float32(place + 1) for place, z in enumerate(data.logits)))
 
 
-def fit(kind, *data, **rule):
-    return FITS[kind[0]](*data, rule=ThresholdRule(**(rule or {"threshold": 0.6})), calibrator=kind[1])
+def fit(kind, *data):
+    return FITS[kind[0]](*data, rule=ThresholdRule(threshold=0.6), calibrator=kind[1])
 
 
 def with_stages(policy, **changes):
@@ -59,9 +59,9 @@ def with_stages(policy, **changes):
 
 
 @kinds
-@given(seed=seeds, ragged=st.booleans())
+@given(seed=seeds, ragged=st.booleans(), wider=st.sampled_from([0, -1]))
 @settings(max_examples=8)
-def test_no_bit_of_an_answer_depends_on_other_rows_or_on_padding(kind, seed, ragged):
+def test_no_bit_of_an_answer_depends_on_other_rows_or_on_padding(kind, seed, ragged, wider):
     policy = fit(kind, of_kind(kind, seed))
     test = of_kind(kind, seed, 12, 1, ragged=ragged)
     states = [None] * 12
@@ -71,6 +71,10 @@ def test_no_bit_of_an_answer_depends_on_other_rows_or_on_padding(kind, seed, rag
             for name in ("predictions", "confidences", "accepted"):
                 assert getattr(alone, name)[0] == getattr(whole, name)[row]
             states[row] = alone.state
+    logits = list(test.logits)
+    logits[wider] = np.pad(logits[wider], ((0, 0), (0, 2)), constant_values=-np.inf)  # all stages are padded as one is
+    *_, padded = steps(policy, logits)
+    assert np.array_equal(padded.scores, np.pad(whole.scores, ((0, 0), (0, 2)), constant_values=-np.inf))
 
 
 @kinds
@@ -114,21 +118,8 @@ def test_the_sweep_is_the_replay_at_every_operating_point(kind, seed, ragged, pe
         deepest = result.stages
     # A trace has the same to the bit, also where a confidence equals the threshold.
     for threshold in (*frontier.settings[::5].tolist(), *trace.confidences[:9].ravel().tolist()):
-        found = measure_replay(policy.with_threshold(threshold), test)[1]
-        assert found == measure(trace.at(threshold, test), test, test.source)
-
-
-@kinds
-@pytest.mark.parametrize("wider", [0, -1])
-def test_what_one_stage_pads_more_than_another_is_padded_in_both(kind, wider):
-    policy, test = fit(kind, of_kind(kind, 3)), of_kind(kind, 3, 40, 1)
-    logits = list(test.logits)
-    logits[wider] = np.pad(logits[wider], ((0, 0), (0, 2)), constant_values=-np.inf)
-    *_, plain = steps(policy, test.logits)
-    *_, padded = steps(policy, logits)
-    assert (padded.scores[:, :5] == plain.scores).all()
-    assert padded.scores.shape == (40, 7)
-    assert np.isneginf(padded.scores[:, 5:]).all()
+        measures = measure_replay(policy.with_threshold(threshold), test)[1]
+        assert measures == measure(trace.at(threshold, test), test, test.source)
 
 
 def by_the_paper(policy, data):
@@ -141,15 +132,15 @@ def by_the_paper(policy, data):
             r = ell[0] if stage == 0 else r
             if policy.method == "rf" and stage:
                 r = (r / numbers.alpha + ell[stage] / numbers.beta) / 2
-            own = r if policy.method == "rf" else ell[stage]
-            p.append(softmax(own).max())
+            scores = r if policy.method == "rf" else ell[stage]
+            p.append(softmax(scores).max())
             if p[stage] >= policy.threshold and stage < len(policy.stages) - 1:
                 break
         else:
             if policy.method == "base":
-                kept = [(p[j], ell[j], numbers) for j, numbers in enumerate(policy.stages) if numbers.fused]
-                own = sum(p * (ell - numbers.mean) / (numbers.std + 1e-12) for p, ell, numbers in kept)
-        yield stage, int(np.argmax(own))
+                fused = [(p[j], ell[j], numbers) for j, numbers in enumerate(policy.stages) if numbers.fused]
+                scores = sum(p * (ell - numbers.mean) / (numbers.std + 1e-12) for p, ell, numbers in fused)
+        yield stage, int(np.argmax(scores))
 
 
 @methods
@@ -158,8 +149,8 @@ def test_a_replay_is_the_papers_algorithm(fit_method, seed, m, ragged):
     calibration, validation, test = splits(seed, 150, 3, strengths=np.linspace(0.8, 2.0, m), ragged=ragged)
     policy = fit_method(calibration, validation)
     result = replay(policy, test)
-    found = list(by_the_paper(policy, test)) == np.array([result.stages, result.predictions]).T
-    assert found.all(axis=1).sum() >= 150 - (policy.method == "base")  # a confidence on the threshold to the last bit
+    equal = list(by_the_paper(policy, test)) == np.array([result.stages, result.predictions]).T
+    assert equal.all(axis=1).sum() >= 150 - (policy.method == "base")  # a confidence on the threshold to the last bit
 
 
 @given(seeds, st.booleans())
@@ -169,7 +160,7 @@ def test_numbers_of_base_are_those_of_the_paper(seed, ragged):
     right = [z.argmax(axis=1) == labels for z in calibration.logits]
     assert policy.threshold == np.mean(right[-1])
     scaled = [z.astype(float) / s.temperature for s, z in zip(policy.stages, calibration.logits, strict=True)]
-    confidence = [softmax_of_rows(own, axis=1).max(axis=1) for own in scaled]
+    confidence = [softmax_of_rows(scores, axis=1).max(axis=1) for scores in scaled]
     for j, stage in enumerate(policy.stages):
         real = scaled[j][np.isfinite(scaled[j])]
         assert (stage.mean, stage.std) == pytest.approx((real.mean(), real.std()), rel=1e-9)
@@ -185,9 +176,9 @@ def test_a_fused_answer_is_on_the_last_stages_scale_and_means_cancel(seed):
     policy, test = with_stages(fit_base(chain(seed, 150)), fused=True), chain(seed, 40, shift=1)
     weight, total = 0.0, 0.0
     for stage, logits in zip(policy.stages, test.logits, strict=True):
-        own = logits.astype(np.float64) / stage.temperature
-        p = softmax_of_rows(own, axis=1).max(axis=1, keepdims=True)
-        weight, total = weight + p, total + p * (own - stage.mean) / stage.std
+        scaled = logits.astype(np.float64) / stage.temperature
+        p = softmax_of_rows(scaled, axis=1).max(axis=1, keepdims=True)
+        weight, total = weight + p, total + p * (scaled - stage.mean) / stage.std
     *_, step = steps(policy, test.logits)
     np.testing.assert_allclose(step.scores, total / weight * stage.std + stage.mean, rtol=1e-9, atol=1e-9)
     *_, shifted = steps(with_stages(policy, mean=lambda stage: stage.mean + 3.0), test.logits)
@@ -196,12 +187,12 @@ def test_a_fused_answer_is_on_the_last_stages_scale_and_means_cancel(seed):
 
 def replaced(data, place):
     """Return the chain with another model, of another name, in one place."""
-    other = np.random.default_rng(place).permutation(chain(99, len(data), strengths=(1.6,)).logits[0])
-    other[np.arange(len(data)), data.labels] += 2.0
+    new = np.random.default_rng(place).permutation(chain(99, len(data), strengths=(1.6,)).logits[0])
+    new[np.arange(len(data)), data.labels] += 2.0
     return replace(
         data,
         models=tuple("new" if j == place else m for j, m in enumerate(data.models)),
-        logits=tuple(other if j == place else z for j, z in enumerate(data.logits)),
+        logits=tuple(new if j == place else z for j, z in enumerate(data.logits)),
     )
 
 
@@ -243,77 +234,40 @@ def test_measures_add_up_and_rows_without_a_label_are_answered_but_not_scored():
     assert measure_replay(policy, replace(test, labels=np.full(300, -1)))[1].accuracy is None
 
 
-def test_what_is_seldom_meant_is_warned_of():
+def test_costs_that_do_not_rise_flat_logits_and_logits_of_another_kind_are_warned_of():
     calibration = chain(16, 100)
-    first = calibration.logits[0]
-    for said, other in (
-        ("no more than 'm0'", {"costs": Costs("s", np.array([1.0, 1.0, 2.0]))}),
-        ("'m0' is separable", {"logits": (np.eye(5, dtype=np.float32)[calibration.labels], *calibration.logits[1:])}),
-        ("'m0' is uninformative", {"logits": (np.zeros_like(first), *calibration.logits[1:])}),
-    ):
-        with pytest.warns(CaucWarning, match=said):
-            policy = fit_base(replace(calibration, **other))
-        assert np.isfinite(replay(policy, chain(16, 50, shift=1)).confidences).all()  # flat logits have no deviation
-        status = policy.stages[0].diagnostics.status
-        assert (status == "converged") == ("no more" in said)
-        assert (policy.stages[0].diagnostics.standard_error is None) >= (status == "separable")
+    with pytest.warns(CaucWarning, match="no more than 'm0'"):
+        fit_base(replace(calibration, costs=Costs("s", np.array([1.0, 1.0, 2.0]))))
+    with pytest.warns(CaucWarning, match="'m0' is uninformative"):
+        policy = fit_base(replace(calibration, logits=(np.zeros_like(calibration.logits[0]), *calibration.logits[1:])))
+    assert np.isfinite(replay(policy, chain(16, 50, shift=1)).confidences).all()  # flat logits have no deviation
     with pytest.warns(CaucWarning, match="'log-probabilities' for model 'm1'.*fitted on 'raw'"):
         replay(fit_base(calibration), replace(calibration, logit_kind=("raw", "log-probabilities", "raw")))
 
 
-def of_more_options(policy):
-    narrow = of_kind(KINDS[3], 0, 10, 3).logits[0][:, :4]
-    padded = np.pad(narrow, ((0, 0), (0, 3)), constant_values=-np.inf)
-    np.testing.assert_array_equal(policy.start(narrow).confidences, policy.start(padded).confidences)
-    padded[6, 5] = 0.0
-    policy.start(padded)
-
-
-def with_other_options(policy):
-    policy.step(1, np.zeros((3, 6), np.float32), policy.start(np.zeros((3, 5), np.float32)).state)
-
-
+ROWS = np.zeros((3, 7), np.float32)
 UNLABELLED = replace(chain(15, 50), labels=np.where(np.arange(50) == 7, -1, chain(15, 50).labels))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error", "says"),
+    ("wrong", "error", "words"),
     [
-        (lambda: with_other_options(fit(KINDS[1], of_kind(KINDS[1]))), DataError, "must have the same options"),
-        (
-            lambda: of_more_options(fit(KINDS[3], of_kind(KINDS[3]))),
-            DataError,
-            "row 6 of the batch has more options than the 5 .* 'm0'",
-        ),
+        (lambda: fit(KINDS[1], of_kind(KINDS[1])).step(1, ROWS[:, :6], ROWS[:, :5]), DataError, "the same options"),
+        (lambda: fit(KINDS[3], of_kind(KINDS[3])).start(ROWS), DataError, "row 0 .*more options than the 5 .* 'm0'"),
         (lambda: fit_base(UNLABELLED), DataError, "'0-00007' has no label"),
-        (lambda: refit(fit_base(chain(13, 100)), chain(14, 100, shift=3), None), PolicyError, "other calibration exam"),
-        (lambda: replay(fit_base(chain()), chain(strengths=(1.0, 2.0))), PolicyError, "the policy is for m0, m1, m2"),
-        (lambda: fit_rf(chain()), ConfigError, "needs a validation split"),
+        (lambda: refit(fit_base(chain(13, 100)), chain(14, 100, shift=3), None), PolicyError, "calibration examples"),
+        (lambda: replay(fit_base(chain()), chain(strengths=(1.0, 2.0))), PolicyError, "m0, m1, m2"),
+        (lambda: fit_rf(chain()), ConfigError, "validation split"),
         (lambda: fit_base(chain(), rule=ThresholdRule(objective="macro-f1")), ConfigError, "only with a budget"),
-        (
-            lambda: fit_base(chain(5, 200, 5, ragged=True), calibrator="offsets"),
-            DataError,
-            r"example '0-\d+' lacks some of the 5 options of model 'm0'",
-        ),
-        (lambda: fit_base(chain(), calibrator="offset"), ConfigError, "unknown calibrator 'offset'; did you mean 'off"),
-        (lambda: fit_base(chain(), calibrator="isotonic"), ConfigError, "for method base with one or two .* with 3"),
-        (
-            lambda: fit_rf(chain(strengths=(1.0, 2.0)), calibrator="isotonic"),
-            ConfigError,
-            "for method base with one or two models, got rf with 2",
-        ),
+        (lambda: fit_base(chain(5, ragged=True), calibrator="offsets"), DataError, r"'0-\d+' lacks .*options .*'m0'"),
+        (lambda: fit_base(chain(), calibrator="offset"), ConfigError, "'offset'; did you mean 'offsets'"),
+        (lambda: fit_base(chain(), calibrator="isotonic"), ConfigError, "base with one or two .* with 3"),
+        (lambda: fit_rf(chain(strengths=(1.0, 2.0)), calibrator="isotonic"), ConfigError, "one or two models, got rf"),
     ],
 )
-def test_what_cannot_be_fitted_or_answered_is_refused(wrong, error, says):
-    with pytest.raises(error, match=says):
+def test_data_and_options_that_do_not_fit_are_refused(wrong, error, words):
+    with pytest.raises(error, match=words):
         wrong()
-
-
-def by_hand(stage, logits):
-    """Return calibrated logits, row by row."""
-    return np.array(
-        [[float(z) / stage.temperature + b for z, b in zip(row, stage.offsets, strict=True)] for row in logits]
-    )
 
 
 def test_offsets_are_each_models_own_fit_and_diagnostics_are_of_all_of_the_calibrator():
@@ -321,7 +275,7 @@ def test_offsets_are_each_models_own_fit_and_diagnostics_are_of_all_of_the_calib
     for stage, logits in zip(fit_base(data, calibrator="offsets").stages, data.logits, strict=True):
         alone = fit_bias_corrected(logits, data.labels)
         assert (stage.temperature, stage.offsets) == (alone.temperature, alone.biases)
-        scores, at = by_hand(stage, logits), stage.diagnostics
+        scores, at = logits.astype(np.float64) / stage.temperature + np.array(stage.offsets), stage.diagnostics
         answers, confidences = top_option(scores)
         assert at.nll_after == pytest.approx(mean_nll(log_softmax(scores), data.labels), rel=1e-9)
         assert at.accuracy == (answers == data.labels).mean()
@@ -336,21 +290,23 @@ def test_base_with_isotonic_maps_accepts_and_reports_how_often_such_answers_are_
     asked = np.linspace(0.2, 1, 50)
     for stage, without, logits in zip(policy.stages, plain.stages, calibration.logits, strict=True):
         assert stage.temperature == without.temperature
-        answers, own = top_option(logits.astype(float) / stage.temperature)
-        theirs = IsotonicRegression(out_of_bounds="clip").fit(own, answers == calibration.labels).predict(asked)
+        answers, confidences = top_option(logits.astype(float) / stage.temperature)
+        oracle = IsotonicRegression(out_of_bounds="clip").fit(confidences, answers == calibration.labels)
+        steps_alone = oracle.predict(asked)
         assert stage.diagnostics.calibration_error_after <= stage.diagnostics.calibration_error_before
         assert stage.diagnostics.nll_after <= without.diagnostics.nll_after
-        tilt = (asked - theirs) / len(calibration)
-        np.testing.assert_allclose(stage.calibrator.isotonic.of(asked), theirs + tilt, atol=1e-9)
+        tilt = (asked - steps_alone) / len(calibration)
+        np.testing.assert_allclose(stage.calibrator.isotonic.of(asked), steps_alone + tilt, atol=1e-9)
     first, step = policy.stages[0], policy.start(test.logits[0])
     plain_confidences = top_option(first.scores(test.logits[0]))[1]
     np.testing.assert_array_equal(step.confidences, first.calibrator.isotonic.of(plain_confidences))
     np.testing.assert_array_equal(step.accepted, step.confidences >= policy.threshold)
     # They keep every operating point of the first stage: weights and complementarity are the maps' too, but the same
     # stages without them differ in confidences alone.
-    one, other = (trace_policy(own, test) for own in (policy, with_stages(policy, isotonic=None)))
-    assert (one.confidences[:, 0].argsort(kind="stable") == other.confidences[:, 0].argsort(kind="stable")).all()
-    curves = [replace(trace, predictions=other.predictions).frontier(test) for trace in (one, other)]
+    traces = [trace_policy(variant, test) for variant in (policy, with_stages(policy, isotonic=None))]
+    orders = [trace.confidences[:, 0].argsort(kind="stable") for trace in traces]
+    assert (orders[0] == orders[1]).all()
+    curves = [replace(trace, predictions=traces[1].predictions).frontier(test) for trace in traces]
     np.testing.assert_array_equal(curves[0].cost, curves[1].cost)
     np.testing.assert_array_equal(curves[0].quality, curves[1].quality)
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from synthetic import chain, splits
 
-import cauc_ray
 from cauc_ray.errors import CaucWarning, PolicyError
 from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.policies.cauc import BasePolicy, RFPolicy
@@ -23,13 +22,12 @@ from cauc_ray.schemas import SCHEMAS, schema_path
 
 KINDS = ("base", "rf", "offsets", "isotonic", "certified")
 kinds = pytest.mark.parametrize("kind", KINDS)
-methods = pytest.mark.parametrize("method", ["base", "rf"])
 
 
 @pytest.fixture(scope="module")
 def policies():
     data = splits(21, 400)
-    two = [own.of_models([0, 1]) for own in data]
+    two = [split.of_models([0, 1]) for split in data]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CaucWarning)
         return {
@@ -54,53 +52,30 @@ def edited(policy, changes):
 
 
 @kinds
-def test_a_policy_comes_back_from_its_file_to_the_bit(policies, kind, tmp_path):
+def test_a_policy_comes_back_from_its_file_to_the_bit(policies, kind):
     policy = policies[kind]
-    largest = policy.curve[-1].cost
-    for own in (policy, policy.with_budget(largest), policy.with_budget(20), policy.with_threshold(np.float64(0.25))):
-        (tmp_path / "policy.json").write_text(own.to_json())
-        loaded = Policy.load(tmp_path / "policy.json")
-        assert loaded == own
-        assert loaded.id == own.id
-        assert type(loaded) is {"base": BasePolicy, "rf": RFPolicy}[policy.method]
-        assert loaded.calibrator_kind == (kind if kind in ("offsets", "isotonic") else "temperature")
+    for budget in (policy.curve[-1].cost, 20):
+        moved = policy.with_budget(budget)
+        assert Policy.of(json.loads(moved.to_json())) == moved
+    loaded = Policy.of(json.loads(policy.with_threshold(np.float64(0.25)).to_json()))
+    assert loaded == policy.with_threshold(0.25)
+    assert type(loaded) is {"base": BasePolicy, "rf": RFPolicy}[policy.method]
+    assert loaded.calibrator_kind == (kind if kind in ("offsets", "isotonic") else "temperature")
 
 
 @kinds
-def test_the_fixed_keys_are_there_as_the_published_schema_has_them(policies, kind):
+def test_the_file_has_the_fixed_keys_and_satisfies_the_published_schema(policies, kind):
     content = json.loads(policies[kind].to_json())
     assert content["format"] == "cauc-policy/1"
-    own = {"base": {"mean", "std", "complementarity_rate", "fused"}, "rf": {"alpha", "beta"}}[content["method"]]
+    keys = {"base": {"mean", "std", "complementarity_rate", "fused"}, "rf": {"alpha", "beta"}}[content["method"]]
     for stage in content["stages"]:
-        assert {"name", "cost", "temperature"} | own <= set(stage)
+        assert {"name", "cost", "temperature"} | keys <= set(stage)
         assert [stage[name] is not None for name in ("offsets", "isotonic")] == [kind == "offsets", kind == "isotonic"]
     schema = json.loads(schema_path("policy").read_text())
     jsonschema.validate(content, schema)
     content["stages"][0]["temperature"] = "warm"
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(content, schema)
-
-
-@methods
-def test_files_from_before_a_field_was_there_are_read_and_are_the_same_policy(policies, method):
-    content = json.loads(policies[method].to_json())
-    del content["search"], content["safe"], content["threshold_choice"]["certificate"]
-    for stage in content["stages"]:
-        del stage["offsets"], stage["isotonic"]
-        if method == "rf":
-            del stage["fused"]
-    assert Policy.of(content) == policies[method]
-    for name in ("guards", "reference", "curve"):
-        del content[name]
-    del content["expected"]["cost_deviation"]
-    for stage in content["stages"]:
-        for name in {"n_gain", "n_loss"} & stage.keys():
-            del stage[name]
-    old = Policy.of(content)
-    assert old.id == policies[method].id
-    assert old.curve == ()
-    test = chain(21, 100, shift=2)
-    assert (replay(old, test).predictions == replay(policies[method], test).predictions).all()
 
 
 def curve(*points):
@@ -112,28 +87,24 @@ def reference(**changes):
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "says"),
+    ("kind", "changes", "words"),
     [
-        ("base", {"format": "cauc-policy/2"}, "its format is 'cauc-policy/2'; this version of cauc-ray reads 'cauc-po"),
-        ("base", {"method": "alike"}, "unknown method 'alike'; expected one of base, rf"),
+        ("base", {"format": "cauc-policy/2"}, "cauc-policy/2"),
+        ("base", {"method": "alike"}, "'alike'"),
         ("base", {"threshold": "0.5"}, "threshold: "),
         ("base", {"stages__0__temperature": 1e-320}, "stages.0.temperature: "),
         ("base", {"stages__1__mean": 1e308}, "stages.1.mean: "),
         ("base", {"stages__1__name": "m0"}, "two stages are named 'm0'"),
-        ("base", {"stages__1__name": "m9"}, "the stages are m0, m9, m2, but expected has m0, m1, m2"),
+        ("base", {"stages__1__name": "m9"}, "m0, m9, m2"),
         ("base", {"stages__0__temprature": 1.0}, "unknown key 'stages.0.temprature'"),
         ("base", {"stages__2__fused": False}, "the last stage must be fused"),
-        ("rf", {"stages__1__alpha": None}, "alpha and beta must be null for the first stage"),
+        ("rf", {"stages__1__alpha": None}, "alpha and beta"),
         ("offsets", {"stages__0__offsets": None}, "for all stages or for none"),
-        ("offsets", {"stages__0__offsets": lambda own: own[:-1]}, "different numbers of offsets, 4, 5"),
-        ("isotonic", {"stages__1__offsets": [0.0]}, "has both offsets and an isotonic map"),
-        (
-            "isotonic",
-            {"stages__1__isotonic__confidences": lambda own: own[:-1]},
-            "breakpoints must map confidences from 0",
-        ),
-        ("rf", {"threshold_choice__rule": "certified"}, "a certificate belongs to a certified threshold"),
-        ("rf", curve((0.5, 2.0, 0.7), (0.6, 2.0, 0.8)), "curve: each point must cost more and be better"),
+        ("offsets", {"stages__0__offsets": lambda offsets: offsets[:-1]}, "numbers of offsets, 4, 5"),
+        ("isotonic", {"stages__1__offsets": [0.0]}, "both offsets and an isotonic map"),
+        ("isotonic", {"stages__1__isotonic__confidences": lambda points: points[:-1]}, "breakpoints"),
+        ("rf", {"threshold_choice__rule": "certified"}, "certificate"),
+        ("rf", curve((0.5, 2.0, 0.7), (0.6, 2.0, 0.8)), "curve: "),
         ("rf", curve(*((0.5, 1.0 + n, n / 200) for n in range(MOST_CURVE_POINTS + 1))), "curve: "),
         ("rf", reference(name="other"), "the reference has"),
         ("rf", reference(right=[9999] + [0] * 9), "contradict"),
@@ -142,28 +113,20 @@ def reference(**changes):
         ("rf", reference(likeliest={"018": 1}), "likeliest"),
     ],
 )
-def test_a_file_that_is_no_such_policy_is_refused_in_one_line(policies, tmp_path, kind, changes, says):
-    (tmp_path / "policy.json").write_text(json.dumps(edited(policies[kind], changes)))
+def test_a_file_that_contradicts_itself_is_refused_in_one_line(policies, kind, changes, words):
     with pytest.raises(PolicyError) as error:
-        cauc_ray.Policy.load(tmp_path / "policy.json")
-    assert says in str(error.value)
+        Policy.of(edited(policies[kind], changes))
+    assert words in str(error.value)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        *((text, "not a readable policy file") for text in ("", "{", "\x00\xff")),
-        *((text, "JSON object, got ") for text in ("[1, 2]", '"policy"', "3", "null")),
-        (None, "no policy file"),
-    ],
-)
-def test_what_is_no_json_object_is_named_so(tmp_path, text, says):
+@pytest.mark.parametrize("text", ["", "{", "\x00\xff", "[1, 2]", '"policy"', "null", None])
+def test_a_file_without_a_json_object_is_refused_by_its_name(tmp_path, text):
     if text is not None:
         (tmp_path / "policy.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(PolicyError, match=says) as error:
+    with pytest.raises(PolicyError, match=r"policy\.json") as error:
         Policy.load(tmp_path / "policy.json")
-    assert "policy.json" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 # Of a stage, by kind of policy; together with the threshold, the method and the order of the stages.
@@ -176,7 +139,7 @@ DECIDING = {
 
 
 def paths(content, path=()):
-    """Yield the keys that lead to each value in a file's content that is no object or list."""
+    """Yield the keys that lead to each value in a file's content that is neither an object nor a list."""
     if isinstance(content, dict | list):
         for key, value in content.items() if isinstance(content, dict) else enumerate(content):
             yield from paths(value, (*path, key))
@@ -208,15 +171,15 @@ def test_the_id_changes_with_all_that_decides_an_answer_and_with_nothing_else(po
         content = edited(policy, changes)
         for path in paths(content):
             try:
-                other = Policy.of(with_another(content, *path[:-1], last=path[-1]))
+                variant = Policy.of(with_another(content, *path[:-1], last=path[-1]))
             except (PolicyError, TypeError):  # it contradicts another value, or is null
                 continue
             decides = path[0] == "threshold" or (path[0] == "stages" and path[2] in DECIDING[kind])
-            assert (other.id != policy.id) == decides, path
+            assert (variant.id != policy.id) == decides, path
             if decides:
                 decided.add(path[0] if path[0] == "threshold" else path[2])
             elif n_silent % 20 == 0:
-                after = replay(other, test)
+                after = replay(variant, test)
                 assert np.array_equal(before.predictions, after.predictions)
                 assert np.array_equal(before.confidences, after.confidences)
             n_silent += not decides
@@ -225,7 +188,7 @@ def test_the_id_changes_with_all_that_decides_an_answer_and_with_nothing_else(po
 
 
 def test_the_id_changes_with_the_method_the_calibrator_and_the_order_of_stages(policies):
-    content = json.loads(policies["base"].to_json()) | {"expected": None, "reference": None}
+    content = edited(policies["base"], {"expected": None, "reference": None})
     first, second, last = content["stages"]
     swapped = Policy.of(content | {"stages": [second, first, last]})
     assert len({policy.id for policy in (swapped, *policies.values())}) == 1 + len(policies)

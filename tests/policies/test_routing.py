@@ -1,4 +1,4 @@
-"""Routers' choices, the controls and the Duo: what every comparison rests on."""
+"""The choice of a router among models by value and price, the controls, margins and the Duo."""
 
 from dataclasses import replace
 from functools import cache
@@ -14,7 +14,6 @@ from cauc_ray.numbers.chain import Costs
 from cauc_ray.policies.baselines.routing import routed
 from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.methods import METHODS, Fitting
-from cauc_ray.policies.routers import random_numbers
 from cauc_ray.policies.scored import margins
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Examples, own_answers, trace_policy
@@ -30,42 +29,35 @@ def fitted(name, **how):
 @given(seeds, st.integers(1, 5), st.booleans(), st.floats(-3, 3))
 def test_a_router_takes_the_model_of_the_highest_value_less_its_price(seed, m, per_call, price):
     rng = np.random.default_rng(seed)
-    own = chain(seed, 30, strengths=(1.0,) * m, per_call=per_call)
-    prices = rng.permutation(own.costs.means)  # in whatever order the chain is
+    data = chain(seed, 30, strengths=(1.0,) * m, per_call=per_call)
+    prices = rng.permutation(data.costs.means)  # the chain may be in any order
     values = rng.normal(size=(30, m)) * 10
-    trace = routed(values, prices, own)
-    answers = trace.answers(-price)
+    answers = routed(values, prices, data).answers(-price)
     chosen = answers.calls.argmax(axis=1)
     assert (answers.calls.sum(axis=1) == 1).all()
     assert (chosen == (values - price * prices).argmax(axis=1)).all()
-    assert (answers.predictions == own_answers(own)[np.arange(30), chosen]).all()
-
-
-def test_among_equal_values_the_cheaper_model_answers_whatever_its_index():
-    own = chain(0, 20, strengths=(1.0, 1.0, 1.0))
-    for prices in ([3.0, 1.0, 2.0], [5.0, 2.0, 2.0]):
-        calls = routed(np.ones((20, 3)), np.array(prices), own).answers(0.0).calls
-        assert (calls.argmax(axis=1) == int(np.argmin(prices))).all()
+    assert (answers.predictions == own_answers(data)[np.arange(30), chosen]).all()
+    of_equals = routed(np.ones((30, m)), prices, data).answers(0.0).calls
+    assert (of_equals.argmax(axis=1) == prices.argmin()).all()  # the cheaper one, whatever its index
 
 
 @given(seeds, st.integers(1, 5), st.sampled_from([1e-300, 1.0, 1e18, 1e90]), st.booleans())
 def test_every_point_is_what_its_threshold_gives_where_prices_are_equal_or_gains_huge(seed, m, scale, per_call):
     rng = np.random.default_rng(seed)
-    own = chain(seed, 40, strengths=(1.0,) * m)
     prices = rng.integers(0, 3, m).astype(float)  # often some are the same, and some free
-    own = replace(own, costs=Costs("GFLOPs", prices * rng.uniform(0.5, 2.0, (40, m)) if per_call else prices))
+    costs = Costs("GFLOPs", prices * rng.uniform(0.5, 2.0, (40, m)) if per_call else prices)
+    data = replace(chain(seed, 40, strengths=(1.0,) * m), costs=costs)
     values = np.round(rng.normal(size=(40, m)), 1) * scale  # and some values, too
-    trace = routed(values, prices, own)
-    frontier = trace.frontier(own)
+    trace = routed(values, prices, data)
+    frontier = trace.frontier(data)
     assert np.isfinite(frontier.settings).all()
     assert (np.diff(frontier.settings) > 0).all()
     for point, threshold in enumerate(frontier.settings):
         answers = trace.answers(threshold)
-        assert answers.costs(own).mean() == pytest.approx(frontier.cost[point])
-        assert np.mean(answers.predictions == own.labels) == pytest.approx(frontier.quality[point])
-        calls = routed(values, prices, own).answers(threshold).calls
-        chosen = values[calls][:, None], np.broadcast_to(prices, (40, m))[calls][:, None]
-        assert not ((values > chosen[0]) & (prices == chosen[1])).any()
+        assert answers.costs(data).mean() == pytest.approx(frontier.cost[point])
+        assert np.mean(answers.predictions == data.labels) == pytest.approx(frontier.quality[point])
+        value, price = values[answers.calls][:, None], np.broadcast_to(prices, (40, m))[answers.calls][:, None]
+        assert not ((values > value) & (prices == price)).any()
 
 
 def test_duo_is_rf_that_never_stops():
@@ -75,43 +67,28 @@ def test_duo_is_rf_that_never_stops():
     answers = duo.answers(test, duo.default)
     assert (answers.predictions == rf.predictions[:, -1]).all()
     assert answers.calls.all()
-    own = duo.cascade(test)
-    assert own.confidences[:, -1] == pytest.approx(rf.confidences[:, -1], abs=1e-6)
+    assert duo.cascade(test).confidences[:, -1] == pytest.approx(rf.confidences[:, -1], abs=1e-6)
 
 
 @given(seeds)
-def test_margin_sampling_is_the_gap_of_the_two_best(seed):
-    test = chain(seed, 30, ragged=True)
-    fitting = Fitting(Examples(chain(seed, 30, shift=1)), Examples(chain(seed, 30, shift=2)))
-    trace = METHODS["margin"].load()(fitting).cascade(Examples(test))
-    for j, logits in enumerate(test.logits):
-        assert (trace.predictions[:, j] == logits.argmax(axis=1)).all()
-        ranked = np.sort(softmax(np.float64(logits), axis=1), axis=1)
-        if j + 1 < len(test.logits):
-            assert trace.compared[:, j] == pytest.approx(ranked[:, -1] - ranked[:, -2], abs=1e-12)
+def test_margins_are_the_gap_of_the_two_best_and_keep_their_order_where_they_round_to_one(seed):
+    (logits,) = chain(seed, 30, strengths=(1.0,), ragged=True).logits
+    ranked = np.sort(softmax(np.float64(logits), axis=1), axis=1)
+    assert margins(logits) == pytest.approx(ranked[:, -1] - ranked[:, -2], abs=1e-12)
+    gaps = np.sort(np.random.default_rng(seed).uniform(30, 500, 5))
+    assert np.all(np.diff(margins(np.column_stack([gaps, np.zeros(5), np.full(5, -3.0)]))) > 0)
+    assert np.isfinite(margins(np.array([[1.0, -np.inf], [2.0, 1.0]]))).all()
 
 
 def test_random_choices_cost_what_they_may_and_gain_nothing():
     random, test = fitted("random", strengths=(0.5, 2.5))
-    costs = test.chain.costs.means
+    costs, accuracies = test.chain.costs.means, test.correct().mean(axis=0)
     for share in (0.25, 0.5, 0.75):
         budget = costs[0] + share * (costs[1] - costs[0])
         answers = random.answers(test, METHODS["random"].setting(random, budget))
         assert answers.costs(test.chain).mean() == pytest.approx(budget, rel=0.15)
-        single = test.correct().mean(axis=0)
-        expected = single[0] + answers.calls[:, 1].mean() * (single[1] - single[0])
+        expected = accuracies[0] + answers.calls[:, 1].mean() * (accuracies[1] - accuracies[0])
         assert np.mean(answers.predictions == test.chain.labels) == pytest.approx(expected, abs=0.06)
-
-
-def test_random_numbers_depend_on_the_example_and_the_seed_alone():
-    test = Examples(chain(0, 500))
-    drawn = random_numbers(test.chain.example_ids, 1)
-    assert ((drawn > 0) & (drawn < 1)).all()
-    assert abs(drawn.mean() - 0.5) < 0.05
-    order = np.random.default_rng(0).permutation(500)
-    ids = tuple(test.chain.example_ids[row] for row in order)
-    assert (random_numbers(ids, 1) == drawn[order]).all()
-    assert (random_numbers(test.chain.example_ids, 2) != drawn).any()
 
 
 def test_the_oracle_is_right_wherever_a_model_is_and_calls_the_cheapest_such():
@@ -128,19 +105,9 @@ def test_shuffled_confidences_keep_the_cascade_s_cost_and_lose_its_gain():
     rf, _ = fitted("rf", strengths=(1.0, 2.5))
     budget = float(test.chain.costs.means @ [1.0, 0.4])
     costs, accuracies = [], []
-    for name, own in (("rf", rf), ("shuffled", shuffled)):
-        answers = own.answers(test, METHODS[name].setting(own, budget))
+    for name, method in (("rf", rf), ("shuffled", shuffled)):
+        answers = method.answers(test, METHODS[name].setting(method, budget))
         costs.append(answers.costs(test.chain).mean())
         accuracies.append(np.mean(answers.predictions == test.chain.labels))
     assert costs[1] == pytest.approx(budget, rel=0.15)
     assert accuracies[0] > accuracies[1]
-
-
-def test_margins_that_round_to_one_keep_their_order():
-    gaps = np.array([5.0, 20.0, 45.0, 60.0, 400.0])
-    logits = np.column_stack([gaps, np.zeros(5), np.full(5, -3.0)])
-    found = margins(logits)
-    assert np.all(np.diff(found) > 0)
-    exact = softmax(logits[:2], axis=1)
-    assert found[:2] == pytest.approx(exact[:, 0] - exact[:, 1])
-    assert np.isfinite(margins(np.array([[1.0, -np.inf], [2.0, 1.0]]))).all()

@@ -18,8 +18,8 @@ METHODS = pytest.mark.parametrize("fit", [fit_base, fit_rf], ids=["base", "rf"])
 def one_by_one(policy, data, row):
     """Return confidences, answers and costs of one row at every stage, taking each of them."""
     costs = np.broadcast_to(data.costs.per_call, (len(data), 3))[row]
-    own = steps(policy, [logits[row : row + 1] for logits in data.logits])
-    return [(step.confidences[0], step.predictions[0], cost) for step, cost in zip(own, costs, strict=True)]
+    taken = steps(policy, [logits[row : row + 1] for logits in data.logits])
+    return [(step.confidences[0], step.predictions[0], cost) for step, cost in zip(taken, costs, strict=True)]
 
 
 @METHODS
@@ -30,8 +30,8 @@ def test_stages_and_fallbacks_by_a_slow_loop(fit, per_call):
     some[::7] = UNKNOWN_LABEL
     data = replace(data, labels=some)
     policy = fit(chain(5, 200, shift=1), rule=ThresholdRule(threshold=0.6))
-    found = measure_guarantees(policy, data)
-    assert found[-1] is None
+    guarantees = measure_guarantees(policy, data)
+    assert guarantees[-1] is None
     for stage in range(2):
         rows = []
         for row in range(len(data)):
@@ -47,17 +47,17 @@ def test_stages_and_fallbacks_by_a_slow_loop(fit, per_call):
                     break
         confidences, right, fallback_right, costs = (np.array(column) for column in zip(*rows, strict=True))
         expected = stage_guarantees(confidences, right, fallback_right, costs, 0.6)
-        assert found[stage].n == len(rows)
-        assert found[stage].as_json() == pytest.approx(expected.as_json(), abs=1e-9)
+        assert guarantees[stage].n == len(rows)
+        assert guarantees[stage].as_json() == pytest.approx(expected.as_json(), abs=1e-9)
 
 
 @METHODS
-def test_where_no_labelled_row_comes_nothing_is_said(fit):
+def test_a_stage_that_no_labelled_row_reaches_has_no_guarantees(fit):
     data = chain(1, 100)
     policy = fit(data, rule=ThresholdRule(threshold=0.0))
     assert measure_guarantees(policy, data)[1:] == (None, None)
     unknown = replace(data, labels=np.full(100, UNKNOWN_LABEL, dtype=np.int32))
     assert measure_guarantees(policy, unknown) == (None, None, None)
-    nobody = policy.with_threshold(2.0)
-    said = measure_guarantees(nobody, data)[0].as_json()
-    assert (said["coverage"], said["accepted_accuracy"], said["accepted_accuracy_bound"]) == (0.0, None, None)
+    without_answers = measure_guarantees(policy.with_threshold(2.0), data)[0].as_json()
+    assert without_answers["coverage"] == 0.0
+    assert without_answers["accepted_accuracy"] is without_answers["accepted_accuracy_bound"] is None

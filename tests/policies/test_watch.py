@@ -49,16 +49,17 @@ def test_answers_are_those_of_a_replay_and_the_reference_counts_them(fit, per_ca
         assert np.array_equal(getattr(answered, name), getattr(result, name)), name
     reference = policy.reference
     for place, stage in enumerate(reference.stages):
-        here = result.stages == place
-        assert sum(stage.confidences) == sum(stage.likeliest.values()) == measures.stages[place].answered == here.sum()
-        assert sum(stage.right) == correct[here].sum()
-        assert stage.agreed == agreed[here].sum()
-        assert stage.cost == pytest.approx(result.costs[here].mean())
+        answered_here = result.stages == place
+        counts = sum(stage.confidences), sum(stage.likeliest.values()), measures.stages[place].answered
+        assert counts == (answered_here.sum(),) * 3
+        assert sum(stage.right) == correct[answered_here].sum()
+        assert stage.agreed == agreed[answered_here].sum()
+        assert stage.cost == pytest.approx(result.costs[answered_here].mean())
         for b, n in enumerate(stage.confidences):
             inside = (result.confidences >= b / 10) & (result.confidences < (b + 1) / 10 + (b == 9))
-            assert n == (here & inside).sum()
-        scores = list(steps(policy, validation.logits))[place].scores[here]
-        three = ["".join(str(option) for option in np.argsort(-own, kind="stable")[:3]) for own in scores]
+            assert n == (answered_here & inside).sum()
+        scores = list(steps(policy, validation.logits))[place].scores[answered_here]
+        three = ["".join(map(str, np.argsort(-row, kind="stable")[:3])) for row in scores]
         assert Counter(three) == stage.likeliest
     report = watch_report(policy, watched(policy, validation).watched())
     assert report["cost"][0] == pytest.approx(report["reference_cost"])
@@ -69,10 +70,10 @@ def test_answers_are_those_of_a_replay_and_the_reference_counts_them(fit, per_ca
 
 
 @METHODS
-def test_where_there_is_no_reference_nothing_can_be_watched(fit):
+def test_a_policy_without_a_reference_cannot_be_watched(fit):
     for without in (fitted(fit).with_threshold(0.5), fit(chain(1), rule=ThresholdRule(threshold=0.5))):
         assert without.reference is None
-        with pytest.raises(PolicyError, match="no reference to compare answers with"):
+        with pytest.raises(PolicyError, match="no reference"):
             Watch(without)
 
 
@@ -81,25 +82,25 @@ def test_new_rows_of_the_same_models_stay_quiet_and_changed_ones_do_not(fit):
     policy = fitted(fit)
     for seed in range(12):
         assert watched(policy, chain(seed + 50, 1000)).watched().holds
-    for change, speaks in (
+    for change, expected in (
         ({"strengths": (0.2, 0.9, 2.4)}, {"confidence", "answers", "calibration"}),
         ({"strengths": (2.2, 2.4, 2.6)}, {"confidence"}),
     ):
         evidence = watched(policy, chain(60, 500, **change)).watched().evidence
-        against = {name for name, one in evidence.items() if not one.holds}
-        assert against & speaks
+        against = {name for name, statistic in evidence.items() if not statistic.holds}
+        assert against & expected
         assert all(0 < evidence[name].at <= 500 and evidence[name].log10 >= NEEDED for name in against)
 
 
-def test_wrong_labels_alone_speak_through_what_needs_labels():
+def test_wrong_labels_are_detected_by_calibration_and_accuracy_alone():
     policy, data = fitted(), chain(60, 1500)
     wrong = np.random.default_rng(0).random(len(data)) < 0.3
-    evidence = watched(policy, replace(data, labels=np.where(wrong, (data.labels + 1) % 5, data.labels))).watched()
-    against = {name for name, one in evidence.evidence.items() if not one.holds}
-    assert against == {"calibration", "accuracy"}
+    relabelled = replace(data, labels=np.where(wrong, (data.labels + 1) % 5, data.labels))
+    evidence = watched(policy, relabelled).watched().evidence
+    assert {name for name, statistic in evidence.items() if not statistic.holds} == {"calibration", "accuracy"}
 
 
-def test_several_watches_share_the_rate_and_what_they_saw_adds_up():
+def test_several_watches_share_the_error_rate_and_their_sums_add_up():
     policy = fitted()
     parts = [watched(policy, chain(80 + seed, 400), Watch(policy, n_watches=2)).watched() for seed in range(2)]
     merged = Watched.merged(parts)
@@ -107,8 +108,8 @@ def test_several_watches_share_the_rate_and_what_they_saw_adds_up():
     for place, sums in enumerate(merged.stages):
         assert sums.n == sum(part.stages[place].n for part in parts)
     alone = watched(policy, chain(80, 400)).watched()
-    for name, one in alone.evidence.items():
-        assert one.log10 - parts[0].evidence[name].log10 == pytest.approx(np.log10(2))
+    for name, statistic in alone.evidence.items():
+        assert statistic.log10 - parts[0].evidence[name].log10 == pytest.approx(np.log10(2))
         assert merged.evidence[name].n == sum(part.evidence[name].n for part in parts)
     changed = watched(policy, chain(60, 2000, strengths=(0.2, 0.9, 2.4)), Watch(policy, n_watches=2)).watched()
     assert not Watched.merged([parts[0], changed]).holds
@@ -133,7 +134,7 @@ def holds_on(policy, data, seed, n):
         ("cifar100", ("efs_lenet_5", "efs_densenet_bc_100", "efs_wideresnet_16_4")),
     ],
 )
-def test_options_that_a_reference_lacks_are_no_change(shared_logits, fit, table, models):
+def test_options_that_a_reference_lacks_do_not_count_as_a_change(shared_logits, fit, table, models):
     split = {name: LogitTable(shared_logits / table).read_chain(models, name) for name in ("calibration", "validation")}
     policy, test = fit(*split.values()), LogitTable(shared_logits / table).read_chain(models, "test")
     assert all(holds_on(policy, test, seed, 5000) for seed in range(3))
