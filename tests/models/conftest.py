@@ -2,7 +2,9 @@ import pytest
 from language_models import smollm2, tiny_language_model
 
 
-@pytest.fixture(scope="session", params=["random weights", pytest.param("SmolLM2", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="session", params=["random weights", pytest.param("SmolLM2", marks=pytest.mark.soak("language-models"))]
+)
 def language_model(request, tmp_path_factory):
     """A causal language model in a folder of its own, with what the transformers library alone makes of it."""
     pytest.importorskip("transformers")

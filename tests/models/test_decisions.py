@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 from completion_server import Fault, scripted_server
-from pydantic import ValidationError
 
 import cauc_ray
 from cauc_ray.models.openai import DecisionsSpec
@@ -62,15 +61,15 @@ def test_a_question_is_asked_as_the_protocol_has_it():
 
 
 def test_servers_with_other_formulas_of_confidence_and_another_order_give_one_policy():
-    rows = [f"row {n}" for n in range(400)]
-    truth = np.array([np.random.default_rng(n + 1000).choice(3, p=probabilities(rows[n])) for n in range(400)])
-    large = np.eye(3)[truth] * 2 + np.random.default_rng(0).normal(0, 1, (400, 3))
+    rows = [f"row {n}" for n in range(150)]
+    truth = np.array([np.random.default_rng(n + 1000).choice(3, p=probabilities(rows[n])) for n in range(150)])
+    large = np.eye(3)[truth] * 2 + np.random.default_rng(0).normal(0, 1, (150, 3))
     policies = set()
     for place, formula in enumerate(FORMULAS.values()):
         order = slice(None, None, -1 if place else 1)
         with scripted_server(lambda text, before, f=formula, o=order: answer(text, f, o)) as server:
             small = spec(server).load()(texts(rows)).logits
-            assert len(server.requests) == 400
+            assert len(server.requests) == 150
         policy = cauc_ray.fit(
             {"small": small, "large": large},
             truth,
@@ -96,10 +95,6 @@ def test_predicates_and_scores_are_read_by_their_own_probabilities():
         assert server.requests[-1][2]["questions"] == [{"type": "predicate", "instructions": "It is urgent."}]
         score = spec(server, labels=["1", "2", "3"], question="score").load()
         assert score(texts(["row 1"])).logits.tolist() == [pytest.approx([0.2, 0.3, 0.5])]
-    with pytest.raises(ValidationError, match="two labels"):
-        spec(server, question="predicate")
-    with pytest.raises(ValidationError, match="a decision lists its own"):
-        spec(server, options="letter")
 
 
 @pytest.mark.parametrize(

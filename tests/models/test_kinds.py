@@ -207,6 +207,9 @@ def image_kind(kind: str, network: Any, labels: Any = None, **more: Any) -> Call
         broken = save(folder, drawn(network), processor)
         (folder / "empty").mkdir()
         wrong = [NO_FOLDER, NO_HUB, ({"model": "empty"}, "cannot be loaded"), ({"dtype": "float8"}, "dtype")]
+        if kind == "transformers-image":  # the library would draw the classifier at random, and only log that it did
+            transformers.ViTModel(transformers.ViTConfig(**VISION)).save_pretrained(folder / "headless")
+            wrong.append(({"model": "headless"}, "is not a complete image classifier: it was saved as ViTModel"))
         same, other = {"device": "cpu"}, {"dtype": "bfloat16", "revision": "v2"}
         settings = {"kind": kind, "model": "m"}
         return Case(
@@ -228,7 +231,8 @@ def zero_shot(folder: Path, stack: ExitStack) -> Case:
     processor = transformers.SiglipImageProcessor(size={"height": 32, "width": 32})
     broken = save(folder, drawn(lambda: transformers.SiglipModel(config)), tokenizer(), processor)
     wrong = [NO_FOLDER, NO_HUB, ONE_LABEL, ({"prompt": "{{ text }}"}, "no 'text', only label, description")]
-    wrong += [({"prompt": "a photo"}, "two labels have one text")]
+    wrong += [({"prompt": "a photo"}, "two labels have one text"), ({"model": "vit"}, "cannot be loaded")]
+    vit().save_pretrained(folder / "vit")
     return Case(
         {"kind": "transformers-zero-shot", "model": "m", "labels": LABELS},
         images(),
@@ -242,20 +246,18 @@ def zero_shot(folder: Path, stack: ExitStack) -> Case:
 
 
 def classifier(folder: Path, stack: ExitStack) -> Case:
-    names = {"id2label": {0: "calm", 1: "angry", 2: "glad"}, "label2id": {"calm": 0, "angry": 1, "glad": 2}}
-    config = transformers.BertConfig(
-        **TOWER, vocab_size=len(tokenizer()), max_position_embeddings=64, initializer_range=0.3, **names
-    )
-    broken = save(folder, drawn(lambda: transformers.BertForSequenceClassification(config)), tokenizer())
-    for name, changes in (
-        ("many", {"problem_type": "multi_label_classification"}),
-        ("headless", {"architectures": ["BertModel"]}),
-    ):
-        config.update(changes)
-        config.save_pretrained(folder / name)
-        save_file(load_file(folder / "m" / "model.safetensors"), folder / name / "model.safetensors", {"format": "pt"})
+    sizes = {**TOWER, "vocab_size": len(tokenizer()), "max_position_embeddings": 64, "initializer_range": 0.3}
+
+    def network(**config: Any) -> Any:
+        return drawn(lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, **config)))
+
+    broken = save(folder, network(id2label={0: "calm", 1: "angry", 2: "glad"}), tokenizer())
+    network(num_labels=1).save_pretrained(folder / "one")
+    network(problem_type="multi_label_classification").save_pretrained(folder / "many")
+    transformers.BertModel(transformers.BertConfig(**sizes)).save_pretrained(folder / "headless")
     wrong = [NO_FOLDER, NO_HUB, ({"text": []}, "text"), ({"max_tokens": 1}, "max_tokens")]
-    wrong += [({"model": "many"}, "does not choose one of several"), ({"model": "headless"}, "saved as BertModel")]
+    wrong += [({"model": name}, "does not choose one of several classes") for name in ("one", "many")]
+    wrong += [({"model": "headless"}, "is not a complete text classifier: it was saved as BertModel")]
     return Case(
         {"kind": "transformers-classifier", "model": "m"},
         texts(),
@@ -274,14 +276,17 @@ def language(kind: str, **more: Any) -> Callable[[Path, ExitStack], Case]:
     def case(folder: Path, stack: ExitStack) -> Case:
         tiny = tiny_language_model(folder / "m")
         broken = save(folder, tiny.network, tiny.tokenizer)
-        wrong = [NO_FOLDER, NO_HUB, ONE_LABEL, NO_COLUMN, ({"options": "word"}, "options")]
+        wrong = [ONE_LABEL, NO_COLUMN, ({"options": "word"}, "options")]
+        missing = [({"model": name}, "cannot be loaded") for name in ("/absent", "org/absent")]
+        if kind == "transformers-choice":
+            missing.append(({"gguf_file": "absent.gguf"}, "cannot be loaded"))
         return Case(
             {"kind": kind, "model": "m", **ASKED},
             texts(),
             unreadable=None,
             labels=tuple(LABELS),
             other={**ASKED_OTHERWISE, "options": "text", "max_tokens": 99},
-            refused=wrong if kind != "vllm" else [({"model": "/absent"}, "cannot be loaded by vLLM"), *wrong[2:]],
+            refused=[*wrong, *missing],
             broken=broken,
             **more,
         )
@@ -300,7 +305,9 @@ def odds(text: str) -> dict[str, float]:
     return dict(zip(LABELS, (weights / weights.sum()).tolist(), strict=True))
 
 
-def served(kind: str, answer: Callable[[dict[str, float]], Any], **more: Any) -> Callable[[Path, ExitStack], Case]:
+def served(
+    kind: str, answer: Callable[[dict[str, float]], Any], logit_kind: str, *refused: tuple[dict[str, Any], str]
+) -> Callable[[Path, ExitStack], Case]:
     """Return what makes a case of a language model behind a server."""
 
     def case(folder: Path, stack: ExitStack) -> Case:
@@ -316,11 +323,12 @@ def served(kind: str, answer: Callable[[dict[str, float]], Any], **more: Any) ->
             ({"api_key": "sk-0123"}, "api_key"),
             ({"prices": None, "max_usd": 1}, "max_usd needs prices"),
             *(ONE_LABEL, NO_COLUMN),
+            *refused,
         ]
         same = {"api_key_env": "K", "max_concurrency": 1, "timeout_s": 9, "max_retries": 1, "max_usd": 1}
         extra = {"same": same, "other": {**ASKED_OTHERWISE, "base_url": "http://host"}, "refused": wrong}
         extra["broken"] = {"base_url": broken.url}
-        return Case(settings, texts(), None, labels=tuple(LABELS), bills=True, **extra, **more)
+        return Case(settings, texts(), None, logit_kind, labels=tuple(LABELS), bills=True, **extra)
 
     return case
 
@@ -382,8 +390,21 @@ KINDS = {
     "transformers-classifier": classifier,
     "transformers-choice": language("transformers-choice", same={"device": "cpu", "batch_tokens": 50}),
     "vllm": vllm,
-    "openai": served("openai", completion, logit_kind="log-probabilities"),
-    "decisions": served("decisions", decision, logit_kind="probabilities"),
+    "openai": served(
+        "openai",
+        completion,
+        "log-probabilities",
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"endpoint": "responses"}, "endpoint"),
+        ({"base_url": None, "options": "text"}, "needs a server that scores given tokens"),
+    ),
+    "decisions": served(
+        "decisions",
+        decision,
+        "probabilities",
+        ({"question": "predicate"}, "two labels"),
+        ({"options": "letter"}, "a decision lists its own"),
+    ),
     "remote": remote,
     "sentence-encoder": sentence_encoder,
 }

@@ -12,7 +12,6 @@ from language_models import LETTERS, SMOLLM2_FILE, question_prompt, smollm2, tin
 
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.costs import measured
-from cauc_ray.models.pool import load_pool
 from cauc_ray.models.prompts import Prompts
 from cauc_ray.models.transformers import TransformersChoiceSpec
 
@@ -278,20 +277,3 @@ def test_a_gguf_file_answers_as_its_weights_do():
     assert_letters_logits(model, oracle, chat=True)
     assert model.facts.params_b == pytest.approx(0.1345, rel=1e-3)
     assert SMOLLM2_FILE in model.facts.source
-
-
-def test_a_missing_model_is_reported_in_one_line(tmp_path):
-    for model, file in ((tmp_path, None), ("nobody/nothing", None), (tmp_path, "absent.gguf")):
-        with pytest.raises(ConfigError, match="cannot be loaded") as error:
-            spec(model, gguf_file=file).load()
-        assert "\n" not in str(error.value)
-    pool = tmp_path / "pool.yaml"
-    (tmp_path / "models").mkdir()
-    pool.write_text(
-        "name: p\ntask: multiple-choice\nstages:\n"
-        "- {name: a, model: {kind: transformers-choice, model: models}}\n"
-        "- {name: b, model: {kind: transformers-choice, model: ORG/NAME}}\n"
-    )
-    here, hub = load_pool(pool).stages
-    assert here.model.model == str(tmp_path / "models")
-    assert hub.model.model == "ORG/NAME"

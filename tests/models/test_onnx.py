@@ -1,10 +1,8 @@
 """Classifiers in ONNX files: of columns, of texts and of images, against numpy on the same weights."""
 
-import json
-
 import numpy as np
 import pytest
-from batches import column, encoded, refused
+from batches import column, encoded
 from language_models import tiny_language_model
 from PIL import Image
 
@@ -127,16 +125,3 @@ def test_images_are_resized_cut_and_normalised_as_torchvision_does(tmp_path):
     for row, picture in enumerate(pictures):
         assert answers.logits[row] == pytest.approx(plain(picture).numpy().mean(axis=(1, 2)) @ w, abs=1e-4)
     assert "cannot be decoded" in answers.failures[2]
-
-
-def test_what_cannot_be_used_is_refused_in_one_line(linear, tmp_path):
-    (tmp_path / "broken.onnx").write_bytes(b"no graph")
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"no": "tokenizer"}))
-    for settings, says in (
-        ({"path": tmp_path / "absent.onnx"}, "cannot be loaded"),
-        ({"path": tmp_path / "broken.onnx"}, "cannot be loaded"),
-        ({"path": linear, "output": "logit"}, "no output 'logit'; it has label, probabilities, logits"),
-        ({"path": linear, "tokenizer": str(tmp_path / "tokenizer.json")}, "is not a tokenizer.json"),
-        ({"path": linear, "device": "cuda"}, "no GPU"),
-    ):
-        assert says in refused(spec(**settings).load)

@@ -99,11 +99,11 @@ def test_a_run_reads_the_columns_that_its_models_read(model, inputs, read):
 
 def test_the_published_schema_takes_built_in_and_registered_kinds(tmp_path):
     schema = json.loads(schema_path("pool").read_text())
+    published = jsonschema.validators.validator_for(schema)(schema)
     saved = {"kind": "saved", "logits": "L", "model": "m", "split": "test"}
     for model in (saved, {"kind": "constant", "value": 3}):
-        jsonschema.validate(yaml.safe_load(pool_file(tmp_path, **model).read_text()), schema)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(yaml.safe_load(pool_file(tmp_path, **saved, splot="x").read_text()), schema)
+        assert published.is_valid(yaml.safe_load(pool_file(tmp_path, **model).read_text()))
+    assert not published.is_valid(yaml.safe_load(pool_file(tmp_path, **saved, splot="x").read_text()))
 
 
 @pytest.mark.usefixtures("other_package")
@@ -113,6 +113,9 @@ def test_what_stands_beside_the_kind_reaches_the_factory(tmp_path):
     spec = load_pool(pool_file(tmp_path, kind="echo", **settings)).stage("s").model
     assert isinstance(spec, RegisteredSpec)
     assert spec.cost_unit is None
+    identity = RegisteredSpec(kind="elsewhere", depth=3).identity
+    assert RegisteredSpec(kind="elsewhere", depth=3, device="cpu", logit_kind="probabilities").identity == identity
+    assert RegisteredSpec(kind="elsewhere", depth=4).identity != identity
     assert spec.load().function.settings == settings
 
 

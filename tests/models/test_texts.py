@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from language_models import tiny_language_model
 
-from cauc_ray.errors import DataError
 from cauc_ray.models.answers import GPU_PASS_TOKENS, PASS_TOKENS, bucketed
 from cauc_ray.models.transformers import TransformersClassifierSpec
 
@@ -99,21 +98,6 @@ def test_weights_that_no_gpu_of_the_stage_can_hold_are_refused_before_they_are_l
         message = refused(load)
         assert gpus in message
         assert advice in message
-
-
-def test_what_is_no_classifier_of_texts_is_refused_in_one_line(tokenizer, tmp_path):
-    with pytest.raises(DataError, match="no column 'text'"):
-        spec(saved(network("bert", len(tokenizer)), tokenizer, tmp_path / "a")).load()({"title": column(["x"])})
-    language_model = tiny_language_model(tmp_path / "b")
-    many = network("bert", len(tokenizer), problem_type="multi_label_classification")
-    one = network("bert", len(tokenizer), id2label={0: "score"}, label2id={"score": 0})
-    for folder, says in (
-        (language_model.folder, "is not a complete text classifier: it was saved as LlamaForCausalLM"),
-        (saved(many, tokenizer, tmp_path / "c"), "does not choose one of several classes"),
-        (saved(one, tokenizer, tmp_path / "d"), "does not choose one of several classes"),
-        (tmp_path / "absent", "there is no such folder"),
-    ):
-        assert says in refused(spec(folder).load)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.integers(20, 200), st.booleans())

@@ -14,9 +14,11 @@ import yaml
 from batches import column, question_batch, refused
 from conftest import SHARED_DATA
 from language_models import tiny_language_model, with_adapter
+from scipy.special import log_softmax
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.models.answers import LITTLE_MASS
+from cauc_ray.models.prompts import Prompts
 from cauc_ray.models.transformers import TransformersChoiceSpec
 from cauc_ray.models.vllm import VllmSpec
 
@@ -62,12 +64,15 @@ def test_it_answers_as_the_same_weights_in_torch(engines, language_model, option
 def test_more_labels_than_it_scores_at_once_and_rows_that_are_too_long(engines, language_model):
     tokenizer = language_model.tokenizer
     tokens = [t for t in range(2, min(2000, len(tokenizer))) if tokenizer.encode(tokenizer.decode([t])) == [t]]
-    names = [tokenizer.decode([t]) for t in tokens if tokenizer.decode([t]).strip()][:200]
-    names.append("a name of several tokens")
-    assert len(names) > 150
-    model = spec(language_model, labels=names, prompt="{{ text }}", engine={"max_model_len": 2000}).load()
-    answers = model({"text": column(["Which?", "word " * 3000])})
-    assert np.isfinite(answers.logits[0]).all()
+    tokens = [t for t in tokens if tokenizer.decode([t]).strip()][:200]
+    assert len(tokens) > 150
+    names = [*map(tokenizer.decode, tokens), "a name of several tokens"]
+    model_spec = spec(language_model, labels=names, prompt="{{ text }}", engine={"max_model_len": 2000})
+    answers = model_spec.load()({"text": column(["Which?", "word " * 3000])})
+    prompt = Prompts(model_spec, True)({"text": column(["Which?"])})[0][0].text
+    expected = log_softmax(language_model.logits(language_model.chat(prompt))[-1].astype(float))[tokens]
+    assert answers.logits[0, :-1] == pytest.approx(expected, abs=1e-3)
+    assert np.isfinite(answers.logits[0, -1])
     assert answers.n_options[0] == len(names)
     assert answers.failures.keys() == {1}
     assert "takes up to 1,999" in answers.failures[1]
@@ -85,11 +90,9 @@ def test_the_engine_gets_its_settings(engines, language_model):
     assert model.facts.dtype == "fp8 in float32"
 
 
-def test_what_cannot_be_loaded_is_one_line(engines, monkeypatch):
-    own = VllmSpec(kind="vllm", model="/absent")
-    assert "cannot be loaded by vLLM: /absent is not a local folder" in refused(own.load)
+def test_a_missing_package_is_named(engines, monkeypatch):
     monkeypatch.setattr("cauc_ray.errors.find_spec", lambda name: None)
-    assert "needs vllm and torch; install with: pip install" in refused(own.load)
+    assert "needs vllm and torch; install with: pip install" in refused(VllmSpec(kind="vllm", model="m").load)
 
 
 COLLECT = """
@@ -102,7 +105,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak("vllm")
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not Path(VLLM_PYTHON).is_file(), reason="no environment with vLLM: set VLLM_PYTHON")
 def test_real_engines_in_stages_on_ray_predict_as_torch_does_on_500_questions(tmp_path):
