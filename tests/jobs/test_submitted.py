@@ -124,7 +124,7 @@ def test_a_submitted_run_that_is_killed_is_resumed_to_the_rows_of_the_replay(hea
     code, log = Submitted(head, "run", config).ended()
     assert code == 0, log
     assert answers_of(inputs / "run-killed") == by_example(replayed.to_arrow())
-    assert json.loads(log.splitlines()[-1])["accuracy"] == replayed.measures.accuracy.value
+    assert json.loads(log.splitlines()[-1])["accuracy"]["value"] == replayed.measures.accuracy.value
 
 
 def metrics(head, *parts):

@@ -9,6 +9,7 @@ from batches import column, question_batch
 from conftest import SHARED_DATA
 from fake_gpu import Gpu
 from language_models import LETTERS, SMOLLM2_FILE, question_prompt, smollm2, tiny_network
+from scipy.special import log_softmax
 
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.costs import measured
@@ -134,8 +135,7 @@ def test_what_all_prompts_begin_with_is_run_once(language_model, options, chat):
             if options == "letter":
                 expected = logits[-1, own[-1]]
             else:
-                logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-                expected = logs[np.arange(len(own)), own].sum()
+                expected = log_softmax(logits, axis=1)[np.arange(len(own)), own].sum()
             for found in answers:
                 assert found[row, option] == pytest.approx(expected, abs=TOLERANCE)
 
@@ -165,18 +165,20 @@ def assert_letters_logits(model, oracle, chat):
 
 @pytest.mark.parametrize("options", ["name", "text"])
 def test_longer_options_get_their_log_likelihood(loaded, language_model, options):
-    """The sum over the tokens of a name; of a text that the model has not been shown, the sum per byte."""
-    model = loaded(options=options, chat_template=False)
+    assert_log_likelihoods(loaded(options=options, chat_template=False), language_model, options)
+
+
+def assert_log_likelihoods(model, oracle, options):
+    """Expect the sum over the tokens of a name; of a text that the model has not been shown, the sum per byte."""
     choices = ["honey", "concrete walls and große Brücken", "x"]
     answers = model(question_batch(("What do bees make?", choices, "About insects.")))
-    encode = language_model.tokenizer.encode
+    encode = oracle.tokenizer.encode
     listed = "".join(f"- {choice}\n" for choice in choices) if options == "name" else ""
     prompt = encode(f"About insects.\nQuestion: What do bees make?\n{listed}Answer:")
     for place, choice in enumerate(choices):
-        own = encode(f" {choice}")
-        logits = language_model.logits(prompt + own).astype(np.float64)
-        logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-        total = sum(logs[len(prompt) + step - 1, token] for step, token in enumerate(own))
+        tokens = encode(f" {choice}")
+        logs = log_softmax(oracle.logits(prompt + tokens).astype(np.float64), axis=1)
+        total = sum(logs[len(prompt) + step - 1, token] for step, token in enumerate(tokens))
         n = len(choice.encode()) if options == "text" else 1
         assert answers.logits[0, place] == pytest.approx(total / n, abs=TOLERANCE)
 
@@ -271,9 +273,14 @@ def test_a_model_that_also_sees_images_answers_texts(language_model, tmp_path, f
 
 
 @pytest.mark.slow
-def test_a_gguf_file_answers_as_its_weights_do():
+def test_a_real_language_model_scores_letters_names_and_texts_as_a_plain_forward_pass_does():
+    from cauc_ray.models.language import ChoiceModel
+
     oracle = smollm2()
     model = spec(oracle.folder, gguf_file=SMOLLM2_FILE).load()
     assert_letters_logits(model, oracle, chat=True)
     assert model.facts.params_b == pytest.approx(0.1345, rel=1e-3)
     assert SMOLLM2_FILE in model.facts.source
+    for options in ("name", "text"):
+        settings = spec(oracle.folder, options=options, chat_template=False)
+        assert_log_likelihoods(ChoiceModel(settings, oracle.tokenizer, oracle.network), oracle, options)

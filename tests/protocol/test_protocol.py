@@ -179,18 +179,14 @@ REFUSED = [
     *((one_number(number), "outside the range of FP32") for number in (b"NaN", b"-Infinity", b"1e999")),
     (b'{"inputs": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion limit"),
     (b'{"inputs": [' + b"1" * 100_000 + b"]}", "out of range"),
-    (b"[]", "object"),
     (b"{}", "missing key 'inputs'"),
     (body_of(inputs=[]), "inputs: list should have at least 1 item"),
-    (body_of(inputs=[tensor(), None]), "inputs.1: "),
-    (body_of(inputs=[tensor(name="")]), "inputs.0.name: "),
     (body_of(inputs=[{"shape": [1], "datatype": "INT8"}]), "missing key 'inputs.0.name'"),
     (body_of(inputs=[tensor(), tensor()]), "two inputs named 'x'"),
     (body_of(inputs=[tensor(datatype="BF16")]), "inputs.0.datatype: input should be 'BOOL', 'UINT8',"),
     (body_of(inputs=[tensor(shape=[3])]), "tensor 'x' has 2 values"),
     (body_of(inputs=[tensor(shape=[True, 2])]), "inputs.0.shape.0: "),
     (body_of(inputs=[tensor(shape=[2, -1])]), "inputs.0.shape.1: "),
-    (body_of(inputs=[tensor(shape=[1] * 65)]), "inputs.0.shape: "),
     (body_of(inputs=[tensor(data=None)]), "tensor 'x' has no 'data'"),
     (body_of(inputs=[tensor(parameters={"shared_memory_region": "r"})]), "inputs.0.parameters.shared_memory_region: "),
     (body_of(inputs=[tensor(parameters={"binary_data_size": 2})]), "both 'data' and a binary_data_size"),
@@ -199,10 +195,8 @@ REFUSED = [
     (body_of(parameters={"max_cost": -1}), "parameters.max_cost: input should be greater than or equal to 0"),
     (body_of(parameters={"max_cost": 0.5}).replace(b"0.5", b"1e999"), "max_cost"),
     (body_of(parameters={"max_stage": 1.5}), "parameters.max_stage"),
-    (body_of(parameters={"priority": -1}), "parameters.priority: input should be greater than or equal to 0"),
     (body_of(parameters={"binary_data_output": 1}), "binary_data_output: input should be a valid boolean, got 1"),
     (body_of(parameters={"shared_memory_region": "r"}), "unknown key 'parameters.shared_memory_region'"),
-    (body_of(outputs=["prediction"]), "outputs.0: "),
     (body_of(outputs=[{"name": "y"}]), "outputs.0.name: input should be 'prediction', 'prediction_label',"),
     (body_of(outputs=[{"name": "cost"}] * 2), "names the output 'cost' twice"),
     (body_of(outputs=[{"name": "cost", "parameters": {"classification": 3}}]), "outputs.0.parameters.classification"),
@@ -276,7 +270,7 @@ def test_other_encodings_are_refused_by_name(encoding):
 @pytest.mark.parametrize(("encoding", "window"), [("gzip", 31), ("deflate", 15)])
 def test_a_bomb_is_not_inflated(encoding, window):
     deflater = zlib.compressobj(9, wbits=window)
-    bomb = b"".join(deflater.compress(bytes(2**20)) for _ in range(200)) + deflater.flush()
+    bomb = b"".join(deflater.compress(bytes(2**20)) for _ in range(50)) + deflater.flush()
     tracemalloc.start()
     try:
         fault(decoded_body, bomb, encoding, 2**20, status=413)
