@@ -13,7 +13,6 @@ from cauc_ray.cli.verbs import VERBS
 from cauc_ray.models.pool import load_pool
 from cauc_ray.paper.config import Chain
 from cauc_ray.paper.run import plan_of
-from cauc_ray.paper.tables import CONTENTS
 
 ROOT = Path(__file__).parents[2]
 POOLS = sorted((ROOT / "jobs" / "pools").glob("*.yaml"))
@@ -63,14 +62,6 @@ def test_every_chain_of_the_paper_is_configured_from_models_of_a_pool():
         for entry in entries:
             pool = pools["language" if entry.set in TASKS else entry.set]
             assert {*entry.wanted} <= {stage.name for stage in pool.stages}
-
-
-def test_the_status_page_names_pools_and_parts_that_are_there():
-    config, names = own_chains(), {path.stem for path in POOLS}
-    for item in CONTENTS["status"]["items"]:
-        if "part" in item:
-            assert config.parts[item["part"]]
-            assert set(item["own"].split(", ")) <= names
 
 
 def test_costs_are_those_of_the_papers_tables():

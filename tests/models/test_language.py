@@ -8,7 +8,7 @@ import pytest
 from batches import column, question_batch
 from conftest import SHARED_DATA
 from fake_gpu import Gpu
-from language_models import LETTERS, SMOLLM2_FILE, question_prompt, smollm2, tiny_network
+from language_models import LETTERS, SMOLLM2_FILE, Loaded, question_prompt, smollm2_folder, tiny_network
 from scipy.special import log_softmax
 
 from cauc_ray.errors import ConfigError, DataError
@@ -273,11 +273,19 @@ def test_a_model_that_also_sees_images_answers_texts(language_model, tmp_path, f
 
 
 @pytest.mark.slow
-def test_a_real_language_model_scores_letters_names_and_texts_as_a_plain_forward_pass_does():
+def test_a_real_language_model_scores_letters_names_and_texts_as_a_plain_forward_pass_does(monkeypatch):
+    """SmolLM2-135M from its GGUF file, which is loaded once: the oracle computes with the same weights."""
     from cauc_ray.models.language import ChoiceModel
 
-    oracle = smollm2()
-    model = spec(oracle.folder, gguf_file=SMOLLM2_FILE).load()
+    folder, parts = smollm2_folder(), []
+
+    def noted(*given):
+        parts.extend(given)
+        return ChoiceModel(*given)
+
+    monkeypatch.setattr("cauc_ray.models.language.ChoiceModel", noted)
+    model = spec(folder, gguf_file=SMOLLM2_FILE).load()
+    oracle = Loaded(folder, *parts[1:])
     assert_letters_logits(model, oracle, chat=True)
     assert model.facts.params_b == pytest.approx(0.1345, rel=1e-3)
     assert SMOLLM2_FILE in model.facts.source

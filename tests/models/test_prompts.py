@@ -10,7 +10,7 @@ import pytest
 from batches import column, refused
 
 from cauc_ray.errors import DataError
-from cauc_ray.models.pool import load_pool, pool_of
+from cauc_ray.models.pool import pool_of
 from cauc_ray.models.prompts import Prompts
 
 TICKETS = {
@@ -157,13 +157,10 @@ def test_rows_that_cannot_be_asked_say_why():
     [
         ({"prompt": "{{ text"}, "prompt: .*line 1"),
         ({"prompt": "{{ text | shout }}"}, "prompt: .*shout"),
-        ({"prompt": "Which one?"}, "prompt reads no column"),
         ({"prompt": None}, "labels need a prompt"),
         ({"labels": None}, "needs labels to choose from"),
-        ({"labels": ["one"]}, "at least two labels"),
         ({"labels": ["a", "a"]}, "two labels have one name"),
         ({"labels": [str(n) for n in range(60)], "options": "letter"}, "letter takes up to 52"),
-        ({"options": "word"}, "options"),
         ({"examples": "absent.csv"}, "no file .*absent.csv"),
         ({"examples": [{"label": "bug"}]}, "example 0 has no 'text'"),
         ({"examples": [{"text": "a", "label": "bugg"}]}, "no label 'bugg'; there are billing, bug, other"),
@@ -179,20 +176,6 @@ def test_rows_that_cannot_be_asked_say_why():
 )
 def test_a_fault_of_a_prompt_is_one_line_before_anything_is_loaded(tmp_path, settings, says):
     assert re.search(says, refused(lambda: spec(**{"folder": tmp_path, **settings})))
-
-
-def test_what_a_pool_file_in_yaml_says_is_what_is_asked(tmp_path):
-    (tmp_path / "labels.txt").write_text("yes\nno\n")
-    (tmp_path / "pool.yaml").write_text(
-        "name: p\ntask: classification\nlabels: labels.txt\noptions: name\n"
-        "prompt: |\n  Is it good?\n  {{ title }}: {{ body }}\n"
-        "stages:\n- {name: a, model: {kind: transformers-choice, model: m}}\n"
-    )
-    pool = load_pool(tmp_path / "pool.yaml")
-    (text,), _, _ = asked(pool.stages[0].model, title=["T"], body=["B"])
-    assert text == "Options:\n- yes\n- no\n\nIs it good?\nT: B\nAnswer:"
-    assert pool.columns_read(pool.stages) == {"example_id", "label", "choices", "title", "body"}
-    assert "{{ title }}: {{ body }}" in pool.stages[0].model.shown
 
 
 ASKED_OTHERWISE = [
@@ -229,13 +212,6 @@ def test_what_is_asked_in_another_way_is_shown_in_another_way(tmp_path, kind, se
     assert len({shown(), *(shown(**own) for own in others)}) == 1 + len(others)
 
 
-def test_a_template_that_lists_the_options_is_shown_as_the_whole_prompt(tmp_path):
-    model = {"kind": "transformers-choice", "model": "m", "prompt": "{{ options }}\n{{ text }}\nIt is"}
-    pool = {
-        "name": "p",
-        "task": "classification",
-        "labels": {"a": "x", "b": ""},
-        "stages": [{"name": "s", "model": model}],
-    }
-    shown = pool_of(pool, tmp_path).stages[0].model.shown
+def test_a_template_that_lists_the_options_is_shown_as_the_whole_prompt():
+    shown = spec(labels={"a": "x", "b": ""}, prompt="{{ options }}\n{{ text }}\nIt is").shown
     assert shown == "{{ options }}\n{{ text }}\nIt is <letter>\n\n{{ options }}:\nA. a: x\nB. b"

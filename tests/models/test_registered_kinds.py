@@ -83,6 +83,7 @@ def loaded(folder, **model):
         ({"kind": "torchvision", "arch": "resnet18"}, {}, {"image"}),
         ({"kind": "saved", "logits": "L", "model": "m", "split": "s"}, {}, set()),
         ({"kind": "openai", "model": "m"}, {}, {"question", "context", "subject", "task"}),
+        ({"kind": "openai", "model": "m", "labels": ["a", "b"], "prompt": "{{ x }} {{ y }}"}, {}, {"x", "y"}),
         ({"kind": "python", "factory": "a:b"}, {"x": {"datatype": "FP64", "shape": []}}, {"x"}),
         ({"kind": "python", "factory": "a:b"}, {}, None),
     ],
@@ -92,7 +93,7 @@ def test_a_run_reads_the_columns_that_its_models_read(model, inputs, read):
         {"name": "s", "model": model},
         {"name": "t", "model": {"kind": "saved", "logits": "L", "model": "m", "split": "s"}},
     ]
-    task = "multiple-choice" if model["kind"] == "openai" else "image-classification"
+    task = "multiple-choice" if read and "question" in read else "classification"
     pool = pool_of({"name": "p", "task": task, "inputs": inputs, "stages": stages}, Path())
     assert pool.columns_read(pool.stages) == (None if read is None else {"example_id", "label", "choices", *read})
 

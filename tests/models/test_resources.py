@@ -65,14 +65,10 @@ def test_memory_is_bytes_or_a_text_with_its_unit(size, n_bytes):
         ({"custom": {"GPU": 1}}, "'GPU' is not a custom resource"),
         ({"custom": {"licence": 0}}, "greater than 0"),
         ({"labels": {"tier": "in(a"}}, "expected .* got 'in"),
-        ({"labels": {"tier": ""}}, "expected .* got ''"),
         ({"fallback": [{"tier": "edge"}]}, "fallback needs labels"),
         ({"labels": {"tier": "a"}, "fallback": [{"tier": "a b"}]}, "expected .* got 'a b'"),
-        ({"num_cpus": float("nan")}, "finite"),
         ({"memory": "4GB"}, "KiB, MiB, GiB or TiB, got '4GB'"),
         ({"memory": "-1GiB"}, "expected bytes.* got '-1GiB'"),
-        ({"memory": -1}, "greater than or equal to 0"),
-        ({"memory": 0.5}, "valid integer"),
     ],
 )
 def test_what_no_replica_can_have_is_refused(fault, says):
