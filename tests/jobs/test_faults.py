@@ -22,8 +22,8 @@ def test_every_end_of_a_row_other_than_the_replays_is_counted(tmp_path):
     assert compare(cascade, ids, answers, []) == right
     first, second, third, *rest = answers
     assert compare(cascade, ids, [first, first, *rest], []) == right | {"lost": 2, "doubled": 1}
-    other = second | {"confidence": float(np.nextafter(np.float32(second["confidence"]), np.float32(0)))}
-    assert compare(cascade, ids, [first, other, third, *rest], []) == right | {"different": 1}
+    changed = second | {"confidence": float(np.nextafter(np.float32(second["confidence"]), np.float32(0)))}
+    assert compare(cascade, ids, [first, changed, third, *rest], []) == right | {"different": 1}
     failed = [first["example_id"]]
     assert compare(cascade, ids, answers[1:], failed) == right | {"wrongly_failed": 1}
     assert compare(cascade, ids, answers[1:], failed, must_fail=failed) == right
@@ -48,19 +48,19 @@ SOAK = {
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("where", "kinds"),
+    ("struck", "kinds"),
     [
-        *(pytest.param(where, kinds, marks=pytest.mark.slow) for where, kinds in GATE.items()),
-        *(pytest.param(where, kinds, marks=pytest.mark.soak("faults")) for where, kinds in SOAK.items()),
+        *(pytest.param(struck, kinds, marks=pytest.mark.slow) for struck, kinds in GATE.items()),
+        *(pytest.param(struck, kinds, marks=pytest.mark.soak("faults")) for struck, kinds in SOAK.items()),
     ],
 )
-def test_faults_change_no_row(where, kinds):
+def test_faults_change_no_row(struck, kinds):
     done = subprocess.run(
-        [sys.executable, "-m", "jobs.bench", "faults", "--where", where, "--seeds", "1", "--kinds", *kinds],
+        [sys.executable, "-m", "jobs.bench", "faults", "--where", struck, "--seeds", "1", "--kinds", *kinds],
         cwd=ROOT, capture_output=True, text=True, timeout=880, env={**os.environ, "RAY_ADDRESS": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     *printed, last = done.stdout.splitlines()
     results = json.loads(last)["faults"]
-    assert set(results[where]) == set(kinds)
+    assert set(results[struck]) == set(kinds)
     assert results["sound"], "\n".join(printed)

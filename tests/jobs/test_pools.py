@@ -51,13 +51,13 @@ def test_every_pool_loads_cheapest_first(path):
 
 def test_every_chain_of_the_paper_is_configured_from_models_of_a_pool():
     config, pools = own_chains(), {path.stem: load_pool(path) for path in POOLS}
-    shown = {
+    configured = {
         part: {entry.published for entry in entries if isinstance(entry, Chain)}
         for part, entries in config.parts.items()
     }
     for part, of_paper in PUBLISHED.items():
         if "columns" in of_paper and part in config.tables.by_name:
-            assert shown[part] == set(of_paper["columns"])
+            assert configured[part] == set(of_paper["columns"])
     for entries in config.parts.values():
         for entry in entries:
             pool = pools["language" if entry.set in TASKS else entry.set]

@@ -39,9 +39,9 @@ def answer(text, confidence=max, order=slice(None)):
     p = probabilities(text)
     listed = [{"value": name, "probability": float(q)} for name, q in zip(LABELS, p, strict=True)][order]
     best = [*LABELS][int(p.argmax())]
-    said = {"type": "choice", "choice": best, "confidence": confidence(list(p)), "probabilities": listed, "name": None}
+    reply = {"type": "choice", "choice": best, "confidence": confidence(list(p)), "probabilities": listed, "name": None}
     usage = {"input_tokens": 30, "output_tokens": 1, "total_tokens": 31}
-    return {"answers": [said], "model": "m", "usage": usage}
+    return {"answers": [reply], "model": "m", "usage": usage}
 
 
 def test_a_question_is_asked_as_the_protocol_has_it():
@@ -98,7 +98,7 @@ def test_predicates_and_scores_are_read_by_their_own_probabilities():
 
 
 @pytest.mark.parametrize(
-    ("said", "says"),
+    ("reply", "words"),
     [
         ({"type": "refusal", "name": None}, "refuses"),
         ({"type": "choice", "choice": "bug", "confidence": 0.9}, "no probability of each option"),
@@ -106,13 +106,13 @@ def test_predicates_and_scores_are_read_by_their_own_probabilities():
         (None, "no probability of each option"),
     ],
 )
-def test_an_answer_without_probabilities_fails_alone(said, says):
+def test_an_answer_without_probabilities_fails_alone(reply, words):
     def script(text, before):
-        return {"answers": [said] if said else []} if text.endswith("row 1") else answer(text)
+        return {"answers": [reply] if reply else []} if text.endswith("row 1") else answer(text)
 
     with scripted_server(script) as server:
         answers = spec(server).load()(texts(["row 1", "row 2"]))
         assert answers.failures.keys() == {0}
-        assert says in answers.failures[0]
+        assert words in answers.failures[0]
         server.script = lambda text, before: Fault(422, {"detail": "too many choices"})
         assert "too many choices" in spec(server).load()(texts(["row 3"])).failures[0]

@@ -77,10 +77,10 @@ def test_an_image_encoder_answers_with_its_pooled_output(tmp_path, capfd):
     network = transformers.ViTModel(transformers.ViTConfig(**SIZES)).eval()
     processor = saved(network, tmp_path / "vit")
     capfd.readouterr()
-    found = embeddings(ImageEncoderSpec(model=str(tmp_path / "vit")))
+    vectors = embeddings(ImageEncoderSpec(model=str(tmp_path / "vit")))
     assert capfd.readouterr() == ("", "")
     with torch.inference_mode():
-        assert_same(found, network(pixel_values=inputs(processor)).pooler_output.numpy())
+        assert_same(vectors, network(pixel_values=inputs(processor)).pooler_output.numpy())
 
 
 def test_a_classifiers_weights_without_a_pooler_are_averaged_over_patches(tmp_path):
@@ -89,12 +89,12 @@ def test_a_classifiers_weights_without_a_pooler_are_averaged_over_patches(tmp_pa
     network = transformers.ViTForImageClassification(transformers.ViTConfig(**SIZES, num_labels=4)).eval()
     processor = saved(network, tmp_path)
     spec = ImageEncoderSpec(model=str(tmp_path))
-    found = embeddings(spec)
+    vectors = embeddings(spec)
     torch.manual_seed(99)
-    assert (embeddings(spec) == found).all()
+    assert (embeddings(spec) == vectors).all()
     with torch.inference_mode():
         patches = network.vit(pixel_values=inputs(processor)).last_hidden_state
-    assert_same(found, patches.mean(dim=1).numpy())
+    assert_same(vectors, patches.mean(dim=1).numpy())
 
 
 @pytest.mark.parametrize("tower_alone", [True, False])

@@ -55,7 +55,7 @@ class Case:
     labels: tuple[str, ...] | None = None
     bills: bool = False
     same: dict[str, Any] = field(default_factory=dict)
-    other: dict[str, Any] = field(default_factory=dict)
+    different: dict[str, Any] = field(default_factory=dict)
     refused: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     broken: dict[str, Any] | None = None
     folder: Path = Path()
@@ -120,10 +120,15 @@ def python(folder: Path, stack: ExitStack) -> Case:
     settings = {"kind": "python", "factory": "user_models:by_x", "kwargs": {"factor": 2.0}}
     wrong = [({"factory": "user_models:absent"}, "factory"), ({"factory": "absent_module:load"}, "factory")]
     wrong += [({"factory": "user_models:no_callable"}, "not callable"), ({"factory": "no colon"}, "factory")]
-    other = {"factory": "user_models:ragged", "kwargs": {"factor": 3.0}}
+    different = {"factory": "user_models:ragged", "kwargs": {"factor": 3.0}}
     nan = {"kwargs": {"factor": float("nan")}, "logit_kind": "raw"}
     return Case(
-        settings, {"x": np.arange(1.0, 7)}, same={"logit_kind": "surrogate"}, other=other, refused=wrong, broken=nan
+        settings,
+        {"x": np.arange(1.0, 7)},
+        same={"logit_kind": "surrogate"},
+        different=different,
+        refused=wrong,
+        broken=nan,
     )
 
 
@@ -137,7 +142,7 @@ def saved(folder: Path, stack: ExitStack) -> Case:
         unreadable="nobody",
         bills=True,
         same={"seconds_per_call": 0.1, "seconds_per_row": 0.1, "logit_kind": "surrogate"},
-        other={"model": "m0", "split": "validation"},
+        different={"model": "m0", "split": "validation"},
         refused=wrong,
     )
 
@@ -168,7 +173,7 @@ def onnx(folder: Path, stack: ExitStack) -> Case:
         {"age": column(range(20, 80, 10)), "income": np.arange(6.0)},
         unreadable=None,
         same={"device": "cpu", "logit_kind": "surrogate"},
-        other={"columns": ["income", "age"]},
+        different={"columns": ["income", "age"]},
         refused=wrong,
         broken={"model": "nan.onnx"},
     )
@@ -193,7 +198,7 @@ def torchvision(folder: Path, stack: ExitStack) -> Case:
         images(),
         unreadable=b"no image",
         same={"device": "cpu"},
-        other={"arch": "squeezenet1_0"},
+        different={"arch": "squeezenet1_0"},
         refused=wrong,
         broken={"weights": "nan.safetensors"},
     )
@@ -210,10 +215,18 @@ def image_kind(kind: str, network: Any, labels: Any = None, **more: Any) -> Call
         if kind == "transformers-image":  # the library would draw the classifier at random, and only log that it did
             transformers.ViTModel(transformers.ViTConfig(**VISION)).save_pretrained(folder / "headless")
             wrong.append(({"model": "headless"}, "is not a complete image classifier: it was saved as ViTModel"))
-        same, other = {"device": "cpu"}, {"dtype": "bfloat16", "revision": "v2"}
+        same, different = {"device": "cpu"}, {"dtype": "bfloat16", "revision": "v2"}
         settings = {"kind": kind, "model": "m"}
         return Case(
-            settings, images(), b"no image", labels=labels, same=same, other=other, refused=wrong, broken=broken, **more
+            settings,
+            images(),
+            b"no image",
+            labels=labels,
+            same=same,
+            different=different,
+            refused=wrong,
+            broken=broken,
+            **more,
         )
 
     return case
@@ -239,7 +252,7 @@ def zero_shot(folder: Path, stack: ExitStack) -> Case:
         unreadable=b"no image",
         labels=tuple(LABELS),
         same={"device": "cpu"},
-        other={"labels": ["billing", "bug", "else"], "prompt": "one {{ label }}"},
+        different={"labels": ["billing", "bug", "else"], "prompt": "one {{ label }}"},
         refused=wrong,
         broken=broken,
     )
@@ -264,7 +277,7 @@ def classifier(folder: Path, stack: ExitStack) -> Case:
         unreadable=None,
         labels=("calm", "angry", "glad"),
         same={"device": "cpu", "batch_tokens": 10},
-        other={"max_tokens": 4, "text": ["text", "text"]},
+        different={"max_tokens": 4, "text": ["text", "text"]},
         refused=wrong,
         broken=broken,
     )
@@ -285,7 +298,7 @@ def language(kind: str, **more: Any) -> Callable[[Path, ExitStack], Case]:
             texts(),
             unreadable=None,
             labels=tuple(LABELS),
-            other={**ASKED_OTHERWISE, "options": "text", "max_tokens": 99},
+            different={**ASKED_OTHERWISE, "options": "text", "max_tokens": 99},
             refused=[*wrong, *missing],
             broken=broken,
             **more,
@@ -326,7 +339,7 @@ def served(
             *refused,
         ]
         same = {"api_key_env": "K", "max_concurrency": 1, "timeout_s": 9, "max_retries": 1, "max_usd": 1}
-        extra = {"same": same, "other": {**ASKED_OTHERWISE, "base_url": "http://host"}, "refused": wrong}
+        extra = {"same": same, "different": {**ASKED_OTHERWISE, "base_url": "http://host"}, "refused": wrong}
         extra["broken"] = {"base_url": broken.url}
         return Case(settings, texts(), None, logit_kind, labels=tuple(LABELS), bills=True, **extra)
 
@@ -360,7 +373,7 @@ def remote(folder: Path, stack: ExitStack) -> Case:
         {"numbers": column(np.arange(12.0).reshape(6, 2) / 8), "title": column(f"né {row}" for row in range(6))},
         unreadable=None,
         same=ways,
-        other={"output": "y", "url": "http://h", "inputs": {}, "model": "nett"},
+        different={"output": "y", "url": "http://h", "inputs": {}, "model": "nett"},
         refused=wrong,
         broken={"url": nan.url},
     )
@@ -372,7 +385,7 @@ def sentence_encoder(folder: Path, stack: ExitStack) -> Case:
         texts(),
         logit_kind=EMBEDDING,
         same={"device": "cpu"},
-        other={"columns": ["title", "text"], "required": []},
+        different={"columns": ["title", "text"], "required": []},
         refused=[NO_FOLDER],
     )
 
@@ -499,8 +512,8 @@ def test_the_identity_changes_with_what_changes_answers_and_with_nothing_else(ca
     identity = stage.model.identity
     for name, value in case.same.items():
         assert case.stage(**{name: value}).model.identity == identity, name
-    others = {case.stage(**{name: value}).model.identity for name, value in case.other.items()}
-    assert len(others | {identity}) == 1 + len(case.other)
+    identities = {case.stage(**{name: value}).model.identity for name, value in case.different.items()}
+    assert len(identities | {identity}) == 1 + len(case.different)
 
 
 def test_wrong_settings_are_refused_in_one_line_that_names_them(case):

@@ -112,32 +112,32 @@ def test_what_all_prompts_begin_with_is_run_once(language_model, options, chat):
     settings = {"labels": labels, "examples": examples, "prompt": "Ticket: {{ text }}", "options": options}
     from cauc_ray.models.language import ChoiceModel
 
-    own_spec = spec(language_model.folder, chat_template=chat, **settings)
+    choice_spec = spec(language_model.folder, chat_template=chat, **settings)
     texts = column(["It broke", "Why was I charged twice for the very same thing?", "x"])
     n_tokens = []
     hook = language_model.network.register_forward_pre_hook(
-        lambda module, args, given: n_tokens.append(given["input_ids"].shape[1]), with_kwargs=True
+        lambda module, args, inputs: n_tokens.append(inputs["input_ids"].shape[1]), with_kwargs=True
     )
-    model = ChoiceModel(own_spec, language_model.tokenizer, language_model.network)
+    model = ChoiceModel(choice_spec, language_model.tokenizer, language_model.network)
     answers = [model({"text": texts}).logits, np.concatenate([model({"text": texts[[n]]}).logits for n in range(3)])]
     hook.remove()
     head = max(n_tokens)
     assert head > 60
     assert n_tokens.count(head) == 1
     assert max(n for n in n_tokens if n != head) < head
-    prompts, _ = Prompts(own_spec, chat)({"text": texts})
+    prompts, _ = Prompts(choice_spec, chat)({"text": texts})
     for row, asked in prompts.items():
         tokens = language_model.chat(asked.text) if chat else language_model.tokenizer.encode(asked.text)
         for option, name in enumerate(labels):
-            said = LETTERS[option] if options == "letter" else name
-            own = language_model.tokenizer.encode(said if chat else f" {said}")
-            logits = language_model.logits(tokens + own).astype(np.float64)[len(tokens) - 1 : -1]
+            text = LETTERS[option] if options == "letter" else name
+            option_tokens = language_model.tokenizer.encode(text if chat else f" {text}")
+            logits = language_model.logits(tokens + option_tokens).astype(np.float64)[len(tokens) - 1 : -1]
             if options == "letter":
-                expected = logits[-1, own[-1]]
+                expected = logits[-1, option_tokens[-1]]
             else:
-                expected = log_softmax(logits, axis=1)[np.arange(len(own)), own].sum()
-            for found in answers:
-                assert found[row, option] == pytest.approx(expected, abs=TOLERANCE)
+                expected = log_softmax(logits, axis=1)[np.arange(len(option_tokens)), option_tokens].sum()
+            for vector in answers:
+                assert vector[row, option] == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -207,13 +207,13 @@ def test_rows_that_cannot_be_asked_are_reported_and_the_others_answered(loaded, 
 
 
 def test_any_number_of_options_is_scored(loaded):
-    many = ("Which number?", [str(n) for n in range(60)])
-    answers = loaded(options="text")(question_batch(many, ("Which?", ["a", "b"])))
+    sixty = ("Which number?", [str(n) for n in range(60)])
+    answers = loaded(options="text")(question_batch(sixty, ("Which?", ["a", "b"])))
     assert answers.n_options.tolist() == [60, 2]
     assert np.isfinite(answers.logits[0]).all()
     letters = loaded()
     fits = ("Which number?", [str(n) for n in range(len(LETTERS))])
-    answers = letters(question_batch(many, fits))
+    answers = letters(question_batch(sixty, fits))
     assert answers.failures.keys() == {0}
     assert np.isfinite(answers.logits[1]).all()
     assert loaded(options="text")(question_batch(("Which?", ["a", " "]))).failures == {0: "one of its choices is empty"}
@@ -240,12 +240,12 @@ def test_operations_follow_the_length_and_leave_padding_out(loaded, language_mod
 def test_a_model_that_is_spread_over_what_devices_there_are_answers_alike(loaded, language_model, options, monkeypatch):
     """By accelerate's device map, which here has the CPU alone."""
     questions = [("Is it?", ["yes it is", "no"]), ("Which is more?", ["one", "a pair of them", "none"])]
-    own = spec(language_model.folder, options=options)
-    spread = own.load_over_gpus()(question_batch(*questions))
+    settings = spec(language_model.folder, options=options)
+    spread = settings.load_over_gpus()(question_batch(*questions))
     assert (spread.logits == loaded(options=options)(question_batch(*questions)).logits).all()
     monkeypatch.setattr("cauc_ray.errors.find_spec", lambda name: None if name == "accelerate" else name)
     with pytest.raises(ConfigError, match="needs accelerate; install with: pip install"):
-        own.load_over_gpus()
+        settings.load_over_gpus()
 
 
 @pytest.mark.parametrize("family", ["mistral3", "qwen3_vl", "gemma3", "gemma4", "gemma4-experts", "qwen3_5"])
@@ -268,8 +268,10 @@ def test_a_model_that_also_sees_images_answers_texts(language_model, tmp_path, f
         letters = [language_model.tokenizer.encode(f" {letter}")[-1] for letter in "AB"]
         assert answers.logits[0, :2] == pytest.approx(oracle.logits(prompt)[-1][letters], abs=TOLERANCE)
     unused = ("vision", "visual", "projector")  # in the names of what reads images
-    of_text = [own.numel() for name, own in network.named_parameters() if not any(part in name for part in unused)]
-    assert model.facts.params_b == sum(of_text) / 1e9 < sum(own.numel() for own in network.parameters()) / 1e9
+    of_text = [
+        weights.numel() for name, weights in network.named_parameters() if not any(part in name for part in unused)
+    ]
+    assert model.facts.params_b == sum(of_text) / 1e9 < sum(weights.numel() for weights in network.parameters()) / 1e9
 
 
 @pytest.mark.slow
@@ -279,9 +281,9 @@ def test_a_real_language_model_scores_letters_names_and_texts_as_a_plain_forward
 
     folder, parts = smollm2_folder(), []
 
-    def noted(*given):
-        parts.extend(given)
-        return ChoiceModel(*given)
+    def noted(*arguments):
+        parts.extend(arguments)
+        return ChoiceModel(*arguments)
 
     monkeypatch.setattr("cauc_ray.models.language.ChoiceModel", noted)
     model = spec(folder, gguf_file=SMOLLM2_FILE).load()

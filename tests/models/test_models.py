@@ -29,7 +29,7 @@ def test_a_python_model_answers_arrays_and_ragged_lists():
 
 
 @pytest.mark.parametrize(
-    ("output", "says"),
+    ("output", "words"),
     [
         (np.zeros((3, 2)), "returned 3 rows of logits for 2 inputs"),
         (np.zeros(2), r"got shape \(2,\)"),
@@ -46,8 +46,8 @@ def test_a_python_model_answers_arrays_and_ragged_lists():
         ("ab", "not str"),
     ],
 )
-def test_answers_that_nobody_can_use_are_refused(output, says):
-    with pytest.raises(DataError, match=says):
+def test_answers_that_nobody_can_use_are_refused(output, words):
+    with pytest.raises(DataError, match=words):
         as_answers(output, 2)
 
 
@@ -96,7 +96,7 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "words"),
     [
         ({"taks": "x"}, "unknown key 'taks'"),
         ({"stages__0__batchsize": 3}, "stages.0: unknown key 'batchsize'; did you mean 'batch_size'"),
@@ -117,8 +117,8 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
         ({"stages__0__replicas": {"min": 2, "max": 1}}, "max 1 is below min 2"),
         ({"labels": ["cat", "dog"]}, "in multiple-choice, choices name themselves"),
         *(
-            ({"task": "image-classification", "labels": labels}, says)
-            for labels, says in [
+            ({"task": "image-classification", "labels": labels}, words)
+            for labels, words in [
                 ([], "labels: the list of labels is empty"),
                 (["cat", ""], "labels: class 1: a name must be a text that is not empty"),
                 ([0, 1], "labels: class 0: a name must be a text that is not empty, got 0"),
@@ -131,13 +131,13 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
         ),
     ],
 )
-def test_a_pool_file_with_a_fault_is_refused_in_one_line(tmp_path, changes, says):
+def test_a_pool_file_with_a_fault_is_refused_in_one_line(tmp_path, changes, words):
     files = {"empty.txt": b" \n\n", "blank.txt": b"cat\n\ndog\n", "latin.txt": "na\xefve".encode("latin-1")}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     path = pool_file(tmp_path, **changes)
     message = refused(lambda: load_pool(path))
-    assert says in message
+    assert words in message
     assert str(path) in message
 
 

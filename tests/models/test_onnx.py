@@ -18,9 +18,9 @@ RNG = np.random.default_rng(0)
 
 def save(path, nodes, inputs, outputs, **weights):
     """Write a graph: inputs and outputs are (name, type, shape)."""
-    given = [[helper.make_tensor_value_info(*each) for each in ends] for ends in (inputs, outputs)]
+    values = [[helper.make_tensor_value_info(*end) for end in ends] for ends in (inputs, outputs)]
     constants = [numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()]
-    graph = helper.make_graph(nodes, "g", *given, constants)
+    graph = helper.make_graph(nodes, "g", *values, constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
     onnx.save(model, str(path))
     return path

@@ -42,31 +42,31 @@ TWO = [("first?", ["x", "y"]), ("second?", ["x", "y"])]
 )
 def test_what_is_not_said_is_no_likelier_than_its_bound(weights, n_said, excess):
     logprobs = np.log(np.sort(weights)[::-1] / np.sum(weights))
-    said, unsaid = logprobs[:n_said], logprobs[n_said:]
-    bound = unsaid_bound(list(said))
+    listed, unsaid = logprobs[:n_said], logprobs[n_said:]
+    bound = unsaid_bound(list(listed))
     assert math.isfinite(bound)
-    assert bound <= said.min()
+    assert bound <= listed.min()
     # The slack is what float64 sums of the said ones may be off by.
     assert (np.exp(unsaid) <= math.exp(bound) + 1e-12).all()
-    left = 1 - math.fsum(np.exp(said))
+    left = 1 - math.fsum(np.exp(listed))
     if left > 1e-6:
-        assert bound == pytest.approx(min(said.min(), math.log(left)))
+        assert bound == pytest.approx(min(listed.min(), math.log(left)))
     # Rounding may leave nothing: the bound is finite all the same.
     nothing_left = [math.log((1 + excess) / n_said)] * n_said
     assert unsaid_bound(nothing_left) == pytest.approx(min(nothing_left[0], math.log(2**-24)))
 
 
 def test_the_ways_to_write_a_letter_add_up_and_only_the_exact_letter_counts():
-    said = {"A": 0.2, " A": 0.1, "▁A": 0.05, "ĠA": 0.05, "ĊA\n": 0.1, "B": 0.2, "a": 0.1, "AB": 0.1, "A.": 0.05}
-    logits, n_below = letter_logits([(token, math.log(p)) for token, p in said.items()], 2)
+    listed = {"A": 0.2, " A": 0.1, "▁A": 0.05, "ĠA": 0.05, "ĊA\n": 0.1, "B": 0.2, "a": 0.1, "AB": 0.1, "A.": 0.05}
+    logits, n_below = letter_logits([(token, math.log(p)) for token, p in listed.items()], 2)
     assert np.exp(logits) == pytest.approx([0.5, 0.2])
     assert n_below == 0
 
 
 @given(st.permutations(["A", " B", "C", "The", "I"]), st.integers(2, 7))
 def test_logits_are_finite_and_none_that_is_not_said_is_above_one_that_is(tokens, n_options):
-    said = [(token, math.log(p)) for token, p in zip(tokens, (0.5, 0.2, 0.1, 0.1, 0.05), strict=True)]
-    logits, n_below = letter_logits(said, n_options)
+    listed = [(token, math.log(p)) for token, p in zip(tokens, (0.5, 0.2, 0.1, 0.1, 0.05), strict=True)]
+    logits, n_below = letter_logits(listed, n_options)
     assert np.isfinite(logits).all()
     assert n_below == max(0, n_options - 3)
     assert logits[3:] == pytest.approx(math.log(0.05))
@@ -75,9 +75,9 @@ def test_logits_are_finite_and_none_that_is_not_said_is_above_one_that_is(tokens
 
 @pytest.mark.parametrize("nothing", [-9999.0, -math.inf, math.nan])
 def test_a_letter_said_to_be_too_unlikely_is_as_good_as_not_said(nothing):
-    said = [("A", math.log(0.6)), ("C", math.log(0.1))]
-    assert letter_logits([*said, ("B", nothing)], 3)[0] == pytest.approx(letter_logits(said, 3)[0])
-    assert letter_logits([*said, ("B", nothing)], 3)[1] == 1
+    listed = [("A", math.log(0.6)), ("C", math.log(0.1))]
+    assert letter_logits([*listed, ("B", nothing)], 3)[0] == pytest.approx(letter_logits(listed, 3)[0])
+    assert letter_logits([*listed, ("B", nothing)], 3)[1] == 1
 
 
 def test_a_missing_key_or_package_is_named(monkeypatch):
@@ -124,12 +124,12 @@ def assert_true_log_probabilities(vocabulary, next_logits, n_top, logits):
     likeliest = np.argsort(-logprobs)[:n_top]
     n_below = 0
     for letter, logit in zip(LETTERS, logits, strict=False):
-        said, unsaid = [], []
+        listed, unsaid = [], []
         for token, text in enumerate(vocabulary):
             if text == letter:
-                (said if token in likeliest else unsaid).append(logprobs[token])
-        if said:
-            assert logit == pytest.approx(logsumexp(said), abs=1e-5)
+                (listed if token in likeliest else unsaid).append(logprobs[token])
+        if listed:
+            assert logit == pytest.approx(logsumexp(listed), abs=1e-5)
         else:  # the bound that it gets holds for every way to write the letter
             n_below += 1
             assert max(unsaid) - 1e-6 <= logit <= logprobs[likeliest].max() + 1e-6
@@ -206,9 +206,11 @@ def test_a_server_that_scores_tokens_bounds_no_option(scoring, language_model, q
                 letter = language_model.tokenizer.encode(LETTERS[option] if chat else f" {LETTERS[option]}")[-1]
                 expected = log_softmax(language_model.logits(tokens)[-1].astype(float))[letter]
             else:
-                own = language_model.tokenizer.encode(choice if chat else f" {choice}", add_special_tokens=False)
-                logprobs = log_softmax(language_model.logits(tokens + own).astype(float), axis=1)
-                expected = sum(logprobs[len(tokens) - 1 + n, token] for n, token in enumerate(own))
+                tokens_of_choice = language_model.tokenizer.encode(
+                    choice if chat else f" {choice}", add_special_tokens=False
+                )
+                logprobs = log_softmax(language_model.logits(tokens + tokens_of_choice).astype(float), axis=1)
+                expected = sum(logprobs[len(tokens) - 1 + n, token] for n, token in enumerate(tokens_of_choice))
                 expected /= len(choice.encode()) if options == "text" else 1
             assert answers.logits[row, option] == pytest.approx(expected, abs=1e-4)
 
@@ -389,11 +391,11 @@ def test_a_fault_of_every_question_ends_the_call_without_showing_the_key(fault, 
 )
 def test_a_server_that_does_not_answer_ends_the_call(fault, words):
     with scripted_server(lambda prompt, before: fault) as server:
-        model = spec(base_url=server.url, max_retries=0).load()
+        settings = spec(base_url=server.url, max_retries=0)
         with pytest.raises(ExecutionError, match=rf"for model 'm' after up to 1 attempts \({words}"):
-            model(question_batch(*TWO))
+            settings.load()(question_batch(*TWO))
     with pytest.raises(ExecutionError, match="ConnectError"):  # the server is gone now
-        model(question_batch(*TWO))
+        settings.load()(question_batch(*TWO))
 
 
 @pytest.mark.parametrize(

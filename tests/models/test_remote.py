@@ -17,8 +17,8 @@ INPUTS = {"numbers": "INPUT__0", "title": "TITLE"}
 
 
 def stage(url, cost=None, **settings):
-    own = {"kind": "remote", "url": url, "model": "net", "inputs": INPUTS, "output": "OUTPUT__0", **settings}
-    one = {"name": "large", "model": own, **({} if cost is None else {"cost": cost})}
+    model = {"kind": "remote", "url": url, "model": "net", "inputs": INPUTS, "output": "OUTPUT__0", **settings}
+    one = {"name": "large", "model": model, **({} if cost is None else {"cost": cost})}
     return pool_of({"name": "p", "task": "classification", "stages": [one]}, None).stages[0]
 
 
@@ -65,7 +65,7 @@ def test_what_passes_is_tried_again_with_the_same_key(statuses):
 
 
 @pytest.mark.parametrize(
-    ("fault", "error", "says"),
+    ("fault", "error", "words"),
     [
         ((503, {}), ExecutionError, "503: not now, 3 attempts"),
         ((503, {"Retry-After": "3600"}), ExecutionError, "503: not now, 1 attempts"),
@@ -76,11 +76,11 @@ def test_what_passes_is_tried_again_with_the_same_key(statuses):
         ((200, {}, b"<html>Welcome to our network</html>"), ExecutionError, "its answer cannot be read"),
     ],
 )
-def test_what_does_not_pass_is_one_line(fault, error, says):
+def test_what_does_not_pass_is_one_line(fault, error, words):
     with strict_server(faults=[fault] * 9) as server, pytest.raises(CaucError) as raised:
         remote(server.url, retries=2)(batch_of(2))
     assert type(raised.value) is error
-    assert says in str(raised.value)
+    assert words in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -91,8 +91,8 @@ def test_what_a_server_refuses_are_failed_rows_and_the_others_are_answered():
     assert list(answers.failures) == [7]
     assert "400: not now" not in answers.failures[7]
     assert "refuses it: not now" in answers.failures[7]
-    others = np.arange(20) != 7
-    assert np.array_equal(answers.logits[others], expected_of(batch)[others])
+    rest = np.arange(20) != 7
+    assert np.array_equal(answers.logits[rest], expected_of(batch)[rest])
     assert server.n_rows == 19
 
 
@@ -126,7 +126,7 @@ def test_an_answer_of_another_shape_is_refused(shape):
 
 
 @pytest.mark.parametrize(
-    ("changes", "settings", "says"),
+    ("changes", "settings", "words"),
     [
         ({"outputs": [{**LOGITS, "name": "y"}, {**LOGITS, "name": "z"}]}, {}, "has no output 'OUTPUT__0', only y, z"),
         ({"outputs": [{**LOGITS, "datatype": "INT64"}]}, {}, "are not logits"),
@@ -136,10 +136,10 @@ def test_an_answer_of_another_shape_is_refused(shape):
         ({}, {"model": "nett"}, "unknown model"),
     ],
 )
-def test_a_model_unlike_the_settings_is_one_line_that_names_what_there_is(changes, settings, says):
+def test_a_model_unlike_the_settings_is_one_line_that_names_what_there_is(changes, settings, words):
     with strict_server(metadata={**METADATA, **changes}) as server, pytest.raises(ConfigError) as raised:
         remote(server.url, **settings)(batch_of(2))
-    assert says in str(raised.value)
+    assert words in str(raised.value)
     assert "\n" not in str(raised.value)
 
 

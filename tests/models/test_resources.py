@@ -36,7 +36,7 @@ def test_amounts_are_by_rays_names():
 
 
 @pytest.mark.parametrize(
-    ("given", "n_cpus"),
+    ("settings", "n_cpus"),
     [
         ({}, 1),
         ({"num_gpus": 0}, 1),
@@ -47,8 +47,8 @@ def test_amounts_are_by_rays_names():
         ({"num_gpus": 1, "num_cpus": 0.5}, 0.5),
     ],
 )
-def test_there_are_four_cpus_to_prepare_the_batches_of_a_gpu(given, n_cpus):
-    assert Resources.model_validate(given).num_cpus == n_cpus
+def test_there_are_four_cpus_to_prepare_the_batches_of_a_gpu(settings, n_cpus):
+    assert Resources.model_validate(settings).num_cpus == n_cpus
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_memory_is_bytes_or_a_text_with_its_unit(size, n_bytes):
 
 
 @pytest.mark.parametrize(
-    ("fault", "says"),
+    ("fault", "words"),
     [
         ({"num_gpus": 1.5}, "a fraction below 1 or a whole number, got 1.5"),
         ({"custom": {"GPU": 1}}, "'GPU' is not a custom resource"),
@@ -71,8 +71,8 @@ def test_memory_is_bytes_or_a_text_with_its_unit(size, n_bytes):
         ({"memory": "-1GiB"}, "expected bytes.* got '-1GiB'"),
     ],
 )
-def test_what_no_replica_can_have_is_refused(fault, says):
-    with pytest.raises(ValidationError, match=says):
+def test_what_no_replica_can_have_is_refused(fault, words):
+    with pytest.raises(ValidationError, match=words):
         Resources(**fault)
 
 

@@ -179,8 +179,8 @@ def test_the_number_of_classes_is_read_from_every_architecture(arch):
         network = models.get_model(arch, weights=None, num_classes=7, **options).eval()
         side = 299 if arch == "inception_v3" else 224
         assert network(torch.empty(2, 3, side, side)).shape == (2, 7)
-        other = models.get_model(arch, weights=None, **options)
-    assert classifier_size(other, network.state_dict()) == 7
+        usual = models.get_model(arch, weights=None, **options)
+    assert classifier_size(usual, network.state_dict()) == 7
 
 
 @pytest.mark.parametrize(("arch", "last"), [("mnasnet0_5", "classifier.1"), ("shufflenet_v2_x0_5", "fc")])
@@ -225,10 +225,10 @@ def test_a_precision_changes_the_answers_as_little_as_it_must(tmp_path, dtype, t
     path = write_weights(network, tmp_path / "w.pth")
     images = list(synthetic_photographs(3))
     expected = direct(network, models.SqueezeNet1_1_Weights.DEFAULT.transforms(), images)
-    found = spec("squeezenet1_1", path, dtype=dtype).load()({"image": column(images)}).logits
-    assert found.dtype == np.float32
-    assert_same(found, expected, tolerance)
-    assert dtype == "float32" or np.abs(found - expected).max() > ROUNDING * expected.std()
+    logits = spec("squeezenet1_1", path, dtype=dtype).load()({"image": column(images)}).logits
+    assert logits.dtype == np.float32
+    assert_same(logits, expected, tolerance)
+    assert dtype == "float32" or np.abs(logits - expected).max() > ROUNDING * expected.std()
 
 
 @pytest.mark.timeout(60)  # nobody else would end it
@@ -332,7 +332,7 @@ EPS = encoded(Image.fromarray(PIXELS), "EPS")
 
 
 @pytest.mark.parametrize(
-    ("image", "says"),
+    ("image", "words"),
     [
         (None, "there is no image"),
         (b"", "there is no image: the file is empty or cannot be read"),
@@ -360,10 +360,10 @@ EPS = encoded(Image.fromarray(PIXELS), "EPS")
         (encoded(Image.fromarray(PIXELS[..., 0].astype(np.int32)), "TIFF"), "are not supported; give 8 or 16 bits"),
     ],
 )
-def test_what_is_not_an_image_is_reported_in_one_line(image, says):
+def test_what_is_not_an_image_is_reported_in_one_line(image, words):
     with pytest.raises(DataError) as error:
         decode_image(image)
-    assert says in str(error.value)
+    assert words in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -415,8 +415,8 @@ def lite():
 
 def test_published_weights_are_right_on_most_photographs(lite):
     jpegs, labels = photographs(32)
-    found = as_answers(lite({"image": column(jpegs)}), 32).logits
-    assert (found.argmax(axis=1) == labels).mean() > 0.85
+    logits = as_answers(lite({"image": column(jpegs)}), 32).logits
+    assert (logits.argmax(axis=1) == labels).mean() > 0.85
 
 
 # The kind transformers-image.

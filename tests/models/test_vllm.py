@@ -55,10 +55,10 @@ def test_it_answers_as_the_same_weights_in_torch(engines, language_model, option
     assert answers.failures == expected.failures == {3: "it has no question"}
     assert answers.counts == expected.counts
     for row, n in enumerate(expected.n_options[:3]):
-        given, plain = answers.logits[row, :n], expected.logits[row, :n]
+        scores, plain = answers.logits[row, :n], expected.logits[row, :n]
         if options == "letter":  # raw logits there, log-probabilities here
-            given, plain = given - given.max(), plain - plain.max()
-        assert given == pytest.approx(plain, abs=2e-3)
+            scores, plain = scores - scores.max(), plain - plain.max()
+        assert scores == pytest.approx(plain, abs=2e-3)
 
 
 def test_more_labels_than_it_scores_at_once_and_rows_that_are_too_long(engines, language_model):
@@ -130,24 +130,24 @@ def test_real_engines_in_stages_on_ray_predict_as_torch_does_on_500_questions(tm
     paths = [str(tmp_path / name) for name in ("collect.py", "pool.yaml", "rows.parquet", "logits")]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd()}
     subprocess.run([VLLM_PYTHON, *paths], check=True, env=environment, timeout=800, stdout=sys.stderr)
-    found = LogitTable(tmp_path / "logits")
-    records = {record.name: record for record in found.info.models}
+    table_found = LogitTable(tmp_path / "logits")
+    records = {record.name: record for record in table_found.info.models}
     assert records.keys() == same_weights.keys()
     columns = {name: column(rows[name].to_pylist()) for name in ("question", "choices")}
     for options, merged in same_weights.items():
-        own = found.read_model(options, "all")
-        given = own.logits[np.argsort([int(example) for example in own.example_ids.to_pylist()])]
+        answered = table_found.read_model(options, "all")
+        scores = answered.logits[np.argsort([int(example) for example in answered.example_ids.to_pylist()])]
         oracle = TransformersChoiceSpec(kind="transformers-choice", model=str(merged.folder), options=options)
         plain = oracle.load()(columns).logits
         if options == "letter":
-            given, plain = given - given.max(axis=1, keepdims=True), plain - plain.max(axis=1, keepdims=True)
-        off = np.abs(given - plain)[np.isfinite(plain)].max()
+            scores, plain = scores - scores.max(axis=1, keepdims=True), plain - plain.max(axis=1, keepdims=True)
+        off = np.abs(scores - plain)[np.isfinite(plain)].max()
         assert off < 1e-3
         assert records[options].noise < 1e-3
         assert records[options].dtype == "float32"
         best = np.sort(plain, axis=1)[:, ::-1]
         clear = best[:, 0] - best[:, 1] > 2 * off
-        assert (given.argmax(axis=1) == plain.argmax(axis=1))[clear].all()
+        assert (scores.argmax(axis=1) == plain.argmax(axis=1))[clear].all()
         assert clear.mean() > 0.99
         print(
             f"{options}: off by up to {off:.2g}, noise {records[options].noise:.2g}, {(~clear).sum()} of 500 within it"

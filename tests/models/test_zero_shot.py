@@ -35,8 +35,8 @@ def saved(family, folder):
             torch.nn.init.constant_(network.logit_scale, 2.0)
             torch.nn.init.constant_(network.logit_bias, -3.0)
             processor = transformers.SiglipImageProcessor(size={"height": 32, "width": 32})
-    for each in (network, tokenizer, processor):
-        each.save_pretrained(folder)
+    for part in (network, tokenizer, processor):
+        part.save_pretrained(folder)
     return network.eval(), tokenizer, processor
 
 

@@ -66,10 +66,10 @@ def same(values, expected):
     return values.tolist() == expected.tolist() if values.dtype == object else values.tobytes() == expected.tobytes()
 
 
-def fault(call, *given, status=400):
+def fault(call, *arguments, status=400):
     """Return the message of the RequestError that a call raises, which a client can be sent."""
     with pytest.raises(RequestError) as caught:
-        call(*given)
+        call(*arguments)
     message = caught.value.message
     assert caught.value.status == status
     message.encode()
