@@ -20,7 +20,6 @@ from cauc_ray.errors import ConfigError, ExecutionError
 from cauc_ray.models.answers import BELOW, LITTLE_MASS
 from cauc_ray.models.completions import letter_logits, unsaid_bound
 from cauc_ray.models.openai import OpenAISpec
-from cauc_ray.models.prompts import Prompts
 
 KEY = "sk-0123456789abcdef"
 
@@ -178,41 +177,6 @@ def test_bare_prompts_get_the_log_probabilities_of_a_plain_forward_pass(served, 
     assert all("endpoint: chat" in reason for reason in answers.failures.values())
     assert len(answers.failures) < len(questions)
     assert answers.costs is None
-
-
-@pytest.fixture(scope="module")
-def scoring(language_model):
-    """A server that scores given tokens, as vLLM's does."""
-    with language_server(language_model, scores_tokens=True) as url:
-        yield url
-
-
-@pytest.mark.parametrize("endpoint", ["chat", "completions"])
-@pytest.mark.parametrize("options", ["letter", "name", "text"])
-def test_a_server_that_scores_tokens_bounds_no_option(scoring, language_model, questions, endpoint, options):
-    """Against a plain forward pass over the prompt and each option's own tokens."""
-    model = spec(base_url=scoring, endpoint=endpoint, options=options, prices={"input": 2, "output": 6}).load()
-    answers = model(question_batch(*questions))
-    assert not answers.failures
-    assert BELOW not in answers.counts
-    assert (answers.costs > 0).all()
-    chat = endpoint == "chat"
-    prompts, _ = Prompts(spec(options=options, base_url=scoring), chat)(question_batch(*questions))
-    for row, (_, choices) in enumerate(questions):
-        prompt = prompts[row].text
-        tokens = language_model.chat(prompt) if chat else language_model.tokenizer.encode(prompt)
-        for option, choice in enumerate(choices):
-            if options == "letter":
-                letter = language_model.tokenizer.encode(LETTERS[option] if chat else f" {LETTERS[option]}")[-1]
-                expected = log_softmax(language_model.logits(tokens)[-1].astype(float))[letter]
-            else:
-                tokens_of_choice = language_model.tokenizer.encode(
-                    choice if chat else f" {choice}", add_special_tokens=False
-                )
-                logprobs = log_softmax(language_model.logits(tokens + tokens_of_choice).astype(float), axis=1)
-                expected = sum(logprobs[len(tokens) - 1 + n, token] for n, token in enumerate(tokens_of_choice))
-                expected /= len(choice.encode()) if options == "text" else 1
-            assert answers.logits[row, option] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from batches import column, question_batch, refused
+from batches import column, refused
 from conftest import SHARED_DATA
 from language_models import tiny_language_model, with_adapter
 from scipy.special import log_softmax
@@ -34,31 +34,6 @@ def engines(monkeypatch):
 
 def spec(model, **settings):
     return VllmSpec(kind="vllm", model=str(model.folder), **settings)
-
-
-ROWS = question_batch(
-    ("Which is a fruit?", ["stone", "apple"]),
-    ("What do bees make?", ["honey", "concrete walls", "x"]),
-    ("1 + 1?", ["1", "2", "3", "4"]),
-    (None, ["a", "b"]),
-)
-
-
-@pytest.mark.parametrize("options", ["letter", "name", "text"])
-@pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize("lora", [None, "/adapter"])  # the stand-in does nothing with it, but has its limit
-def test_it_answers_as_the_same_weights_in_torch(engines, language_model, options, chat, lora):
-    settings = {"options": options, "chat_template": chat}
-    answers = spec(language_model, lora=lora, **settings).load()(ROWS)
-    oracle = TransformersChoiceSpec(kind="transformers-choice", model=str(language_model.folder), **settings)
-    expected = oracle.load()(ROWS)
-    assert answers.failures == expected.failures == {3: "it has no question"}
-    assert answers.counts == expected.counts
-    for row, n in enumerate(expected.n_options[:3]):
-        scores, plain = answers.logits[row, :n], expected.logits[row, :n]
-        if options == "letter":  # raw logits there, log-probabilities here
-            scores, plain = scores - scores.max(), plain - plain.max()
-        assert scores == pytest.approx(plain, abs=2e-3)
 
 
 def test_more_labels_than_it_scores_at_once_and_rows_that_are_too_long(engines, language_model):
