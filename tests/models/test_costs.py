@@ -156,6 +156,19 @@ def test_what_cannot_be_counted_has_no_count():
     assert measured(python_model(raises, "test"), {"x": np.ones((0, 10))}).gflops is None
 
 
+def test_noise_is_how_far_the_other_rows_of_a_batch_move_a_logit():
+    class Model:
+        facts = ModelFacts("test", dtype="float32")
+
+        def __call__(self, batch):
+            n = len(batch["x"])
+            return Answers(np.column_stack([batch["x"], np.zeros(n)]).astype(np.float32) + 0.25 * (n > 1))
+
+    batch = {"x": np.arange(4.0)}
+    assert measured(Model(), batch, Model()(batch)).noise == 0.25
+    assert measured(Model(), batch).noise is None
+
+
 def test_counting_does_not_load_torch():
     code = """
         import sys

@@ -68,13 +68,13 @@ def test_batch_size_padding_and_bucketing_change_no_answer(loaded, options):
 
 
 @pytest.mark.parametrize("options", ["letter", "text"])
-def test_device_time_is_of_every_forward_pass_and_of_nothing_else(language_model, options):
+def test_device_time_is_of_every_forward_pass_and_of_nothing_else(tiny_model, options):
     """The device's clock goes on by a second in each of the network's passes, and at no other time."""
     from cauc_ray.models.language import ChoiceModel
 
-    gpu, passes, network = Gpu(), [], language_model.network
-    settings = spec(language_model.folder, options=options, batch_tokens=1)
-    model = ChoiceModel(settings, language_model.tokenizer, network, gpu.event)
+    gpu, passes, network = Gpu(), [], tiny_model.network
+    settings = spec(tiny_model.folder, options=options, batch_tokens=1)
+    model = ChoiceModel(settings, tiny_model.tokenizer, network, gpu.event)
 
     def run(network, inputs):
         passes.append(1)
@@ -89,7 +89,7 @@ def test_device_time_is_of_every_forward_pass_and_of_nothing_else(language_model
 
 
 @pytest.mark.parametrize("options", ["letter", "text"])
-def test_padding_shifts_no_position_of_a_network_that_numbers_them(language_model, tmp_path, options):
+def test_padding_shifts_no_position_of_a_network_that_numbers_them(tiny_model, tmp_path, options):
     """Llama sees distances between tokens only; GPT-2 learns a vector for each position."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -97,8 +97,8 @@ def test_padding_shifts_no_position_of_a_network_that_numbers_them(language_mode
     ends = {"bos_token_id": 0, "eos_token_id": 1}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = GPT2LMHeadModel(GPT2Config(vocab_size=len(language_model.tokenizer), **sizes, **ends)).eval()
-    model = spec(replace(language_model, network=network).save(tmp_path).folder, options=options).load()
+        network = GPT2LMHeadModel(GPT2Config(vocab_size=len(tiny_model.tokenizer), **sizes, **ends)).eval()
+    model = spec(replace(tiny_model, network=network).save(tmp_path).folder, options=options).load()
     questions = [("Why?", ["yes", "no"]), ("Why, of all things?", ["so", "it depends", "x"]), ("?", ["a", "b"])]
     assert_same_answers(one_by_one(model, questions), model(question_batch(*questions)), questions)
 
@@ -250,11 +250,11 @@ def test_a_model_that_is_spread_over_what_devices_there_are_answers_alike(loaded
 
 @pytest.mark.parametrize("family", ["mistral3", "qwen3_vl", "gemma3", "gemma4", "gemma4-experts", "qwen3_5"])
 @pytest.mark.parametrize("options", ["letter", "text"])
-def test_a_model_that_also_sees_images_answers_texts(language_model, tmp_path, family, options):
+def test_a_model_that_also_sees_images_answers_texts(tiny_model, tmp_path, family, options):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = tiny_network(family, len(language_model.tokenizer)).eval()
-    oracle = replace(language_model, network=network).save(tmp_path)
+        network = tiny_network(family, len(tiny_model.tokenizer)).eval()
+    oracle = replace(tiny_model, network=network).save(tmp_path)
     if (family, options) == ("qwen3_5", "text"):
         with pytest.raises(ConfigError, match="has no cache for options to share; use options: letter"):
             spec(tmp_path, options=options, chat_template=False).load()
@@ -264,8 +264,8 @@ def test_a_model_that_also_sees_images_answers_texts(language_model, tmp_path, f
     answers = model(question_batch(*questions))
     assert_same_answers(one_by_one(model, questions), answers, questions)
     if options == "letter":
-        prompt = language_model.tokenizer.encode(question_prompt(*questions[0]))
-        letters = [language_model.tokenizer.encode(f" {letter}")[-1] for letter in "AB"]
+        prompt = tiny_model.tokenizer.encode(question_prompt(*questions[0]))
+        letters = [tiny_model.tokenizer.encode(f" {letter}")[-1] for letter in "AB"]
         assert answers.logits[0, :2] == pytest.approx(oracle.logits(prompt)[-1][letters], abs=TOLERANCE)
     unused = ("vision", "visual", "projector")  # in the names of what reads images
     of_text = [

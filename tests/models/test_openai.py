@@ -180,7 +180,7 @@ def test_bare_prompts_get_the_log_probabilities_of_a_plain_forward_pass(served, 
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_an_option_that_a_server_does_not_tokenise_fails_its_question_alone(language_model, monkeypatch, first):
+def test_an_option_that_a_server_does_not_tokenise_fails_its_question_alone(tiny_model, monkeypatch, first):
     reply = LanguageServer.reply
 
     def refusing(self, path, headers, body):
@@ -188,7 +188,7 @@ def test_an_option_that_a_server_does_not_tokenise_fails_its_question_alone(lang
         return Fault(422, {"detail": "no such text"}) if bad else reply(self, path, headers, body)
 
     monkeypatch.setattr(LanguageServer, "reply", refusing)
-    with language_server(language_model, scores_tokens=True) as url:
+    with language_server(tiny_model, scores_tokens=True) as url:
         model = spec(base_url=url, options="text", max_concurrency=1).load()
         rows = [("q?", ["x", "unspeakable"]), ("q?", ["x", "y z"])]
         answers = model(question_batch(*rows[:: 1 if first else -1]))

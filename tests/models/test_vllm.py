@@ -54,8 +54,8 @@ def test_more_labels_than_it_scores_at_once_and_rows_that_are_too_long(engines, 
     assert answers.counts in ({}, {LITTLE_MASS: 1})
 
 
-def test_the_engine_gets_its_settings(engines, language_model):
-    model = spec(language_model, engine={"quantization": "fp8", "enable_prefix_caching": False}, lora="/adapter").load()
+def test_the_engine_gets_its_settings(engines, tiny_model):
+    model = spec(tiny_model, engine={"quantization": "fp8", "enable_prefix_caching": False}, lora="/adapter").load()
     (settings,) = engines
     assert settings["quantization"] == "fp8"
     assert settings["enable_prefix_caching"] is False
