@@ -41,11 +41,17 @@ VISION = {**TOWER, "image_size": 32, "patch_size": 8}
 class Case:
     """A small model of a kind.
 
-    settings: as a pool file has them.   columns: of six rows.   unreadable: a value of the first column that fails
-    alone.   logit_kind: of its answers.   labels: that it names.   bills: whether calls report costs.
-    same: settings that change no answer, with a value.   other: settings that change answers, or what is asked.
-    refused: changed settings, and words of the line that refuses them, when the pool is read or the model loaded.
-    broken: settings of a model of this kind whose numbers are NaN.
+    Attributes:
+        settings: Of the model, as a pool file has them.
+        columns: Six rows of input.
+        unreadable: A value of the first column that makes its row fail alone.
+        logit_kind: Of its answers.
+        labels: Names of its options, where it knows them.
+        bills: Whether its calls report costs.
+        same: Values of settings that change no answer.
+        different: Values of settings that change answers, or what is asked.
+        refused: Changed settings, and words of the line that refuses them when the pool is read or the model loaded.
+        broken: Settings of a model of this kind whose numbers are NaN.
     """
 
     settings: dict[str, Any]

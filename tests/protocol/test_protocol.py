@@ -184,13 +184,11 @@ REFUSED = [
     *((one_number(number), "outside the range of FP32") for number in (b"NaN", b"-Infinity", b"1e999")),
     (b'{"inputs": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion limit"),
     (b'{"inputs": [' + b"1" * 100_000 + b"]}", "out of range"),
-    (b"{}", "missing key 'inputs'"),
     (body_of(inputs=[]), "inputs: list should have at least 1 item"),
     (body_of(inputs=[{"shape": [1], "datatype": "INT8"}]), "missing key 'inputs.0.name'"),
     (body_of(inputs=[tensor(), tensor()]), "two inputs named 'x'"),
     (body_of(inputs=[tensor(datatype="BF16")]), "inputs.0.datatype: input should be 'BOOL', 'UINT8',"),
     (body_of(inputs=[tensor(shape=[3])]), "tensor 'x' has 2 values"),
-    (body_of(inputs=[tensor(shape=[True, 2])]), "inputs.0.shape.0: "),
     (body_of(inputs=[tensor(shape=[2, -1])]), "inputs.0.shape.1: "),
     (body_of(inputs=[tensor(data=None)]), "tensor 'x' has no 'data'"),
     (body_of(inputs=[tensor(parameters={"shared_memory_region": "r"})]), "inputs.0.parameters.shared_memory_region: "),
@@ -200,7 +198,6 @@ REFUSED = [
     (body_of(parameters={"max_cost": -1}), "parameters.max_cost: input should be greater than or equal to 0"),
     (body_of(parameters={"max_cost": 0.5}).replace(b"0.5", b"1e999"), "max_cost"),
     (body_of(parameters={"max_stage": 1.5}), "parameters.max_stage"),
-    (body_of(parameters={"binary_data_output": 1}), "binary_data_output: input should be a valid boolean, got 1"),
     (body_of(parameters={"shared_memory_region": "r"}), "unknown key 'parameters.shared_memory_region'"),
     (body_of(outputs=[{"name": "y"}]), "outputs.0.name: input should be 'prediction', 'prediction_label',"),
     (body_of(outputs=[{"name": "cost"}] * 2), "names the output 'cost' twice"),
@@ -213,7 +210,7 @@ def test_what_is_not_the_protocol_is_refused(body, reason):
     assert reason in fault(read, body)
 
 
-@pytest.mark.parametrize("long", ["x" * 10**4, "\n" * 10**4, "\u2028" * 10**4, "\U0001f600" * 10**4, "'\"\0" * 10**4])
+@pytest.mark.parametrize("long", ["x" * 10**4, "\u2028" * 10**4, "'\"\n\0" * 10**4])
 def test_no_message_is_as_long_as_what_was_sent(long):
     fault(read, body_of(inputs=[tensor(name=long, shape=[-1])]))
     fault(read, body_of(inputs=[tensor(shape=[long] * 10)]))
