@@ -100,10 +100,10 @@ class LanguageServer(CompletionServer):
         with self.lock:
             logprobs = _logprobs(self.model, tokens)
         if self.scores_tokens and "prompt_logprobs" in body:
-            said = [
+            listed = [
                 {str(token): {"logprob": float(at[token])}} for token, at in zip(tokens[1:], logprobs, strict=False)
             ]
-            return {"choices": [{"text": "", "logprobs": None, "prompt_logprobs": [None, *said]}], "usage": usage}
+            return {"choices": [{"text": "", "logprobs": None, "prompt_logprobs": [None, *listed]}], "usage": usage}
         n_top = body.get("top_logprobs") if chat else body.get("logprobs")
         following = logprobs[-1]
         ended = int(following.argmax()) == self.model.tokenizer.eos_token_id
@@ -137,8 +137,8 @@ def _logprobs(model: Loaded, tokens: list[int]) -> Any:
 
 
 def _chat_choice(top: Top) -> dict[str, Any]:
-    said = [{"token": token, "logprob": logprob, "bytes": list(token.encode())} for token, logprob in top]
-    content = [{**said[0], "top_logprobs": said}] if said else []
+    listed = [{"token": token, "logprob": logprob, "bytes": list(token.encode())} for token, logprob in top]
+    content = [{**listed[0], "top_logprobs": listed}] if listed else []
     text = top[0][0] if top else ""
     return {"message": {"role": "assistant", "content": text}, "logprobs": {"content": content}}
 

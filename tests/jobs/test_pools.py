@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from batches import question_batch
 from language_models import tiny_language_model, tiny_network
 
 from cauc_ray.cli.verbs import VERBS
 from cauc_ray.models.pool import load_pool
 from cauc_ray.paper.config import Chain
 from cauc_ray.paper.run import plan_of
-from cauc_ray.paper.tables import CONTENTS
 
 ROOT = Path(__file__).parents[2]
 POOLS = sorted((ROOT / "jobs" / "pools").glob("*.yaml"))
@@ -29,6 +29,11 @@ FAMILIES = {
     "google/gemma-4-31B": "gemma4",
 }
 LANGUAGE = load_pool(ROOT / "jobs" / "pools" / "language.yaml").stages
+# A stage of each architecture.
+BY_FAMILY = {
+    family: next(stage for stage in LANGUAGE if stage.model.model.startswith(prefix))
+    for prefix, family in FAMILIES.items()
+}
 
 
 def own_chains():
@@ -46,25 +51,17 @@ def test_every_pool_loads_cheapest_first(path):
 
 def test_every_chain_of_the_paper_is_configured_from_models_of_a_pool():
     config, pools = own_chains(), {path.stem: load_pool(path) for path in POOLS}
-    shown = {
+    configured = {
         part: {entry.published for entry in entries if isinstance(entry, Chain)}
         for part, entries in config.parts.items()
     }
     for part, of_paper in PUBLISHED.items():
         if "columns" in of_paper and part in config.tables.by_name:
-            assert shown[part] == set(of_paper["columns"])
+            assert configured[part] == set(of_paper["columns"])
     for entries in config.parts.values():
         for entry in entries:
             pool = pools["language" if entry.set in TASKS else entry.set]
             assert {*entry.wanted} <= {stage.name for stage in pool.stages}
-
-
-def test_the_status_page_names_pools_and_parts_that_are_there():
-    config, names = own_chains(), {path.stem for path in POOLS}
-    for item in CONTENTS["status"]["items"]:
-        if "part" in item:
-            assert config.parts[item["part"]]
-            assert set(item["own"].split(", ")) <= names
 
 
 def test_costs_are_those_of_the_papers_tables():
@@ -94,24 +91,19 @@ def test_published_image_weights_are_those_of_the_pool():
     assert gflops["mnasnet0_75"] / gflops["resnet50"] == pytest.approx(0.05, abs=0.005)
 
 
-@pytest.mark.parametrize("stage", LANGUAGE, ids=lambda stage: stage.name)
-def test_a_tiny_checkpoint_of_each_architecture_answers_as_the_pool_asks(stage, tmp_path):
+@pytest.mark.parametrize("family", BY_FAMILY)
+def test_a_tiny_checkpoint_of_each_architecture_answers_as_the_pool_asks(family, tmp_path):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    family = next(family for prefix, family in FAMILIES.items() if stage.model.model.startswith(prefix))
     tokenizer = tiny_language_model(tmp_path / "llama").tokenizer
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         tiny_network(family, len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    model = stage.model.model_copy(update={"model": str(tmp_path)}).load()
-    questions = {
-        "question": ["Why?", "Why, of all things that there are?"],
-        "choices": [["yes", "no"], ["so", "it", "x"]],
-    }
-    batch = {name: np.array(values, dtype=object) for name, values in questions.items()}
-    together = model(batch).logits
-    alone = [model({name: column[row : row + 1] for name, column in batch.items()}).logits[0] for row in range(2)]
-    for row, own in enumerate(alone):
-        assert np.isfinite(own[: 2 + row]).all()
-        assert together[row, : 2 + row] == pytest.approx(own[: 2 + row], abs=2e-4)
+    model = BY_FAMILY[family].model.model_copy(update={"model": str(tmp_path)}).load()
+    questions = [("Why?", ["yes", "no"]), ("Why, of all things that there are?", ["so", "it", "x"])]
+    together = model(question_batch(*questions)).logits
+    for row, question in enumerate(questions):
+        alone = model(question_batch(question)).logits[0]
+        assert np.isfinite(alone).all()
+        assert together[row, : len(alone)] == pytest.approx(alone, abs=2e-4)

@@ -17,7 +17,6 @@ from runs import answers_of, by_example
 import cauc_ray
 from cauc_ray.policies.policy import Policy
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 200
 
@@ -54,27 +53,29 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(head, inputs):
-    """Return what came of every job that was submitted once: exit code and log."""
+    """Return the exit code and the log of every job that was submitted once."""
     configs = {verb: {**content, "output": f"{verb}-once"} for verb, (content, _) in CASES.items()}
     jobs = {
         verb: Submitted(head, verb, write_config(inputs, f"{verb}-once", content))
         for verb, content in {**configs, "evaluate": EVALUATE}.items()
     }
-    return {case: job.ended() for case, job in jobs.items()}
+    return {verb: job.ended() for verb, job in jobs.items()}
 
 
-@pytest.mark.parametrize("verb", CASES)
-def test_a_submitted_verb_succeeds_and_ends_with_its_results(undisturbed, verb):
-    code, log = undisturbed[verb]
-    assert code == 0, log
-    assert CASES[verb][1](json.loads(log.splitlines()[-1]))
+@pytest.fixture(scope="module")
+def replayed(inputs):
+    return cauc_ray.evaluate(inputs / "sets" / "planted", Policy.load(inputs / "policy.json"))
 
 
-def test_answers_are_the_replay_live_and_by_shards(undisturbed, inputs):
-    expected = cauc_ray.evaluate(inputs / "sets" / "planted", Policy.load(inputs / "policy.json"))
-    assert answers_of(inputs / "run-once") == by_example(expected.to_arrow())
-    results = json.loads(undisturbed["evaluate"][1].splitlines()[-1])
-    assert (results["accuracy"], results["cost"]) == (expected.measures.accuracy.value, expected.measures.cost)
+@pytest.mark.soak("full")
+def test_every_submitted_verb_succeeds_and_ends_with_its_results(undisturbed, replayed):
+    results = {}
+    for verb, (code, log) in undisturbed.items():
+        assert code == 0, log
+        results[verb] = json.loads(log.splitlines()[-1])
+    assert all(is_right(results[verb]) for verb, (_, is_right) in CASES.items())
+    evaluation = (results["evaluate"]["accuracy"], results["evaluate"]["cost"])
+    assert evaluation == (replayed.measures.accuracy.value, replayed.measures.cost)
 
 
 def driver_of(config):
@@ -86,21 +87,22 @@ def driver_of(config):
     return None
 
 
-def kept(folder):
+def finished(folder):
     return list((folder / "tasks").glob("*.json")) if (folder / "tasks").is_dir() else []
 
 
+@pytest.mark.soak("full")
 def test_a_sweep_that_is_stopped_goes_on_to_the_same_table(undisturbed, head, inputs):
     out = inputs / "sweep-stopped"
     config = write_config(inputs, out.name, {**SWEEP, "output": out.name})
     job = Submitted(head, "sweep", config)
-    wait_for(lambda: len(kept(out)) > 3, 60, "a task's rows")
+    wait_for(lambda: len(finished(out)) > 3, 60, "a task's rows")
     job.stop()
     code, log = job.ended()
     assert code not in (0, 1, 2)
     assert "cauc: stopped" in log
     assert not (out / "results.parquet").exists()
-    done = {path: path.stat().st_mtime_ns for path in kept(out)}
+    done = {path: path.stat().st_mtime_ns for path in finished(out)}
     assert len(done) < N_TASKS
     assert Submitted(head, "sweep", config).ended()[0] == 0
     assert {path: path.stat().st_mtime_ns for path in done} == done  # not measured again
@@ -109,7 +111,8 @@ def test_a_sweep_that_is_stopped_goes_on_to_the_same_table(undisturbed, head, in
     assert stripped(tables[0]) == stripped(tables[1])
 
 
-def test_a_run_that_is_killed_goes_on_to_the_same_rows(undisturbed, head, inputs):
+@pytest.mark.slow
+def test_a_submitted_run_that_is_killed_is_resumed_to_the_rows_of_the_replay(head, inputs, replayed):
     config = write_config(inputs, "run-killed", {**RUN, "pool": "slow.yaml", "output": "run-killed"})
     job = Submitted(head, "run", config)
     metric = wait_for(lambda: metrics(head, "ray_cauc_job_total{", 'job="run"', 'unit="rows"'), 60, "a metric")
@@ -120,9 +123,8 @@ def test_a_run_that_is_killed_goes_on_to_the_same_rows(undisturbed, head, inputs
     assert not (inputs / "run-killed" / "summary.json").exists()
     code, log = Submitted(head, "run", config).ended()
     assert code == 0, log
-    assert answers_of(inputs / "run-killed") == answers_of(inputs / "run-once")
-    results = [json.loads(text.splitlines()[-1]) for text in (log, undisturbed["run"][1])]
-    assert results[0]["accuracy"] == results[1]["accuracy"]
+    assert answers_of(inputs / "run-killed") == by_example(replayed.to_arrow())
+    assert json.loads(log.splitlines()[-1])["accuracy"]["value"] == replayed.measures.accuracy.value
 
 
 def metrics(head, *parts):
@@ -132,6 +134,7 @@ def metrics(head, *parts):
     return next((line for line in lines if all(part in line for part in parts)), None)
 
 
+@pytest.mark.slow
 def test_a_config_travels_with_the_working_directory_and_data_stay(head, tmp_path):
     """A folder with what a job imports, its config, and the .rayignore; its output would be in its copy."""
     for name in ("jobs", "cauc_ray", ".rayignore"):

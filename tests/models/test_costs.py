@@ -62,8 +62,8 @@ def test_the_unit_is_declared_or_the_calls_own_or_gflops():
     for key, unit in COST_UNITS.items():
         assert cost_unit(stage({key: 2})) == unit
         assert cost_unit(stage({key: 2}, kind="openai", model="m", prices={"input": 1, "output": 2})) == unit
-    own = stage(kind="openai", model="m", prices={"input": 1, "output": 2})
-    assert cost_unit(own) == own.model.cost_unit == "USD"
+    billed = stage(kind="openai", model="m", prices={"input": 1, "output": 2})
+    assert cost_unit(billed) == billed.model.cost_unit == "USD"
 
 
 @given(
@@ -71,16 +71,16 @@ def test_the_unit_is_declared_or_the_calls_own_or_gflops():
 )
 def test_a_cost_is_far_off_when_it_and_the_measured_one_are_more_than_a_quarter_apart(measured, nominal, off):
     cost = measured * nominal * off
-    told = cost_far_off("lite", cost, measured)
+    warning = cost_far_off("lite", cost, measured)
     ratio = cost / measured
-    assert (told is None) == (1 / FAR <= ratio <= FAR)
-    if told is not None:
-        assert "\n" not in told
-        assert "stage 'lite'" in told
-        assert f"{measured:.4g}" in told
-        assert ("two operations" in told) == (2 / FAR <= ratio <= 2 * FAR)
-    for cost, known in ((measured, None), (measured, 0.0), (0.0, measured)):  # free is what somebody said
-        assert cost_far_off("lite", cost, known) is None
+    assert (warning is None) == (1 / FAR <= ratio <= FAR)
+    if warning is not None:
+        assert "\n" not in warning
+        assert "stage 'lite'" in warning
+        assert f"{measured:.4g}" in warning
+        assert ("two operations" in warning) == (2 / FAR <= ratio <= 2 * FAR)
+    for cost, unmeasured in ((measured, None), (measured, 0.0), (0.0, measured)):  # free is what somebody said
+        assert cost_far_off("lite", cost, unmeasured) is None
 
 
 # What is counted.
@@ -116,8 +116,8 @@ def test_layers_are_counted_exactly(layers, shape, gflops):
 def test_attention_is_counted_whichever_way_torch_computes_it():
     x = torch.ones(2, 16, 8)
     # Two heads, 16 positions, 8 wide: scores and their sum are a product of matrices each.
-    own = counted(lambda n: nn.functional.scaled_dot_product_attention(*[x.expand(n, 2, 16, 8)] * 3))
-    assert own == pytest.approx(2 * 2 * 16 * 16 * 8 / 1e9)
+    attention = counted(lambda n: nn.functional.scaled_dot_product_attention(*[x.expand(n, 2, 16, 8)] * 3))
+    assert attention == pytest.approx(2 * 2 * 16 * 16 * 8 / 1e9)
 
 
 def test_the_count_is_a_mean_over_the_first_rows_each_alone_without_those_that_fail():
@@ -154,6 +154,19 @@ def test_what_cannot_be_counted_has_no_count():
 
     assert measured(python_model(raises, "test"), {"x": np.ones((3, 10))}).gflops is None
     assert measured(python_model(raises, "test"), {"x": np.ones((0, 10))}).gflops is None
+
+
+def test_noise_is_how_far_the_other_rows_of_a_batch_move_a_logit():
+    class Model:
+        facts = ModelFacts("test", dtype="float32")
+
+        def __call__(self, batch):
+            n = len(batch["x"])
+            return Answers(np.column_stack([batch["x"], np.zeros(n)]).astype(np.float32) + 0.25 * (n > 1))
+
+    batch = {"x": np.arange(4.0)}
+    assert measured(Model(), batch, Model()(batch)).noise == 0.25
+    assert measured(Model(), batch).noise is None
 
 
 def test_counting_does_not_load_torch():

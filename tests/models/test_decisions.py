@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 from completion_server import Fault, scripted_server
-from pydantic import ValidationError
 
 import cauc_ray
 from cauc_ray.models.openai import DecisionsSpec
@@ -40,9 +39,9 @@ def answer(text, confidence=max, order=slice(None)):
     p = probabilities(text)
     listed = [{"value": name, "probability": float(q)} for name, q in zip(LABELS, p, strict=True)][order]
     best = [*LABELS][int(p.argmax())]
-    said = {"type": "choice", "choice": best, "confidence": confidence(list(p)), "probabilities": listed, "name": None}
+    reply = {"type": "choice", "choice": best, "confidence": confidence(list(p)), "probabilities": listed, "name": None}
     usage = {"input_tokens": 30, "output_tokens": 1, "total_tokens": 31}
-    return {"answers": [said], "model": "m", "usage": usage}
+    return {"answers": [reply], "model": "m", "usage": usage}
 
 
 def test_a_question_is_asked_as_the_protocol_has_it():
@@ -62,15 +61,15 @@ def test_a_question_is_asked_as_the_protocol_has_it():
 
 
 def test_servers_with_other_formulas_of_confidence_and_another_order_give_one_policy():
-    rows = [f"row {n}" for n in range(400)]
-    truth = np.array([np.random.default_rng(n + 1000).choice(3, p=probabilities(rows[n])) for n in range(400)])
-    large = np.eye(3)[truth] * 2 + np.random.default_rng(0).normal(0, 1, (400, 3))
+    rows = [f"row {n}" for n in range(150)]
+    truth = np.array([np.random.default_rng(n + 1000).choice(3, p=probabilities(rows[n])) for n in range(150)])
+    large = np.eye(3)[truth] * 2 + np.random.default_rng(0).normal(0, 1, (150, 3))
     policies = set()
     for place, formula in enumerate(FORMULAS.values()):
         order = slice(None, None, -1 if place else 1)
         with scripted_server(lambda text, before, f=formula, o=order: answer(text, f, o)) as server:
             small = spec(server).load()(texts(rows)).logits
-            assert len(server.requests) == 400
+            assert len(server.requests) == 150
         policy = cauc_ray.fit(
             {"small": small, "large": large},
             truth,
@@ -96,14 +95,10 @@ def test_predicates_and_scores_are_read_by_their_own_probabilities():
         assert server.requests[-1][2]["questions"] == [{"type": "predicate", "instructions": "It is urgent."}]
         score = spec(server, labels=["1", "2", "3"], question="score").load()
         assert score(texts(["row 1"])).logits.tolist() == [pytest.approx([0.2, 0.3, 0.5])]
-    with pytest.raises(ValidationError, match="two labels"):
-        spec(server, question="predicate")
-    with pytest.raises(ValidationError, match="a decision lists its own"):
-        spec(server, options="letter")
 
 
 @pytest.mark.parametrize(
-    ("said", "says"),
+    ("reply", "words"),
     [
         ({"type": "refusal", "name": None}, "refuses"),
         ({"type": "choice", "choice": "bug", "confidence": 0.9}, "no probability of each option"),
@@ -111,13 +106,13 @@ def test_predicates_and_scores_are_read_by_their_own_probabilities():
         (None, "no probability of each option"),
     ],
 )
-def test_an_answer_without_probabilities_fails_alone(said, says):
+def test_an_answer_without_probabilities_fails_alone(reply, words):
     def script(text, before):
-        return {"answers": [said] if said else []} if text.endswith("row 1") else answer(text)
+        return {"answers": [reply] if reply else []} if text.endswith("row 1") else answer(text)
 
     with scripted_server(script) as server:
         answers = spec(server).load()(texts(["row 1", "row 2"]))
         assert answers.failures.keys() == {0}
-        assert says in answers.failures[0]
+        assert words in answers.failures[0]
         server.script = lambda text, before: Fault(422, {"detail": "too many choices"})
         assert "too many choices" in spec(server).load()(texts(["row 3"])).failures[0]

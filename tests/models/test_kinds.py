@@ -1,157 +1,531 @@
-import importlib
-import json
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
+"""The contract of a model kind, once for every kind that a pool file may name; other files hold what is particular."""
 
-import jsonschema
+import json
+import math
+import pickle
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import fake_vllm
 import numpy as np
 import pytest
-import yaml
-from batches import refused
+import torch
+import transformers
+from batches import column, encoded
+from completion_server import chat_answer, scripted_server
+from language_models import tiny_language_model
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from strict_server import logits_of, strict_server
+from synthetic import write_table
+from torchvision import models as torchvision_models
 
-from cauc_ray.models.kinds import BUILT_IN, ENTRY_POINTS, RegisteredSpec, known_kinds
-from cauc_ray.models.pool import load_pool, pool_of
-from cauc_ray.models.python import PythonSpec
-from cauc_ray.schemas import schema_path
+from cauc_ray.errors import CaucError, DataError
+from cauc_ray.models.answers import EMBEDDING
+from cauc_ray.models.kinds import BUILT_IN
+from cauc_ray.models.pool import StageSpec, pool_of
+from cauc_ray.numbers.logits import kind_of
+
+# In units of a batch's spread: what float32 sums in another order may change.
+ROUNDING = 1e-3
+LABELS = {"billing": "about invoices", "bug": "", "other": ""}
+TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+VISION = {**TOWER, "image_size": 32, "patch_size": 8}
+
+
+@dataclass
+class Case:
+    """A small model of a kind.
+
+    Attributes:
+        settings: Of the model, as a pool file has them.
+        columns: Six rows of input.
+        unreadable: A value of the first column that makes its row fail alone.
+        logit_kind: Of its answers.
+        labels: Names of its options, where it knows them.
+        bills: Whether its calls report costs.
+        same: Values of settings that change no answer.
+        different: Values of settings that change answers, or what is asked.
+        refused: Changed settings, and words of the line that refuses them when the pool is read or the model loaded.
+        broken: Settings of a model of this kind whose numbers are NaN.
+    """
+
+    settings: dict[str, Any]
+    columns: dict[str, Any]
+    unreadable: Any = None
+    logit_kind: str = "raw"
+    labels: tuple[str, ...] | None = None
+    bills: bool = False
+    same: dict[str, Any] = field(default_factory=dict)
+    different: dict[str, Any] = field(default_factory=dict)
+    refused: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    broken: dict[str, Any] | None = None
+    folder: Path = Path()
+    model: Any = None
+
+    def stage(self, **changes: Any) -> StageSpec:
+        """Return a stage with this model, some settings changed."""
+        stage = {"name": "s", "model": {**self.settings, **changes}}
+        return pool_of({"name": "p", "task": "classification", "stages": [stage]}, self.folder).stages[0]
+
+    def batch(self, rows: Any = slice(None)) -> dict[str, np.ndarray]:
+        """Return some of the rows."""
+        return {name: values[rows] for name, values in self.columns.items()}
+
+
+def images() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(3)
+    sizes = [(40 + 9 * row, 30, 3) for row in range(6)]
+    return {"image": column(encoded(Image.fromarray(rng.integers(0, 256, size, np.uint8))) for size in sizes)}
+
+
+def texts() -> dict[str, np.ndarray]:
+    return {"text": column(["It broke", "Why was I charged twice?", "thanks " * 30, "x", "Pay me now", "Hello there"])}
+
+
+NO_FOLDER, NO_HUB = ({"model": "/absent"}, "there is no such folder"), ({"model": "org/absent"}, "cannot be loaded")
+NO_COLUMN = ({"prompt": "Which one?"}, "prompt reads no column")
+ONE_LABEL = ({"labels": ["one"]}, "labels")
+ASKED = {"labels": LABELS, "prompt": "Ticket: {{ text }}"}
+ASKED_OTHERWISE = {"prompt": "Request: {{ text }}", "labels": ["billing", "bug", "else"]}
+
+
+@cache
+def tokenizer() -> Any:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = tiny_language_model(Path(folder)).tokenizer
+    made.pad_token = made.eos_token
+    return made
+
+
+def drawn(make: Callable[[], Any]) -> Any:
+    """Make a network with the same random weights each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make().eval()
+
+
+def save(folder: Path, *parts: Any) -> dict[str, Any]:
+    """Save a network and what reads its inputs in a folder; return the settings of the same with NaN for weights."""
+    for part in parts:
+        part.save_pretrained(folder / "m")
+        part.save_pretrained(folder / "nan")
+    weights = load_file(folder / "m" / "model.safetensors")
+    nan = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
+    save_file(nan, folder / "nan" / "model.safetensors", {"format": "pt"})
+    return {"model": "nan"}
+
+
+def python(folder: Path, stack: ExitStack) -> Case:
+    settings = {"kind": "python", "factory": "user_models:by_x", "kwargs": {"factor": 2.0}}
+    wrong = [({"factory": "user_models:absent"}, "factory"), ({"factory": "absent_module:load"}, "factory")]
+    wrong += [({"factory": "user_models:no_callable"}, "not callable"), ({"factory": "no colon"}, "factory")]
+    different = {"factory": "user_models:ragged", "kwargs": {"factor": 3.0}}
+    nan = {"kwargs": {"factor": float("nan")}, "logit_kind": "raw"}
+    return Case(
+        settings,
+        {"x": np.arange(1.0, 7)},
+        same={"logit_kind": "surrogate"},
+        different=different,
+        refused=wrong,
+        broken=nan,
+    )
+
+
+def saved(folder: Path, stack: ExitStack) -> Case:
+    chain = write_table(folder / "L", n=6, per_call=True)["test"]
+    settings = {"kind": "saved", "logits": "L", "model": "m1", "split": "test"}
+    wrong = [({"logits": "absent"}, "absent"), ({"model": "m9"}, "m9"), ({"split": "dev"}, "dev")]
+    return Case(
+        settings,
+        {"example_id": column(f"test-{example}" for example in chain.example_ids)},
+        unreadable="nobody",
+        bills=True,
+        same={"seconds_per_call": 0.1, "seconds_per_row": 0.1, "logit_kind": "surrogate"},
+        different={"model": "m0", "split": "validation"},
+        refused=wrong,
+    )
+
+
+def onnx(folder: Path, stack: ExitStack) -> Case:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    ends = [
+        [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", n])] for name, n in (("x", 2), ("y", 3))
+    ]
+    weights = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)
+    for name, values in (("m.onnx", weights), ("nan.onnx", np.full_like(weights, np.nan))):
+        graph = onnx.helper.make_graph(
+            [onnx.helper.make_node("MatMul", ["x", "w"], ["y"])],
+            "g",
+            *ends,
+            [onnx.numpy_helper.from_array(values, "w")],
+        )
+        opset = [onnx.helper.make_opsetid("", 19)]
+        onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=9), str(folder / name))
+    (folder / "broken.onnx").write_bytes(b"no graph")
+    (folder / "tokenizer.json").write_text(json.dumps({"no": "tokenizer"}))
+    wrong = [({"model": name}, "cannot be loaded") for name in ("absent.onnx", "broken.onnx")]
+    wrong += [({"output": "logit"}, "no output 'logit'; it has y"), ({"image": {"size": 0}}, "image.size")]
+    wrong += [({"columns": [], "tokenizer": "tokenizer.json"}, "is not a tokenizer.json")]
+    return Case(
+        {"kind": "onnx", "model": "m.onnx", "columns": ["age", "income"]},
+        {"age": column(range(20, 80, 10)), "income": np.arange(6.0)},
+        unreadable=None,
+        same={"device": "cpu", "logit_kind": "surrogate"},
+        different={"columns": ["income", "age"]},
+        refused=wrong,
+        broken={"model": "nan.onnx"},
+    )
+
+
+def torchvision(folder: Path, stack: ExitStack) -> Case:
+    network = drawn(lambda: torchvision_models.squeezenet1_1(weights=None, num_classes=5))
+    save_file(network.state_dict(), folder / "w.safetensors")
+    save_file({name: w * torch.nan for name, w in network.state_dict().items()}, folder / "nan.safetensors")
+    (folder / "words.pth").write_bytes(b"no weights at all\n")
+    wrong = [
+        ({"arch": "resnet-50"}, "unknown arch 'resnet-50'; did you mean 'resnet50'?"),
+        ({"arch": "fasterrcnn_resnet50_fpn"}, "unknown arch"),  # a detector
+        ({"weights": "IMAGENET1K_V3"}, "unknown weights 'IMAGENET1K_V3'; did you mean 'IMAGENET1K_V1'"),
+        ({"weights": "absent.pth"}, "there is no weight file"),
+        ({"weights": "words.pth"}, "is not a readable weight file"),
+        ({"arch": "resnet18"}, "has no fc.weight"),
+        ({"dtype": "float8"}, "dtype"),
+    ]
+    return Case(
+        {"kind": "torchvision", "arch": "squeezenet1_1", "weights": "w.safetensors"},
+        images(),
+        unreadable=b"no image",
+        same={"device": "cpu"},
+        different={"arch": "squeezenet1_0"},
+        refused=wrong,
+        broken={"weights": "nan.safetensors"},
+    )
+
+
+def image_kind(kind: str, network: Any, labels: Any = None, **more: Any) -> Callable[[Path, ExitStack], Case]:
+    """Return what makes a case of a network of images in transformers."""
+
+    def case(folder: Path, stack: ExitStack) -> Case:
+        processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
+        broken = save(folder, drawn(network), processor)
+        (folder / "empty").mkdir()
+        wrong = [NO_FOLDER, NO_HUB, ({"model": "empty"}, "cannot be loaded"), ({"dtype": "float8"}, "dtype")]
+        if kind == "transformers-image":  # the library would draw the classifier at random, and only log that it did
+            transformers.ViTModel(transformers.ViTConfig(**VISION)).save_pretrained(folder / "headless")
+            wrong.append(({"model": "headless"}, "is not a complete image classifier: it was saved as ViTModel"))
+        same, different = {"device": "cpu"}, {"dtype": "bfloat16", "revision": "v2"}
+        settings = {"kind": kind, "model": "m"}
+        return Case(
+            settings,
+            images(),
+            b"no image",
+            labels=labels,
+            same=same,
+            different=different,
+            refused=wrong,
+            broken=broken,
+            **more,
+        )
+
+    return case
+
+
+def vit() -> Any:
+    config = transformers.ViTConfig(**VISION, id2label={0: "cat", 1: "dog", 2: "car"}, initializer_range=0.3)
+    return transformers.ViTForImageClassification(config)
+
+
+def zero_shot(folder: Path, stack: ExitStack) -> Case:
+    sizes = {**TOWER, "vocab_size": len(tokenizer()), "max_position_embeddings": 24, "projection_size": 32}
+    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    config = transformers.SiglipConfig(text_config={**sizes, **ends}, vision_config=VISION)
+    processor = transformers.SiglipImageProcessor(size={"height": 32, "width": 32})
+    broken = save(folder, drawn(lambda: transformers.SiglipModel(config)), tokenizer(), processor)
+    wrong = [NO_FOLDER, NO_HUB, ONE_LABEL, ({"prompt": "{{ text }}"}, "no 'text', only label, description")]
+    wrong += [({"prompt": "a photo"}, "two labels have one text"), ({"model": "vit"}, "cannot be loaded")]
+    vit().save_pretrained(folder / "vit")
+    return Case(
+        {"kind": "transformers-zero-shot", "model": "m", "labels": LABELS},
+        images(),
+        unreadable=b"no image",
+        labels=tuple(LABELS),
+        same={"device": "cpu"},
+        different={"labels": ["billing", "bug", "else"], "prompt": "one {{ label }}"},
+        refused=wrong,
+        broken=broken,
+    )
+
+
+def classifier(folder: Path, stack: ExitStack) -> Case:
+    sizes = {**TOWER, "vocab_size": len(tokenizer()), "max_position_embeddings": 64, "initializer_range": 0.3}
+
+    def network(**config: Any) -> Any:
+        return drawn(lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, **config)))
+
+    broken = save(folder, network(id2label={0: "calm", 1: "angry", 2: "glad"}), tokenizer())
+    network(num_labels=1).save_pretrained(folder / "one")
+    network(problem_type="multi_label_classification").save_pretrained(folder / "many")
+    transformers.BertModel(transformers.BertConfig(**sizes)).save_pretrained(folder / "headless")
+    wrong = [NO_FOLDER, NO_HUB, ({"text": []}, "text"), ({"max_tokens": 1}, "max_tokens")]
+    wrong += [({"model": name}, "does not choose one of several classes") for name in ("one", "many")]
+    wrong += [({"model": "headless"}, "is not a complete text classifier: it was saved as BertModel")]
+    return Case(
+        {"kind": "transformers-classifier", "model": "m"},
+        texts(),
+        unreadable=None,
+        labels=("calm", "angry", "glad"),
+        same={"device": "cpu", "batch_tokens": 10},
+        different={"max_tokens": 4, "text": ["text", "text"]},
+        refused=wrong,
+        broken=broken,
+    )
+
+
+def language(kind: str, **more: Any) -> Callable[[Path, ExitStack], Case]:
+    """Return what makes a case of a language model that runs here."""
+
+    def case(folder: Path, stack: ExitStack) -> Case:
+        tiny = tiny_language_model(folder / "m")
+        broken = save(folder, tiny.network, tiny.tokenizer)
+        wrong = [ONE_LABEL, NO_COLUMN, ({"options": "word"}, "options")]
+        missing = [({"model": name}, "cannot be loaded") for name in ("/absent", "org/absent")]
+        if kind == "transformers-choice":
+            missing.append(({"gguf_file": "absent.gguf"}, "cannot be loaded"))
+        return Case(
+            {"kind": kind, "model": "m", **ASKED},
+            texts(),
+            unreadable=None,
+            labels=tuple(LABELS),
+            different={**ASKED_OTHERWISE, "options": "text", "max_tokens": 99},
+            refused=[*wrong, *missing],
+            broken=broken,
+            **more,
+        )
+
+    return case
+
+
+def vllm(folder: Path, stack: ExitStack) -> Case:
+    fake_vllm.install(stack.enter_context(pytest.MonkeyPatch.context()))
+    return language("vllm", logit_kind="log-probabilities", same={"device": "cpu"})(folder, stack)
+
+
+def odds(text: str) -> dict[str, float]:
+    """Return what a server's model thinks of each label."""
+    weights = np.random.default_rng(list(text.encode())).random(3) + 0.1
+    return dict(zip(LABELS, (weights / weights.sum()).tolist(), strict=True))
+
+
+def served(
+    kind: str, answer: Callable[[dict[str, float]], Any], logit_kind: str, *refused: tuple[dict[str, Any], str]
+) -> Callable[[Path, ExitStack], Case]:
+    """Return what makes a case of a language model behind a server."""
+
+    def case(folder: Path, stack: ExitStack) -> Case:
+        server = stack.enter_context(scripted_server(lambda prompt, before: answer(odds(prompt))))
+        nan = dict.fromkeys(LABELS, math.nan)
+        broken = stack.enter_context(scripted_server(lambda prompt, before: answer(nan)))
+        settings = {"kind": kind, "model": "m", "base_url": server.url, **ASKED, "prices": {"input": 1, "output": 2}}
+        wrong = [
+            ({"prices": {"input": -1, "output": 0}}, "prices.input"),
+            ({"prices": {"input": 1}}, "prices.output"),
+            ({"base_url": "http://user:password@host/v1"}, "base_url"),
+            ({"base_url": "host:8000"}, "base_url"),
+            ({"api_key": "sk-0123"}, "api_key"),
+            ({"prices": None, "max_usd": 1}, "max_usd needs prices"),
+            *(ONE_LABEL, NO_COLUMN),
+            *refused,
+        ]
+        same = {"api_key_env": "K", "max_concurrency": 1, "timeout_s": 9, "max_retries": 1, "max_usd": 1}
+        extra = {"same": same, "different": {**ASKED_OTHERWISE, "base_url": "http://host"}, "refused": wrong}
+        extra["broken"] = {"base_url": broken.url}
+        return Case(settings, texts(), None, logit_kind, labels=tuple(LABELS), bills=True, **extra)
+
+    return case
+
+
+def completion(odds: dict[str, float]) -> Any:
+    return chat_answer(dict(zip("ABC", odds.values(), strict=True)))
+
+
+def decision(odds: dict[str, float]) -> Any:
+    listed = [{"value": name, "probability": p} for name, p in odds.items()]
+    usage = {"input_tokens": 30, "output_tokens": 1, "total_tokens": 31}
+    return {"answers": [{"type": "choice", "probabilities": listed}], "usage": usage}
+
+
+def remote(folder: Path, stack: ExitStack) -> Case:
+    server = stack.enter_context(strict_server())
+    nan = stack.enter_context(strict_server(answers=lambda *rows: logits_of(*rows) * np.float16("nan")))
+    inputs = {"numbers": "INPUT__0", "title": "TITLE"}
+    ways = {"timeout_s": 3, "retries": 1, "compress": True, "token_env": "T", "max_rows": 7, "max_concurrency": 1}
+    wrong = [
+        ({"url": "http://user:word@host"}, "url"),
+        ({"ca": "ca.pem"}, "need a url with https"),
+        ({"url": "https://h", "cert": "c.pem"}, "belong together"),
+        ({"inputs": {"a": "x", "b": "x"}}, "same tensor"),
+        ({"token_env": "ABSENT_TOKEN"}, "the environment variable ABSENT_TOKEN has no token"),
+    ]
+    return Case(
+        {"kind": "remote", "url": server.url, "model": "net", "inputs": inputs, "output": "OUTPUT__0"},
+        {"numbers": column(np.arange(12.0).reshape(6, 2) / 8), "title": column(f"né {row}" for row in range(6))},
+        unreadable=None,
+        same=ways,
+        different={"output": "y", "url": "http://h", "inputs": {}, "model": "nett"},
+        refused=wrong,
+        broken={"url": nan.url},
+    )
+
+
+def sentence_encoder(folder: Path, stack: ExitStack) -> Case:
+    return Case(
+        {"kind": "sentence-encoder", "model": "m", "columns": ["text"], "required": ["text"]},
+        texts(),
+        logit_kind=EMBEDDING,
+        same={"device": "cpu"},
+        different={"columns": ["title", "text"], "required": []},
+        refused=[NO_FOLDER],
+    )
+
 
 KINDS = {
-    "constant": "other_package.kinds:constant",
-    "echo": "other_package.kinds:echo",
-    "number": "other_package.kinds:number",
-    "absent-module": "other_package.absent:load",
-    "absent-function": "other_package.kinds:absent",
-    "needs-a-package": "other_package.needs:load",
-    "breaks": "other_package.breaks:load",
-    "python": "other_package.kinds:number",
+    "python": python,
+    "saved": saved,
+    "onnx": onnx,
+    "torchvision": torchvision,
+    "transformers-image": image_kind("transformers-image", vit, ("cat", "dog", "car")),
+    "vision-encoder": image_kind(
+        "vision-encoder", lambda: transformers.ViTModel(transformers.ViTConfig(**VISION)), logit_kind=EMBEDDING
+    ),
+    "transformers-zero-shot": zero_shot,
+    "transformers-classifier": classifier,
+    "transformers-choice": language("transformers-choice", same={"device": "cpu", "batch_tokens": 50}),
+    "vllm": vllm,
+    "openai": served(
+        "openai",
+        completion,
+        "log-probabilities",
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"endpoint": "responses"}, "endpoint"),
+        ({"base_url": None, "options": "text"}, "needs a server that scores given tokens"),
+    ),
+    "decisions": served(
+        "decisions",
+        decision,
+        "probabilities",
+        ({"question": "predicate"}, "two labels"),
+        ({"options": "letter"}, "a decision lists its own"),
+    ),
+    "remote": remote,
+    "sentence-encoder": sentence_encoder,
 }
-MODULES = {
-    "__init__": "",
-    "kinds": """
-        import numpy as np
-
-        number = dict
-
-        def constant(value=1.0, model_name="m"):
-            return lambda batch: np.full((len(batch["x"]), 2), value, dtype=np.float32)
-
-        def echo(**settings):
-            answer = lambda batch: [[0.0]] * len(batch["x"])
-            answer.settings = settings
-            return answer
-        """,
-    "needs": "import a_package_that_is_not_there",
-    "breaks": "raise ValueError('the licence\\nhas ended')",
-}
 
 
-@pytest.fixture
-def other_package(tmp_path, monkeypatch):
-    """Install a package that registers kinds, as pip would leave it."""
-    site = tmp_path / "site"
-    (site / "other_package").mkdir(parents=True)
-    for name, text in MODULES.items():
-        (site / "other_package" / f"{name}.py").write_text(textwrap.dedent(text))
-    info = site / "other_package-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-package\nVersion: 1.0\n")
-    lines = [f"{name} = {value}" for name, value in KINDS.items()]
-    (info / "entry_points.txt").write_text("\n".join([f"[{ENTRY_POINTS}]", *lines, ""]))
-    monkeypatch.syspath_prepend(site)
-    importlib.invalidate_caches()
-    yield site
-    for name in [name for name in sys.modules if name.split(".")[0] == "other_package"]:
-        del sys.modules[name]
+@pytest.fixture(scope="module", params=KINDS)
+def case(request, tmp_path_factory):
+    """A model of a kind, loaded from a spec that has travelled to another process."""
+    folder = tmp_path_factory.mktemp(request.param)
+    with ExitStack() as stack:
+        if request.param == "sentence-encoder":
+            (folder / "m").symlink_to(request.getfixturevalue("minilm"))
+        made = KINDS[request.param](folder, stack)
+        made.folder = folder
+        made.model = pickle.loads(pickle.dumps(made.stage())).load()
+        yield made
 
 
-def pool_file(folder, **model):
-    stage = {"name": "s", "model": model}
-    path = folder / "pool.yaml"
-    path.write_text(yaml.safe_dump({"name": "p", "task": "image-classification", "stages": [stage]}))
-    return path
+def vectors(answers):
+    """Return each row's logits, None where the row failed."""
+    lengths = [answers.logits.shape[1]] * len(answers.logits) if answers.n_options is None else answers.n_options
+    return [None if row in answers.failures else answers.logits[row, :n] for row, n in enumerate(lengths)]
 
 
-def loaded(folder, **model):
-    return load_pool(pool_file(folder, **model)).stage("s").model.load()
+def test_the_suite_has_a_case_of_every_kind():
+    assert {*KINDS} == {*BUILT_IN}
 
 
-@pytest.mark.parametrize(
-    ("model", "inputs", "read"),
-    [
-        ({"kind": "torchvision", "arch": "resnet18"}, {}, {"image"}),
-        ({"kind": "saved", "logits": "L", "model": "m", "split": "s"}, {}, set()),
-        ({"kind": "openai", "model": "m"}, {}, {"question", "context", "subject", "task"}),
-        ({"kind": "python", "factory": "a:b"}, {"x": {"datatype": "FP64", "shape": []}}, {"x"}),
-        ({"kind": "python", "factory": "a:b"}, {}, None),
-    ],
-)
-def test_a_run_reads_the_columns_that_its_models_read(model, inputs, read):
-    stages = [
-        {"name": "s", "model": model},
-        {"name": "t", "model": {"kind": "saved", "logits": "L", "model": "m", "split": "s"}},
-    ]
-    task = "multiple-choice" if model["kind"] == "openai" else "image-classification"
-    pool = pool_of({"name": "p", "task": task, "inputs": inputs, "stages": stages}, Path())
-    assert pool.columns_read(pool.stages) == (None if read is None else {"example_id", "label", "choices", *read})
+def test_logits_are_float32_and_depend_on_no_neighbour_order_or_batch_cut(case):
+    answers = case.model(case.batch())
+    assert answers.logits.dtype == np.float32
+    assert not answers.failures
+    together = np.array(vectors(answers))
+    assert together.shape == (6, len(case.labels) if case.labels else together.shape[1])
+    assert np.isfinite(together).all()
+    assert len(np.unique(together, axis=0)) == 6
+    cuts = [[0], [1, 2], [5, 4, 3]]
+    for rows in ([5, 4, 3, 2, 1, 0], *cuts):
+        part = np.array(vectors(case.model(case.batch(rows))))
+        assert np.abs(part - together[rows]).max() <= ROUNDING * together.std()
 
 
-def test_the_published_schema_takes_built_in_and_registered_kinds(tmp_path):
-    schema = json.loads(schema_path("pool").read_text())
-    saved = {"kind": "saved", "logits": "L", "model": "m", "split": "test"}
-    for model in (saved, {"kind": "constant", "value": 3}):
-        jsonschema.validate(yaml.safe_load(pool_file(tmp_path, **model).read_text()), schema)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(yaml.safe_load(pool_file(tmp_path, **saved, splot="x").read_text()), schema)
+@pytest.mark.parametrize("case", [kind for kind in KINDS if kind != "python"], indirect=True)
+def test_a_row_that_cannot_be_read_fails_alone(case):
+    together = vectors(case.model(case.batch()))
+    batch = {name: values.copy() for name, values in case.batch().items()}
+    batch[next(iter(batch))][2] = case.unreadable
+    answers = case.model(batch)
+    assert answers.failures.keys() == {2}
+    assert "\n" not in answers.failures[2]
+    for row in (0, 1, 3, 4, 5):
+        assert vectors(answers)[row] == pytest.approx(together[row], abs=ROUNDING * float(np.std(together)))
+    nothing = case.model({name: values[[2, 2]] for name, values in batch.items()})
+    assert nothing.failures.keys() == {0, 1}
+    assert len(nothing.logits) == 2
 
 
-@pytest.mark.usefixtures("other_package")
-def test_what_stands_beside_the_kind_reaches_the_factory(tmp_path):
-    # Names that a spec's own methods and fields have are no exception.
-    settings = {"model_name": "x", "load": 3, "located": None, "cost_unit": "USD", "nested": {"a": [1, {"b": 2.0}]}}
-    spec = load_pool(pool_file(tmp_path, kind="echo", **settings)).stage("s").model
-    assert isinstance(spec, RegisteredSpec)
-    assert spec.cost_unit is None
-    assert spec.load().function.settings == settings
+def test_a_batch_without_the_column_is_refused_by_its_name(case):
+    missing = next(iter(case.columns))
+    with pytest.raises((DataError, KeyError), match=missing):
+        case.model({"elsewhere": np.zeros(2)})
 
 
-def test_faults_of_a_registered_kind_are_said_in_one_line(tmp_path, other_package, monkeypatch):
-    assert "kind 'absent-module'" in refused(lambda: loaded(tmp_path, kind="absent-module"))
-    assert "has no attribute 'absent'" in refused(lambda: loaded(tmp_path, kind="absent-function"))
-    message = refused(lambda: loaded(tmp_path, kind="needs-a-package"))
-    assert "other_package.needs:load" in message
-    assert "a_package_that_is_not_there" in message
-    assert "the licence has ended" in refused(lambda: loaded(tmp_path, kind="breaks"))
-    assert "returned dict, which is not callable" in refused(lambda: loaded(tmp_path, kind="number"))
-    message = refused(lambda: loaded(tmp_path, kind="constannt"))
-    assert "unknown kind 'constannt'; did you mean 'constant'?" in message
-    assert all(name in message for name in known_kinds())
-    spec = load_pool(pool_file(tmp_path, kind="echo")).stage("s").model
-    monkeypatch.setattr(sys, "path", [place for place in sys.path if place != str(other_package)])
-    importlib.invalidate_caches()
-    assert "unknown kind 'echo'" in refused(spec.load)
+@pytest.mark.parametrize("case", [kind for kind in KINDS if kind not in ("saved", "sentence-encoder")], indirect=True)
+def test_answers_that_are_nan_are_failed_rows_or_an_error_and_never_logits(case):
+    model = case.stage(**case.broken).load()
+    if case.settings["kind"] == "python":
+        with pytest.raises(DataError, match="row 0 of the batch: a logit is NaN"):
+            model(case.batch())
+    else:
+        assert model(case.batch()).failures.keys() == set(range(6))
 
 
-@pytest.mark.usefixtures("other_package")
-def test_a_built_in_kind_is_not_overridden(tmp_path):
-    spec = load_pool(pool_file(tmp_path, kind="python", factory="user_models:by_x")).stage("s").model
-    assert isinstance(spec, PythonSpec)
-    assert spec.load()({"x": np.array([2.0])}).logits.tolist() == [[2.0, 0.0]]
-    assert sorted(known_kinds()) == sorted({*BUILT_IN, *KINDS})
-    assert "factory" in refused(lambda: load_pool(pool_file(tmp_path, kind="python")))
+def test_the_kind_of_logits_their_labels_and_costs_are_as_declared(case):
+    stage = case.stage()
+    assert stage.model.answers_kind == case.logit_kind
+    if case.logit_kind != EMBEDDING:
+        assert (kind_of(case.model.facts.logit_kind) or "raw") == case.logit_kind
+    assert case.model.facts.labels == case.labels
+    assert stage.model.label_names in (None, case.labels)
+    answers = case.model(case.batch())
+    assert (answers.costs is not None) == (stage.model.cost_unit is not None) == case.bills
+    if case.bills:
+        assert (answers.costs > 0).all()
+        alone = [case.model(case.batch([row])).costs[0] for row in range(6)]
+        assert answers.costs == pytest.approx(alone)
 
 
-def test_a_process_of_its_own_finds_the_kind(tmp_path, other_package):
-    code = """
-        import json, sys
-        import numpy as np
-        from cauc_ray.models.pool import load_pool
-        model = load_pool(sys.argv[1]).stage("s").model.load()
-        print(json.dumps([model({"x": np.zeros(1)}).logits.tolist(), model.facts.source, "torch" in sys.modules]))
-    """
-    path = pool_file(tmp_path, kind="constant", value=4)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(other_package), os.environ["PYTHONPATH"]])}
-    command = [sys.executable, "-c", textwrap.dedent(code), str(path)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    assert json.loads(output) == [[[4.0, 4.0]], "constant other_package.kinds:constant", False]
+def test_the_identity_changes_with_what_changes_answers_and_with_nothing_else(case):
+    stage = case.stage()
+    assert pickle.loads(pickle.dumps(stage)) == stage
+    identity = stage.model.identity
+    for name, value in case.same.items():
+        assert case.stage(**{name: value}).model.identity == identity, name
+    identities = {case.stage(**{name: value}).model.identity for name, value in case.different.items()}
+    assert len(identities | {identity}) == 1 + len(case.different)
+
+
+def test_wrong_settings_are_refused_in_one_line_that_names_them(case):
+    setting = next(iter(case.same))
+    for changes, words in [*case.refused, ({f"{setting}s": 1}, f"did you mean '{setting}'")]:
+        with pytest.raises(CaucError) as error:
+            case.stage(**changes).load()
+        assert words in str(error.value)
+        assert "\n" not in str(error.value)

@@ -8,11 +8,11 @@ import pytest
 from batches import column, question_batch
 from conftest import SHARED_DATA
 from fake_gpu import Gpu
-from language_models import LETTERS, SMOLLM2_FILE, question_prompt, smollm2, tiny_network
+from language_models import LETTERS, SMOLLM2_FILE, Loaded, question_prompt, smollm2_folder, tiny_network
+from scipy.special import log_softmax
 
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.costs import measured
-from cauc_ray.models.pool import load_pool
 from cauc_ray.models.prompts import Prompts
 from cauc_ray.models.transformers import TransformersChoiceSpec
 
@@ -68,13 +68,13 @@ def test_batch_size_padding_and_bucketing_change_no_answer(loaded, options):
 
 
 @pytest.mark.parametrize("options", ["letter", "text"])
-def test_device_time_is_of_every_forward_pass_and_of_nothing_else(language_model, options):
+def test_device_time_is_of_every_forward_pass_and_of_nothing_else(tiny_model, options):
     """The device's clock goes on by a second in each of the network's passes, and at no other time."""
     from cauc_ray.models.language import ChoiceModel
 
-    gpu, passes, network = Gpu(), [], language_model.network
-    settings = spec(language_model.folder, options=options, batch_tokens=1)
-    model = ChoiceModel(settings, language_model.tokenizer, network, gpu.event)
+    gpu, passes, network = Gpu(), [], tiny_model.network
+    settings = spec(tiny_model.folder, options=options, batch_tokens=1)
+    model = ChoiceModel(settings, tiny_model.tokenizer, network, gpu.event)
 
     def run(network, inputs):
         passes.append(1)
@@ -89,7 +89,7 @@ def test_device_time_is_of_every_forward_pass_and_of_nothing_else(language_model
 
 
 @pytest.mark.parametrize("options", ["letter", "text"])
-def test_padding_shifts_no_position_of_a_network_that_numbers_them(language_model, tmp_path, options):
+def test_padding_shifts_no_position_of_a_network_that_numbers_them(tiny_model, tmp_path, options):
     """Llama sees distances between tokens only; GPT-2 learns a vector for each position."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -97,8 +97,8 @@ def test_padding_shifts_no_position_of_a_network_that_numbers_them(language_mode
     ends = {"bos_token_id": 0, "eos_token_id": 1}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = GPT2LMHeadModel(GPT2Config(vocab_size=len(language_model.tokenizer), **sizes, **ends)).eval()
-    model = spec(replace(language_model, network=network).save(tmp_path).folder, options=options).load()
+        network = GPT2LMHeadModel(GPT2Config(vocab_size=len(tiny_model.tokenizer), **sizes, **ends)).eval()
+    model = spec(replace(tiny_model, network=network).save(tmp_path).folder, options=options).load()
     questions = [("Why?", ["yes", "no"]), ("Why, of all things?", ["so", "it depends", "x"]), ("?", ["a", "b"])]
     assert_same_answers(one_by_one(model, questions), model(question_batch(*questions)), questions)
 
@@ -112,33 +112,32 @@ def test_what_all_prompts_begin_with_is_run_once(language_model, options, chat):
     settings = {"labels": labels, "examples": examples, "prompt": "Ticket: {{ text }}", "options": options}
     from cauc_ray.models.language import ChoiceModel
 
-    own_spec = spec(language_model.folder, chat_template=chat, **settings)
+    choice_spec = spec(language_model.folder, chat_template=chat, **settings)
     texts = column(["It broke", "Why was I charged twice for the very same thing?", "x"])
     n_tokens = []
     hook = language_model.network.register_forward_pre_hook(
-        lambda module, args, given: n_tokens.append(given["input_ids"].shape[1]), with_kwargs=True
+        lambda module, args, inputs: n_tokens.append(inputs["input_ids"].shape[1]), with_kwargs=True
     )
-    model = ChoiceModel(own_spec, language_model.tokenizer, language_model.network)
+    model = ChoiceModel(choice_spec, language_model.tokenizer, language_model.network)
     answers = [model({"text": texts}).logits, np.concatenate([model({"text": texts[[n]]}).logits for n in range(3)])]
     hook.remove()
     head = max(n_tokens)
     assert head > 60
     assert n_tokens.count(head) == 1
     assert max(n for n in n_tokens if n != head) < head
-    prompts, _ = Prompts(own_spec, chat)({"text": texts})
+    prompts, _ = Prompts(choice_spec, chat)({"text": texts})
     for row, asked in prompts.items():
         tokens = language_model.chat(asked.text) if chat else language_model.tokenizer.encode(asked.text)
         for option, name in enumerate(labels):
-            said = LETTERS[option] if options == "letter" else name
-            own = language_model.tokenizer.encode(said if chat else f" {said}")
-            logits = language_model.logits(tokens + own).astype(np.float64)[len(tokens) - 1 : -1]
+            text = LETTERS[option] if options == "letter" else name
+            option_tokens = language_model.tokenizer.encode(text if chat else f" {text}")
+            logits = language_model.logits(tokens + option_tokens).astype(np.float64)[len(tokens) - 1 : -1]
             if options == "letter":
-                expected = logits[-1, own[-1]]
+                expected = logits[-1, option_tokens[-1]]
             else:
-                logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-                expected = logs[np.arange(len(own)), own].sum()
-            for found in answers:
-                assert found[row, option] == pytest.approx(expected, abs=TOLERANCE)
+                expected = log_softmax(logits, axis=1)[np.arange(len(option_tokens)), option_tokens].sum()
+            for vector in answers:
+                assert vector[row, option] == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -166,18 +165,20 @@ def assert_letters_logits(model, oracle, chat):
 
 @pytest.mark.parametrize("options", ["name", "text"])
 def test_longer_options_get_their_log_likelihood(loaded, language_model, options):
-    """The sum over the tokens of a name; of a text that the model has not been shown, the sum per byte."""
-    model = loaded(options=options, chat_template=False)
+    assert_log_likelihoods(loaded(options=options, chat_template=False), language_model, options)
+
+
+def assert_log_likelihoods(model, oracle, options):
+    """Expect the sum over the tokens of a name; of a text that the model has not been shown, the sum per byte."""
     choices = ["honey", "concrete walls and große Brücken", "x"]
     answers = model(question_batch(("What do bees make?", choices, "About insects.")))
-    encode = language_model.tokenizer.encode
+    encode = oracle.tokenizer.encode
     listed = "".join(f"- {choice}\n" for choice in choices) if options == "name" else ""
     prompt = encode(f"About insects.\nQuestion: What do bees make?\n{listed}Answer:")
     for place, choice in enumerate(choices):
-        own = encode(f" {choice}")
-        logits = language_model.logits(prompt + own).astype(np.float64)
-        logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-        total = sum(logs[len(prompt) + step - 1, token] for step, token in enumerate(own))
+        tokens = encode(f" {choice}")
+        logs = log_softmax(oracle.logits(prompt + tokens).astype(np.float64), axis=1)
+        total = sum(logs[len(prompt) + step - 1, token] for step, token in enumerate(tokens))
         n = len(choice.encode()) if options == "text" else 1
         assert answers.logits[0, place] == pytest.approx(total / n, abs=TOLERANCE)
 
@@ -206,13 +207,13 @@ def test_rows_that_cannot_be_asked_are_reported_and_the_others_answered(loaded, 
 
 
 def test_any_number_of_options_is_scored(loaded):
-    many = ("Which number?", [str(n) for n in range(60)])
-    answers = loaded(options="text")(question_batch(many, ("Which?", ["a", "b"])))
+    sixty = ("Which number?", [str(n) for n in range(60)])
+    answers = loaded(options="text")(question_batch(sixty, ("Which?", ["a", "b"])))
     assert answers.n_options.tolist() == [60, 2]
     assert np.isfinite(answers.logits[0]).all()
     letters = loaded()
     fits = ("Which number?", [str(n) for n in range(len(LETTERS))])
-    answers = letters(question_batch(many, fits))
+    answers = letters(question_batch(sixty, fits))
     assert answers.failures.keys() == {0}
     assert np.isfinite(answers.logits[1]).all()
     assert loaded(options="text")(question_batch(("Which?", ["a", " "]))).failures == {0: "one of its choices is empty"}
@@ -239,21 +240,21 @@ def test_operations_follow_the_length_and_leave_padding_out(loaded, language_mod
 def test_a_model_that_is_spread_over_what_devices_there_are_answers_alike(loaded, language_model, options, monkeypatch):
     """By accelerate's device map, which here has the CPU alone."""
     questions = [("Is it?", ["yes it is", "no"]), ("Which is more?", ["one", "a pair of them", "none"])]
-    own = spec(language_model.folder, options=options)
-    spread = own.load_over_gpus()(question_batch(*questions))
+    settings = spec(language_model.folder, options=options)
+    spread = settings.load_over_gpus()(question_batch(*questions))
     assert (spread.logits == loaded(options=options)(question_batch(*questions)).logits).all()
     monkeypatch.setattr("cauc_ray.errors.find_spec", lambda name: None if name == "accelerate" else name)
     with pytest.raises(ConfigError, match="needs accelerate; install with: pip install"):
-        own.load_over_gpus()
+        settings.load_over_gpus()
 
 
 @pytest.mark.parametrize("family", ["mistral3", "qwen3_vl", "gemma3", "gemma4", "gemma4-experts", "qwen3_5"])
 @pytest.mark.parametrize("options", ["letter", "text"])
-def test_a_model_that_also_sees_images_answers_texts(language_model, tmp_path, family, options):
+def test_a_model_that_also_sees_images_answers_texts(tiny_model, tmp_path, family, options):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = tiny_network(family, len(language_model.tokenizer)).eval()
-    oracle = replace(language_model, network=network).save(tmp_path)
+        network = tiny_network(family, len(tiny_model.tokenizer)).eval()
+    oracle = replace(tiny_model, network=network).save(tmp_path)
     if (family, options) == ("qwen3_5", "text"):
         with pytest.raises(ConfigError, match="has no cache for options to share; use options: letter"):
             spec(tmp_path, options=options, chat_template=False).load()
@@ -263,35 +264,33 @@ def test_a_model_that_also_sees_images_answers_texts(language_model, tmp_path, f
     answers = model(question_batch(*questions))
     assert_same_answers(one_by_one(model, questions), answers, questions)
     if options == "letter":
-        prompt = language_model.tokenizer.encode(question_prompt(*questions[0]))
-        letters = [language_model.tokenizer.encode(f" {letter}")[-1] for letter in "AB"]
+        prompt = tiny_model.tokenizer.encode(question_prompt(*questions[0]))
+        letters = [tiny_model.tokenizer.encode(f" {letter}")[-1] for letter in "AB"]
         assert answers.logits[0, :2] == pytest.approx(oracle.logits(prompt)[-1][letters], abs=TOLERANCE)
     unused = ("vision", "visual", "projector")  # in the names of what reads images
-    of_text = [own.numel() for name, own in network.named_parameters() if not any(part in name for part in unused)]
-    assert model.facts.params_b == sum(of_text) / 1e9 < sum(own.numel() for own in network.parameters()) / 1e9
+    of_text = [
+        weights.numel() for name, weights in network.named_parameters() if not any(part in name for part in unused)
+    ]
+    assert model.facts.params_b == sum(of_text) / 1e9 < sum(weights.numel() for weights in network.parameters()) / 1e9
 
 
 @pytest.mark.slow
-def test_a_gguf_file_answers_as_its_weights_do():
-    oracle = smollm2()
-    model = spec(oracle.folder, gguf_file=SMOLLM2_FILE).load()
+def test_a_real_language_model_scores_letters_names_and_texts_as_a_plain_forward_pass_does(monkeypatch):
+    """SmolLM2-135M from its GGUF file, which is loaded once: the oracle computes with the same weights."""
+    from cauc_ray.models.language import ChoiceModel
+
+    folder, parts = smollm2_folder(), []
+
+    def noted(*arguments):
+        parts.extend(arguments)
+        return ChoiceModel(*arguments)
+
+    monkeypatch.setattr("cauc_ray.models.language.ChoiceModel", noted)
+    model = spec(folder, gguf_file=SMOLLM2_FILE).load()
+    oracle = Loaded(folder, *parts[1:])
     assert_letters_logits(model, oracle, chat=True)
     assert model.facts.params_b == pytest.approx(0.1345, rel=1e-3)
     assert SMOLLM2_FILE in model.facts.source
-
-
-def test_a_missing_model_is_reported_in_one_line(tmp_path):
-    for model, file in ((tmp_path, None), ("nobody/nothing", None), (tmp_path, "absent.gguf")):
-        with pytest.raises(ConfigError, match="cannot be loaded") as error:
-            spec(model, gguf_file=file).load()
-        assert "\n" not in str(error.value)
-    pool = tmp_path / "pool.yaml"
-    (tmp_path / "models").mkdir()
-    pool.write_text(
-        "name: p\ntask: multiple-choice\nstages:\n"
-        "- {name: a, model: {kind: transformers-choice, model: models}}\n"
-        "- {name: b, model: {kind: transformers-choice, model: ORG/NAME}}\n"
-    )
-    here, hub = load_pool(pool).stages
-    assert here.model.model == str(tmp_path / "models")
-    assert hub.model.model == "ORG/NAME"
+    for options in ("name", "text"):
+        settings = spec(oracle.folder, options=options, chat_template=False)
+        assert_log_likelihoods(ChoiceModel(settings, oracle.tokenizer, oracle.network), oracle, options)

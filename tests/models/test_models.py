@@ -5,12 +5,11 @@ import jsonschema
 import numpy as np
 import pytest
 import yaml
-from batches import refused
+from batches import column, refused
 from synthetic import write_table
 
-from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.errors import DataError
 from cauc_ray.models.answers import as_answers
-from cauc_ray.models.kinds import RegisteredSpec
 from cauc_ray.models.pool import load_pool
 from cauc_ray.models.python import PythonSpec
 from cauc_ray.models.saved import SavedSpec
@@ -30,7 +29,7 @@ def test_a_python_model_answers_arrays_and_ragged_lists():
 
 
 @pytest.mark.parametrize(
-    ("output", "says"),
+    ("output", "words"),
     [
         (np.zeros((3, 2)), "returned 3 rows of logits for 2 inputs"),
         (np.zeros(2), r"got shape \(2,\)"),
@@ -47,35 +46,20 @@ def test_a_python_model_answers_arrays_and_ragged_lists():
         ("ab", "not str"),
     ],
 )
-def test_answers_that_nobody_can_use_are_refused(output, says):
-    with pytest.raises(DataError, match=says):
+def test_answers_that_nobody_can_use_are_refused(output, words):
+    with pytest.raises(DataError, match=words):
         as_answers(output, 2)
 
 
-@pytest.mark.parametrize("factory", ["user_models:absent", "absent_module:load", "user_models:no_callable"])
-def test_a_factory_that_gives_no_model_is_refused(factory):
-    with pytest.raises(ConfigError, match="factory"):
-        PythonSpec(kind="python", factory=factory).load()
-
-
-def test_a_saved_model_answers_from_its_table_in_the_given_time(tmp_path):
+def test_a_saved_model_answers_from_its_table_no_sooner_than_its_delay(tmp_path):
     chain = write_table(tmp_path / "L", n=30, per_call=True)["test"]
-    spec = SavedSpec(
-        kind="saved", logits=tmp_path / "L", model="m1", split="test", seconds_per_call=0.05, seconds_per_row=0.01
-    )
-    model = spec.load()
+    delays = {"seconds_per_call": 0.05, "seconds_per_row": 0.01}
+    model = SavedSpec(kind="saved", logits=tmp_path / "L", model="m1", split="test", **delays).load()
     started = time.perf_counter()
-    answers = model({"example_id": np.array([f"test-{chain.example_ids[row]}" for row in (7, 2)], dtype=object)})
+    answers = model({"example_id": column(f"test-{chain.example_ids[row]}" for row in (7, 2))})
     assert time.perf_counter() - started >= 0.07
     assert (answers.logits == chain.logits[1][[7, 2]]).all()
     assert answers.costs == pytest.approx(chain.costs.per_call[[7, 2], 1], rel=1e-6)
-    known = f"test-{chain.example_ids[2]}"
-    answers = model({"example_id": np.array(["nobody", known], dtype=object)})
-    assert list(answers.failures) == [0]
-    assert "example 'nobody' is not in" in answers.failures[0]
-    assert (answers.logits[1] == chain.logits[1][2]).all()
-    with pytest.raises(DataError, match="no column 'example_id'"):
-        model({"x": np.zeros(1)})
 
 
 GOOD = {
@@ -112,7 +96,7 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "words"),
     [
         ({"taks": "x"}, "unknown key 'taks'"),
         ({"stages__0__batchsize": 3}, "stages.0: unknown key 'batchsize'; did you mean 'batch_size'"),
@@ -121,34 +105,24 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
             {"stages__0__model__kind": "pyhton"},
             "unknown kind 'pyhton'; did you mean 'python'?",
         ),
-        ({"task": "guessing"}, "task: "),
         (
             {"stages__0__model": {"kind": "torchvision", "arch": "resnet50"}, "stages__0__resources": {"num_gpus": 2}},
             "stages.0: a model of kind 'torchvision' runs on one GPU at most, not 2; to use more, give the stage num",
         ),
-        ({"stages": []}, "stages: "),
         ({"stages__1__name": "small"}, "two stages are named 'small'"),
         ({"stages__0__name": "a/b"}, "stages.0.name: "),
-        ({"stages__0__name": "a,b"}, "without '/', '=' and ','"),
-        ({"stages__0__name": " a"}, "printable"),
         ({"stages__0__name": "ä" * 101}, "up to 200 bytes, got 202"),
-        ({"stages__0__cost": {"gflops": None}}, "exactly one of gflops"),
-        ({"stages__0__cost": {"params_b": "4"}}, "stages.0.cost.params_b"),
-        ({"stages__0__cost": {}}, "exactly one of gflops, kflops, params_b, seconds, usd, usd_per_mtok"),
         ({"stages__0__cost": {"gflops": 1, "seconds": 2}}, "exactly one of"),
         ({"stages__0__cost": {"gflops": -1}}, "stages.0.cost.gflops"),
         ({"stages__0__replicas": {"min": 2, "max": 1}}, "max 1 is below min 2"),
-        ({"stages__0__model__factory": "no colon"}, "stages.0.model.python.factory: "),
         ({"labels": ["cat", "dog"]}, "in multiple-choice, choices name themselves"),
         *(
-            ({"task": "image-classification", "labels": labels}, says)
-            for labels, says in [
+            ({"task": "image-classification", "labels": labels}, words)
+            for labels, words in [
                 ([], "labels: the list of labels is empty"),
                 (["cat", ""], "labels: class 1: a name must be a text that is not empty"),
                 ([0, 1], "labels: class 0: a name must be a text that is not empty, got 0"),
-                ({0: "cat"}, "labels: class 0: a name must be a text that is not empty, got 0"),
                 ("absent.txt", "labels: there is no file"),
-                (".", "labels: there is no file"),
                 ("a" * 300, "cannot be read: File name too long"),
                 ("empty.txt", "empty.txt is empty"),
                 ("blank.txt", "labels: class 1: a name must be a text that is not empty"),
@@ -157,13 +131,13 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
         ),
     ],
 )
-def test_a_pool_file_with_a_fault_is_refused_in_one_line(tmp_path, changes, says):
+def test_a_pool_file_with_a_fault_is_refused_in_one_line(tmp_path, changes, words):
     files = {"empty.txt": b" \n\n", "blank.txt": b"cat\n\ndog\n", "latin.txt": "na\xefve".encode("latin-1")}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     path = pool_file(tmp_path, **changes)
     message = refused(lambda: load_pool(path))
-    assert says in message
+    assert words in message
     assert str(path) in message
 
 
@@ -185,29 +159,10 @@ def test_names_of_classes_come_from_a_list_or_a_file_beside_the_pool(tmp_path, m
     (tmp_path / "names" / "classes.txt").write_bytes(text.encode())
     monkeypatch.chdir("/")
     schema = json.loads(schema_path("pool").read_text())
+    published = jsonschema.validators.validator_for(schema)(schema)
     for labels in ("names/classes.txt", str(tmp_path / "names" / "classes.txt"), names, None):
         path = pool_file(tmp_path, **IMAGES, labels=labels)
         assert load_pool(path).labels == (labels and tuple(names))
         content = yaml.safe_load(path.read_text())
-        jsonschema.validate(content, schema)
-        for wrong in ([], [1], "", 3):
-            with pytest.raises(jsonschema.ValidationError):
-                jsonschema.validate({**content, "labels": wrong}, schema)
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        (PythonSpec, {"kind": "python", "factory": "user_models:by_x"}),
-        (SavedSpec, {"kind": "saved", "logits": "L", "model": "m", "split": "test"}),
-        (RegisteredSpec, {"kind": "registered-somewhere", "depth": 3}),
-    ],
-)
-def test_what_is_declared_of_answers_makes_no_other_model_of_it(kind, settings):
-    """A collection of earlier answers goes on: these are kept as the model gives them."""
-    own, declared = kind(**settings), kind(**settings, logit_kind="probabilities")
-    assert own.identity == declared.identity
-    assert declared.answers_kind == "probabilities"
-    if kind is RegisteredSpec:
-        assert kind(**settings, device="cpu").identity == own.identity
-        assert kind(**{**settings, "depth": 4}).identity != own.identity
+        assert published.is_valid(content)
+        assert not any(published.is_valid({**content, "labels": wrong}) for wrong in ([], [1], "", 3))

@@ -1,10 +1,8 @@
 """Classifiers in ONNX files: of columns, of texts and of images, against numpy on the same weights."""
 
-import json
-
 import numpy as np
 import pytest
-from batches import column, encoded, refused
+from batches import column, encoded
 from language_models import tiny_language_model
 from PIL import Image
 
@@ -20,9 +18,9 @@ RNG = np.random.default_rng(0)
 
 def save(path, nodes, inputs, outputs, **weights):
     """Write a graph: inputs and outputs are (name, type, shape)."""
-    given = [[helper.make_tensor_value_info(*each) for each in ends] for ends in (inputs, outputs)]
+    values = [[helper.make_tensor_value_info(*end) for end in ends] for ends in (inputs, outputs)]
     constants = [numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()]
-    graph = helper.make_graph(nodes, "g", *given, constants)
+    graph = helper.make_graph(nodes, "g", *values, constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
     onnx.save(model, str(path))
     return path
@@ -127,16 +125,3 @@ def test_images_are_resized_cut_and_normalised_as_torchvision_does(tmp_path):
     for row, picture in enumerate(pictures):
         assert answers.logits[row] == pytest.approx(plain(picture).numpy().mean(axis=(1, 2)) @ w, abs=1e-4)
     assert "cannot be decoded" in answers.failures[2]
-
-
-def test_what_cannot_be_used_is_refused_in_one_line(linear, tmp_path):
-    (tmp_path / "broken.onnx").write_bytes(b"no graph")
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"no": "tokenizer"}))
-    for settings, says in (
-        ({"path": tmp_path / "absent.onnx"}, "cannot be loaded"),
-        ({"path": tmp_path / "broken.onnx"}, "cannot be loaded"),
-        ({"path": linear, "output": "logit"}, "no output 'logit'; it has label, probabilities, logits"),
-        ({"path": linear, "tokenizer": str(tmp_path / "tokenizer.json")}, "is not a tokenizer.json"),
-        ({"path": linear, "device": "cuda"}, "no GPU"),
-    ):
-        assert says in refused(spec(**settings).load)

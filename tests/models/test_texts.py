@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from language_models import tiny_language_model
 
-from cauc_ray.errors import DataError
 from cauc_ray.models.answers import GPU_PASS_TOKENS, PASS_TOKENS, bucketed
 from cauc_ray.models.transformers import TransformersClassifierSpec
 
@@ -62,12 +61,12 @@ def test_it_answers_as_the_library_does_for_each_text_alone(tokenizer, tmp_path,
     columns = ("premise", "hypothesis") if pair else ("text",)
     model = spec(saved(net, tokenizer, tmp_path), text=columns, batch_tokens=100).load()
     texts = [TEXTS, TEXTS[::-1]][: len(columns)]
-    answers = model({name: column([*own, None]) for name, own in zip(columns, texts, strict=True)})
+    answers = model({name: column([*row_texts, None]) for name, row_texts in zip(columns, texts, strict=True)})
     assert answers.failures == {4: "it has no text in 'premise'" if pair else "it has no text in 'text'"}
     assert model.facts.labels == tuple(NAMES.values())
     for row in range(4):
-        own = [texts[at][row] for at in range(len(columns))]
-        tokens = tokenizer(*own, truncation=True, max_length=64, return_tensors="pt")
+        row_texts = [texts[at][row] for at in range(len(columns))]
+        tokens = tokenizer(*row_texts, truncation=True, max_length=64, return_tensors="pt")
         tokens.pop("token_type_ids", None) if family == "llama" else None
         if not tokens["input_ids"].shape[1]:
             continue
@@ -79,9 +78,9 @@ def test_it_answers_as_the_library_does_for_each_text_alone(tokenizer, tmp_path,
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_one_that_is_spread_over_what_devices_there_are_answers_alike(tokenizer, tmp_path, family):
     """By accelerate's device map, which here has the CPU alone."""
-    own = spec(saved(network(family, len(tokenizer)), tokenizer, tmp_path))
+    settings = spec(saved(network(family, len(tokenizer)), tokenizer, tmp_path))
     batch = {"text": column(TEXTS[:2])}
-    assert (own.load_over_gpus()(batch).logits == own.load()(batch).logits).all()
+    assert (settings.load_over_gpus()(batch).logits == settings.load()(batch).logits).all()
 
 
 def test_weights_that_no_gpu_of_the_stage_can_hold_are_refused_before_they_are_loaded(tokenizer, tmp_path, monkeypatch):
@@ -101,21 +100,6 @@ def test_weights_that_no_gpu_of_the_stage_can_hold_are_refused_before_they_are_l
         assert advice in message
 
 
-def test_what_is_no_classifier_of_texts_is_refused_in_one_line(tokenizer, tmp_path):
-    with pytest.raises(DataError, match="no column 'text'"):
-        spec(saved(network("bert", len(tokenizer)), tokenizer, tmp_path / "a")).load()({"title": column(["x"])})
-    language_model = tiny_language_model(tmp_path / "b")
-    many = network("bert", len(tokenizer), problem_type="multi_label_classification")
-    one = network("bert", len(tokenizer), id2label={0: "score"}, label2id={"score": 0})
-    for folder, says in (
-        (language_model.folder, "is not a complete text classifier: it was saved as LlamaForCausalLM"),
-        (saved(many, tokenizer, tmp_path / "c"), "does not choose one of several classes"),
-        (saved(one, tokenizer, tmp_path / "d"), "does not choose one of several classes"),
-        (tmp_path / "absent", "there is no such folder"),
-    ):
-        assert says in refused(spec(folder).load)
-
-
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.integers(20, 200), st.booleans())
 def test_no_other_passes_are_cheaper(lengths, most, on_gpu):
     def cost(passes):
@@ -127,5 +111,5 @@ def test_no_other_passes_are_cheaper(lengths, most, on_gpu):
     assert sorted(row for rows in passes for row in rows) == list(range(len(lengths)))
     by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
     cuts = [at for n in range(len(lengths)) for at in combinations(range(1, len(lengths)), n)]
-    splits = ([by_length[a:b] for a, b in pairwise([0, *own, len(lengths)])] for own in cuts)
+    splits = ([by_length[a:b] for a, b in pairwise([0, *cut, len(lengths)])] for cut in cuts)
     assert cost(passes) == min(map(cost, splits))

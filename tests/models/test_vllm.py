@@ -11,12 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from batches import column, question_batch, refused
+from batches import column, refused
 from conftest import SHARED_DATA
 from language_models import tiny_language_model, with_adapter
+from scipy.special import log_softmax
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.models.answers import LITTLE_MASS
+from cauc_ray.models.prompts import Prompts
 from cauc_ray.models.transformers import TransformersChoiceSpec
 from cauc_ray.models.vllm import VllmSpec
 
@@ -34,48 +36,26 @@ def spec(model, **settings):
     return VllmSpec(kind="vllm", model=str(model.folder), **settings)
 
 
-ROWS = question_batch(
-    ("Which is a fruit?", ["stone", "apple"]),
-    ("What do bees make?", ["honey", "concrete walls", "x"]),
-    ("1 + 1?", ["1", "2", "3", "4"]),
-    (None, ["a", "b"]),
-)
-
-
-@pytest.mark.parametrize("options", ["letter", "name", "text"])
-@pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize("lora", [None, "/adapter"])  # the stand-in does nothing with it, but has its limit
-def test_it_answers_as_the_same_weights_in_torch(engines, language_model, options, chat, lora):
-    settings = {"options": options, "chat_template": chat}
-    answers = spec(language_model, lora=lora, **settings).load()(ROWS)
-    oracle = TransformersChoiceSpec(kind="transformers-choice", model=str(language_model.folder), **settings)
-    expected = oracle.load()(ROWS)
-    assert answers.failures == expected.failures == {3: "it has no question"}
-    assert answers.counts == expected.counts
-    for row, n in enumerate(expected.n_options[:3]):
-        given, plain = answers.logits[row, :n], expected.logits[row, :n]
-        if options == "letter":  # raw logits there, log-probabilities here
-            given, plain = given - given.max(), plain - plain.max()
-        assert given == pytest.approx(plain, abs=2e-3)
-
-
 def test_more_labels_than_it_scores_at_once_and_rows_that_are_too_long(engines, language_model):
     tokenizer = language_model.tokenizer
     tokens = [t for t in range(2, min(2000, len(tokenizer))) if tokenizer.encode(tokenizer.decode([t])) == [t]]
-    names = [tokenizer.decode([t]) for t in tokens if tokenizer.decode([t]).strip()][:200]
-    names.append("a name of several tokens")
-    assert len(names) > 150
-    model = spec(language_model, labels=names, prompt="{{ text }}", engine={"max_model_len": 2000}).load()
-    answers = model({"text": column(["Which?", "word " * 3000])})
-    assert np.isfinite(answers.logits[0]).all()
+    tokens = [t for t in tokens if tokenizer.decode([t]).strip()][:200]
+    assert len(tokens) > 150
+    names = [*map(tokenizer.decode, tokens), "a name of several tokens"]
+    model_spec = spec(language_model, labels=names, prompt="{{ text }}", engine={"max_model_len": 2000})
+    answers = model_spec.load()({"text": column(["Which?", "word " * 3000])})
+    prompt = Prompts(model_spec, True)({"text": column(["Which?"])})[0][0].text
+    expected = log_softmax(language_model.logits(language_model.chat(prompt))[-1].astype(float))[tokens]
+    assert answers.logits[0, :-1] == pytest.approx(expected, abs=1e-3)
+    assert np.isfinite(answers.logits[0, -1])
     assert answers.n_options[0] == len(names)
     assert answers.failures.keys() == {1}
     assert "takes up to 1,999" in answers.failures[1]
     assert answers.counts in ({}, {LITTLE_MASS: 1})
 
 
-def test_the_engine_gets_its_settings(engines, language_model):
-    model = spec(language_model, engine={"quantization": "fp8", "enable_prefix_caching": False}, lora="/adapter").load()
+def test_the_engine_gets_its_settings(engines, tiny_model):
+    model = spec(tiny_model, engine={"quantization": "fp8", "enable_prefix_caching": False}, lora="/adapter").load()
     (settings,) = engines
     assert settings["quantization"] == "fp8"
     assert settings["enable_prefix_caching"] is False
@@ -85,11 +65,9 @@ def test_the_engine_gets_its_settings(engines, language_model):
     assert model.facts.dtype == "fp8 in float32"
 
 
-def test_what_cannot_be_loaded_is_one_line(engines, monkeypatch):
-    own = VllmSpec(kind="vllm", model="/absent")
-    assert "cannot be loaded by vLLM: /absent is not a local folder" in refused(own.load)
+def test_a_missing_package_is_named(engines, monkeypatch):
     monkeypatch.setattr("cauc_ray.errors.find_spec", lambda name: None)
-    assert "needs vllm and torch; install with: pip install" in refused(own.load)
+    assert "needs vllm and torch; install with: pip install" in refused(VllmSpec(kind="vllm", model="m").load)
 
 
 COLLECT = """
@@ -102,7 +80,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak("vllm")
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not Path(VLLM_PYTHON).is_file(), reason="no environment with vLLM: set VLLM_PYTHON")
 def test_real_engines_in_stages_on_ray_predict_as_torch_does_on_500_questions(tmp_path):
@@ -127,24 +105,24 @@ def test_real_engines_in_stages_on_ray_predict_as_torch_does_on_500_questions(tm
     paths = [str(tmp_path / name) for name in ("collect.py", "pool.yaml", "rows.parquet", "logits")]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd()}
     subprocess.run([VLLM_PYTHON, *paths], check=True, env=environment, timeout=800, stdout=sys.stderr)
-    found = LogitTable(tmp_path / "logits")
-    records = {record.name: record for record in found.info.models}
+    table_found = LogitTable(tmp_path / "logits")
+    records = {record.name: record for record in table_found.info.models}
     assert records.keys() == same_weights.keys()
     columns = {name: column(rows[name].to_pylist()) for name in ("question", "choices")}
     for options, merged in same_weights.items():
-        own = found.read_model(options, "all")
-        given = own.logits[np.argsort([int(example) for example in own.example_ids.to_pylist()])]
+        answered = table_found.read_model(options, "all")
+        scores = answered.logits[np.argsort([int(example) for example in answered.example_ids.to_pylist()])]
         oracle = TransformersChoiceSpec(kind="transformers-choice", model=str(merged.folder), options=options)
         plain = oracle.load()(columns).logits
         if options == "letter":
-            given, plain = given - given.max(axis=1, keepdims=True), plain - plain.max(axis=1, keepdims=True)
-        off = np.abs(given - plain)[np.isfinite(plain)].max()
+            scores, plain = scores - scores.max(axis=1, keepdims=True), plain - plain.max(axis=1, keepdims=True)
+        off = np.abs(scores - plain)[np.isfinite(plain)].max()
         assert off < 1e-3
         assert records[options].noise < 1e-3
         assert records[options].dtype == "float32"
         best = np.sort(plain, axis=1)[:, ::-1]
         clear = best[:, 0] - best[:, 1] > 2 * off
-        assert (given.argmax(axis=1) == plain.argmax(axis=1))[clear].all()
+        assert (scores.argmax(axis=1) == plain.argmax(axis=1))[clear].all()
         assert clear.mean() > 0.99
         print(
             f"{options}: off by up to {off:.2g}, noise {records[options].noise:.2g}, {(~clear).sum()} of 500 within it"

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from batches import column, encoded, refused
+from batches import column, encoded
 from language_models import tiny_language_model
 from PIL import Image
 
@@ -35,8 +35,8 @@ def saved(family, folder):
             torch.nn.init.constant_(network.logit_scale, 2.0)
             torch.nn.init.constant_(network.logit_bias, -3.0)
             processor = transformers.SiglipImageProcessor(size={"height": 32, "width": 32})
-    for each in (network, tokenizer, processor):
-        each.save_pretrained(folder)
+    for part in (network, tokenizer, processor):
+        part.save_pretrained(folder)
     return network.eval(), tokenizer, processor
 
 
@@ -66,12 +66,3 @@ def test_similarities_are_those_of_a_plain_forward_pass(tmp_path, family, prompt
     assert answers.logits[:4] == pytest.approx(expected, abs=1e-3)
     assert answers.failures.keys() == {4}
     assert model.facts.labels == read.label_names == ("cat", "dog", "red car")
-
-
-def test_what_cannot_compare_images_with_texts_is_refused_in_one_line(tmp_path):
-    assert "prompt: there is no 'text', only label, description" in refused(lambda: pool(tmp_path, prompt="{{ text }}"))
-    assert "two labels have one text" in refused(lambda: pool(tmp_path, prompt="a photo"))
-    assert "labels" in refused(lambda: pool(tmp_path, labels=["one"]))
-    vit = transformers.ViTModel(transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
-    vit.save_pretrained(tmp_path / "m")
-    assert "cannot be loaded" in refused(pool(tmp_path).stages[0].model.load)

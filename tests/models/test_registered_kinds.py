@@ -1,0 +1,161 @@
+import importlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+import yaml
+from batches import refused
+
+from cauc_ray.models.kinds import BUILT_IN, ENTRY_POINTS, RegisteredSpec, known_kinds
+from cauc_ray.models.pool import load_pool, pool_of
+from cauc_ray.models.python import PythonSpec
+from cauc_ray.schemas import schema_path
+
+KINDS = {
+    "constant": "other_package.kinds:constant",
+    "echo": "other_package.kinds:echo",
+    "number": "other_package.kinds:number",
+    "absent-module": "other_package.absent:load",
+    "absent-function": "other_package.kinds:absent",
+    "needs-a-package": "other_package.needs:load",
+    "breaks": "other_package.breaks:load",
+    "python": "other_package.kinds:number",
+}
+MODULES = {
+    "__init__": "",
+    "kinds": """
+        import numpy as np
+
+        number = dict
+
+        def constant(value=1.0, model_name="m"):
+            return lambda batch: np.full((len(batch["x"]), 2), value, dtype=np.float32)
+
+        def echo(**settings):
+            answer = lambda batch: [[0.0]] * len(batch["x"])
+            answer.settings = settings
+            return answer
+        """,
+    "needs": "import a_package_that_is_not_there",
+    "breaks": "raise ValueError('the licence\\nhas ended')",
+}
+
+
+@pytest.fixture
+def other_package(tmp_path, monkeypatch):
+    """Install a package that registers kinds, as pip would leave it."""
+    site = tmp_path / "site"
+    (site / "other_package").mkdir(parents=True)
+    for name, text in MODULES.items():
+        (site / "other_package" / f"{name}.py").write_text(textwrap.dedent(text))
+    info = site / "other_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-package\nVersion: 1.0\n")
+    lines = [f"{name} = {value}" for name, value in KINDS.items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{ENTRY_POINTS}]", *lines, ""]))
+    monkeypatch.syspath_prepend(site)
+    importlib.invalidate_caches()
+    yield site
+    for name in [name for name in sys.modules if name.split(".")[0] == "other_package"]:
+        del sys.modules[name]
+
+
+def pool_file(folder, **model):
+    stage = {"name": "s", "model": model}
+    path = folder / "pool.yaml"
+    path.write_text(yaml.safe_dump({"name": "p", "task": "image-classification", "stages": [stage]}))
+    return path
+
+
+def loaded(folder, **model):
+    return load_pool(pool_file(folder, **model)).stage("s").model.load()
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "read"),
+    [
+        ({"kind": "torchvision", "arch": "resnet18"}, {}, {"image"}),
+        ({"kind": "saved", "logits": "L", "model": "m", "split": "s"}, {}, set()),
+        ({"kind": "openai", "model": "m"}, {}, {"question", "context", "subject", "task"}),
+        ({"kind": "openai", "model": "m", "labels": ["a", "b"], "prompt": "{{ x }} {{ y }}"}, {}, {"x", "y"}),
+        ({"kind": "python", "factory": "a:b"}, {"x": {"datatype": "FP64", "shape": []}}, {"x"}),
+        ({"kind": "python", "factory": "a:b"}, {}, None),
+    ],
+)
+def test_a_run_reads_the_columns_that_its_models_read(model, inputs, read):
+    stages = [
+        {"name": "s", "model": model},
+        {"name": "t", "model": {"kind": "saved", "logits": "L", "model": "m", "split": "s"}},
+    ]
+    task = "multiple-choice" if read and "question" in read else "classification"
+    pool = pool_of({"name": "p", "task": task, "inputs": inputs, "stages": stages}, Path())
+    assert pool.columns_read(pool.stages) == (None if read is None else {"example_id", "label", "choices", *read})
+
+
+def test_the_published_schema_takes_built_in_and_registered_kinds(tmp_path):
+    schema = json.loads(schema_path("pool").read_text())
+    published = jsonschema.validators.validator_for(schema)(schema)
+    saved = {"kind": "saved", "logits": "L", "model": "m", "split": "test"}
+    for model in (saved, {"kind": "constant", "value": 3}):
+        assert published.is_valid(yaml.safe_load(pool_file(tmp_path, **model).read_text()))
+    assert not published.is_valid(yaml.safe_load(pool_file(tmp_path, **saved, splot="x").read_text()))
+
+
+@pytest.mark.usefixtures("other_package")
+def test_what_stands_beside_the_kind_reaches_the_factory(tmp_path):
+    # Names that a spec's own methods and fields have are no exception.
+    settings = {"model_name": "x", "load": 3, "located": None, "cost_unit": "USD", "nested": {"a": [1, {"b": 2.0}]}}
+    spec = load_pool(pool_file(tmp_path, kind="echo", **settings)).stage("s").model
+    assert isinstance(spec, RegisteredSpec)
+    assert spec.cost_unit is None
+    identity = RegisteredSpec(kind="elsewhere", depth=3).identity
+    assert RegisteredSpec(kind="elsewhere", depth=3, device="cpu", logit_kind="probabilities").identity == identity
+    assert RegisteredSpec(kind="elsewhere", depth=4).identity != identity
+    assert spec.load().function.settings == settings
+
+
+def test_faults_of_a_registered_kind_are_said_in_one_line(tmp_path, other_package, monkeypatch):
+    assert "kind 'absent-module'" in refused(lambda: loaded(tmp_path, kind="absent-module"))
+    assert "has no attribute 'absent'" in refused(lambda: loaded(tmp_path, kind="absent-function"))
+    message = refused(lambda: loaded(tmp_path, kind="needs-a-package"))
+    assert "other_package.needs:load" in message
+    assert "a_package_that_is_not_there" in message
+    assert "the licence has ended" in refused(lambda: loaded(tmp_path, kind="breaks"))
+    assert "returned dict, which is not callable" in refused(lambda: loaded(tmp_path, kind="number"))
+    message = refused(lambda: loaded(tmp_path, kind="constannt"))
+    assert "unknown kind 'constannt'; did you mean 'constant'?" in message
+    assert all(name in message for name in known_kinds())
+    spec = load_pool(pool_file(tmp_path, kind="echo")).stage("s").model
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place != str(other_package)])
+    importlib.invalidate_caches()
+    assert "unknown kind 'echo'" in refused(spec.load)
+
+
+@pytest.mark.usefixtures("other_package")
+def test_a_built_in_kind_is_not_overridden(tmp_path):
+    spec = load_pool(pool_file(tmp_path, kind="python", factory="user_models:by_x")).stage("s").model
+    assert isinstance(spec, PythonSpec)
+    assert spec.load()({"x": np.array([2.0])}).logits.tolist() == [[2.0, 0.0]]
+    assert sorted(known_kinds()) == sorted({*BUILT_IN, *KINDS})
+    assert "factory" in refused(lambda: load_pool(pool_file(tmp_path, kind="python")))
+
+
+def test_a_process_of_its_own_finds_the_kind(tmp_path, other_package):
+    code = """
+        import json, sys
+        import numpy as np
+        from cauc_ray.models.pool import load_pool
+        model = load_pool(sys.argv[1]).stage("s").model.load()
+        print(json.dumps([model({"x": np.zeros(1)}).logits.tolist(), model.facts.source, "torch" in sys.modules]))
+    """
+    path = pool_file(tmp_path, kind="constant", value=4)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(other_package), os.environ["PYTHONPATH"]])}
+    command = [sys.executable, "-c", textwrap.dedent(code), str(path)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    assert json.loads(output) == [[[4.0, 4.0]], "constant other_package.kinds:constant", False]
