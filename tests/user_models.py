@@ -457,6 +457,28 @@ def slow_brightness(batch, seconds, log):
 
 
 @before(brightness)
+def killed_once_on(batch, values, folder):
+    """Answer as brightness does, but be killed by the first batch that holds an image of each of some values."""
+    for value in {image[0] for image in batch["image"]} & set(values):
+        try:
+            os.close(os.open(os.path.join(folder, f"killed-{value}"), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@before(brightness)
+def brightness_together(batch, logs, name, n):
+    """Answer as brightness does once so many models have been called, and note the time of each call by name."""
+    with open(os.path.join(logs, f"calls-{name}"), "a") as file:
+        file.write(f"{time.monotonic()}\n")
+    deadline = time.monotonic() + 120
+    while sum(name.startswith("calls-") for name in os.listdir(logs)) < n:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@before(brightness)
 def brightness_below(batch, limit):
     """Answer as brightness does, and raise on a batch that holds an image brighter than a limit."""
     if any(image[0] > limit for image in batch["image"]):

@@ -216,9 +216,9 @@ def test_pods_run_without_root_and_privileges(kind):
     unprivileged = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     assert all(container["securityContext"] == unprivileged for container in containers(kind))
     assert cluster_of(kind, ray_object(kind))["autoscalerOptions"]["securityContext"] == unprivileged
-    head, *others = pods(kind)
+    head, *workers = pods(kind)
     assert "automountServiceAccountToken" not in head  # its autoscaler calls Kubernetes
-    assert all(pod["automountServiceAccountToken"] is False for pod in others)
+    assert all(pod["automountServiceAccountToken"] is False for pod in workers)
     for container in containers(kind):
         assert container["resources"]["requests"] == container["resources"]["limits"]
 

@@ -67,10 +67,10 @@ def test_launcher_starts_nodes_on_the_ports_of_the_table():
 def test_network_policies_admit_the_clients_of_the_table_only(values):
     objects = rendered(**values)
     policies = {policy["metadata"]["name"]: policy["spec"] for policy in of_kind(objects, "NetworkPolicy")}
-    nodes, *others = policies["cauc-nodes"]["ingress"]
+    nodes, *rules = policies["cauc-nodes"]["ingress"]
     assert nodes == {"from": [{"podSelector": policies["cauc-nodes"]["podSelector"]}]}
     ports = {}
-    for rule in [*others, *policies["cauc-head"]["ingress"]]:
+    for rule in [*rules, *policies["cauc-head"]["ingress"]]:
         (peer,) = rule["from"]
         (selected,) = peer.get("namespaceSelector", peer.get("podSelector"))["matchLabels"].values()
         for port in (port["port"] for port in rule["ports"]):

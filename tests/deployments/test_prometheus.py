@@ -111,7 +111,7 @@ class Prometheus:
         jobs["local"]["static_configs"] = [{"targets": list(local)}]
         hasty = yaml.safe_load(RULES.read_text())
         for rule in hasty["groups"][0]["rules"]:
-            rule.pop("for", None)  # there is no time to wait
+            rule.pop("for", None)  # fires at once
         (folder / "alerts.yaml").write_text(yaml.safe_dump(hasty))
         config["rule_files"] = [str(folder / "alerts.yaml")]
         (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))

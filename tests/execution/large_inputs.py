@@ -19,7 +19,7 @@ def memory(folder: Path) -> None:
     for n in (50_000, 400_000):
         inputs = ray.get(
             ray.remote(numbered_input).remote(folder / str(n), n), timeout=120
-        )  # what that takes is no run's
+        )  # its memory does not count
         cauc_ray.run(pool, two_model_policy(), inputs, folder / f"out-{n}")
         print(pa.default_memory_pool().max_memory())
 

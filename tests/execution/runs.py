@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import yaml
 from stored import write
 from synthetic import chain
@@ -18,6 +19,12 @@ from cauc_ray.policies.threshold import ThresholdRule
 MODELS = ["m0", "m1", "m2"]
 # Factories of two stages that answer every row.
 SOUND = (("by_x", {}), ("by_x", {"factor": 5.0}))
+
+
+def ranked(cases, quick, slow):
+    """Return cases as parameters: the first few quick, the next few slow, the rest for .ci/soak."""
+    marks = [()] * quick + [pytest.mark.slow] * slow + [pytest.mark.soak("full")] * len(cases)
+    return [pytest.param(case, marks=mark) for case, mark in zip(cases, marks, strict=False)]
 
 
 def python_model(factory, /, **kwargs):
