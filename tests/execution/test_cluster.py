@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from local_head import local_head
-from runs import MODELS, answers_of, by_example, read_all, saved_pool, split_input
+from runs import MODELS, answers_of, by_example, python_model, read_all, saved_pool, split_input
 from synthetic import write_table
 
 import cauc_ray
@@ -39,11 +39,16 @@ def prepared(folder, n=300, stages=({}, {}, {}), **rule):
     policy.save(folder / "policy.json")
     pool = saved_pool(folder)
     content = yaml.safe_load(pool.read_text())
-    for stage, settings in zip(content["stages"], stages, strict=True):
-        stage["model"]["seconds_per_row"] = settings.get("row_s", 0.0)
-        stage |= {key: value for key, value in settings.items() if key != "row_s"}
+    content["stages"] = [{**stage, **settings} for stage, settings in zip(content["stages"], stages, strict=True)]
     pool.write_text(yaml.safe_dump(content))
     return chain, policy
+
+
+def held_up(folder, model):
+    """Return a saved model whose calls take two seconds until a file is removed, which the run's script does."""
+    (folder / f"slow-{model}").touch()
+    files = {"fails": str(folder / "never"), "hangs": str(folder / f"slow-{model}")}
+    return python_model("saved_while", logits=str(folder / "LOGITS"), model=model, **files)
 
 
 def prepare_elastic(folder):
@@ -53,8 +58,12 @@ def prepare_elastic(folder):
     gpu = {"num_cpus": 1, "num_gpus": 1, "labels": {"tier": "moon"}, "fallback": [{"tier": "in(sun, cloud)"}]}
     stages = (
         {"resources": licence},
-        {"resources": gpu, "replicas": two, "row_s": 0.01},
-        {"resources": {"num_cpus": 1, "num_gpus": 1, "labels": {"tier": "cloud"}}, "replicas": two, "row_s": 0.015},
+        {"resources": gpu, "replicas": two, "model": held_up(folder, "m1")},
+        {
+            "resources": {"num_cpus": 1, "num_gpus": 1, "labels": {"tier": "cloud"}},
+            "replicas": two,
+            "model": held_up(folder, "m2"),
+        },
     )
     chain, policy = prepared(folder, 1500, stages, threshold=0.7)
     answered_by = cauc_ray.evaluate(folder / "LOGITS", policy).to_arrow().column("stage").to_numpy()
@@ -72,9 +81,9 @@ def prepare_narrow(folder):
 
 
 def prepare_drained(folder):
-    """Have the first stage start on the cloud node, and take some ten seconds."""
+    """Have the first stage start on the cloud node."""
     resources = {"num_cpus": 0.5, "labels": {"tier": "cloud"}, "fallback": [{"tier": "edge"}]}
-    stages = [{"resources": resources, "row_s": row_s} for row_s in (0.03, 0.0, 0.0)]
+    stages = [{"resources": resources, "model": held_up(folder, "m0")}, *[{"resources": resources}] * 2]
     split_input(folder, prepared(folder, stages=stages)[0])
 
 

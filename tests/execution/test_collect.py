@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import ray
-from runs import answers_of, by_example, python_model, ranked, read_all, saved_model, write_pool
+from runs import answers_of, by_example, python_model, ranked, read_all, saved_model, write_pool, write_questions
 from stored import write
 
 import cauc_ray
@@ -42,27 +42,13 @@ def images(path, contents, labels=None):
     return write(path, pa.table({"example_id": ids, "image": pa.array(contents, pa.binary()), "label": labels}))
 
 
-def questions(path, n, seed=0):
-    """Write questions of two to five choices, each of another length."""
-    rng = np.random.default_rng(seed)
-    rows = []
-    for row in range(n):
-        k = int(rng.integers(2, 6))
-        choices = ["x" * int(length) for length in rng.choice(30, size=k, replace=False) + 1]
-        # The longest is right more often than by chance: something to calibrate.
-        label = int(np.argmax([len(choice) for choice in choices]) if rng.random() < 0.5 else rng.integers(k))
-        rows.append({"id": f"q{row}", "question": f"{row}?", "choices": choices, "label": label})
-    write(path, rows)
-    return {row["id"]: row for row in rows}
-
-
 def collected(table, model, kind="model", splits=SPLITS):
     """Return a model's rows of all splits by example, each of which is there once."""
     return by_example(pa.concat_tables([read_all(table / f"{kind}={model}" / f"split={split}") for split in splits]))
 
 
 def test_every_row_of_every_split_is_answered_once_by_every_model(tmp_path):
-    rows = questions(tmp_path / "q.parquet", 1500)
+    rows = write_questions(tmp_path / "q.parquet", 1500)
     stages = [stage("long", "longest"), stage("square", "longest", kwargs={"exponent": 2.0})]
     summary = cauc_ray.collect(pool(tmp_path, *stages), tmp_path / "q.parquet", tmp_path / "L")
     for model, exponent in (("long", 1), ("square", 2)):
@@ -87,7 +73,7 @@ def test_every_row_of_every_split_is_answered_once_by_every_model(tmp_path):
 
 @pytest.mark.slow
 def test_one_split_at_a_time_or_all_rows_at_once_and_a_row_with_too_many_logits_fails(tmp_path):
-    rows = questions(tmp_path / "q.parquet", 80)
+    rows = write_questions(tmp_path / "q.parquet", 80)
     path = pool(tmp_path, stage("long", "longest"))
     for split in SPLITS:
         summary = cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L", split=split)
@@ -107,7 +93,7 @@ def test_one_split_at_a_time_or_all_rows_at_once_and_a_row_with_too_many_logits_
 def test_a_collection_goes_on_where_it_was_and_does_nothing_twice(tmp_path, monkeypatch, ending):
     monkeypatch.setattr(commits, "COMMIT_S", 0.0)  # a part for each block
     data = tmp_path / f"q.{ending}"
-    rows = questions(data, 2500)
+    rows = write_questions(data, 2500)
     log = tmp_path / "calls"
     noted = stage("noted", "longest_noted", kwargs={"log": str(log)})
     both = pool(tmp_path, stage("long", "longest"), noted)
@@ -136,7 +122,7 @@ def test_a_collection_goes_on_where_it_was_and_does_nothing_twice(tmp_path, monk
 @pytest.mark.slow
 def test_a_table_is_not_mixed_from_two_datasets_or_models(tmp_path):
     data, other = tmp_path / "q.csv", tmp_path / "other" / "q.csv"
-    questions(data, 40)
+    write_questions(data, 40)
     other.parent.mkdir()
     header, *lines = data.read_text().splitlines(keepends=True)
     other.write_text("".join([header, *lines[::-1]]))  # of the same size
@@ -173,7 +159,7 @@ def test_replicas_that_are_killed_lose_nothing_and_repeat_no_row(tmp_path):
 
 @pytest.mark.slow
 def test_a_model_that_cannot_go_on_ends_the_collection_and_what_is_there_stays(tmp_path):
-    questions(tmp_path / "q.parquet", 40)
+    write_questions(tmp_path / "q.parquet", 40)
     cauc_ray.collect(pool(tmp_path, stage("good", "longest", {"gflops": 1})), tmp_path / "q.parquet", tmp_path / "L")
     for bad, words in (
         (stage("bad", "always_dies", {"gflops": 2}), "stage 'bad' die: .*unexpectedly exits"),
@@ -205,10 +191,11 @@ def test_rows_that_fail_are_reported_and_left_out_of_chains_and_a_model_without_
             answered |= set(table.read_chain(["a", "partly"], split).example_ids)
     assert answered == whole & partly
     assert [model["n_failed"] for model in summary["models"]] == [3, 200 - len(partly)]
-    path = pool(tmp_path, stage("none", "brightness_below", kwargs={"limit": -1}), task=IMAGES)
+    images(tmp_path / "bright.parquet", [bytes([row]) for row in range(1, 13)])
+    path = pool(tmp_path, stage("none", "brightness_below", kwargs={"limit": 0}), task=IMAGES)
     with pytest.raises(DataError, match=r"'none' answered no row of split 'calibration'; .*: ValueError: too bright"):
-        cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L")
-    assert not (tmp_path / "L" / "model=none").exists()  # nothing that another attempt would take for done
+        cauc_ray.collect(path, tmp_path / "bright.parquet", tmp_path / "none")
+    assert not (tmp_path / "none").exists()  # nothing that another attempt would take for done
 
 
 @pytest.mark.slow
@@ -225,7 +212,7 @@ def test_operations_are_counted_where_nobody_declares_a_cost(tmp_path):
 
 @pytest.mark.slow
 def test_calls_that_tell_their_own_cost_keep_it(tmp_path):
-    rows = questions(tmp_path / "q.parquet", 60)
+    rows = write_questions(tmp_path / "q.parquet", 60)
     ids, costs = sorted(rows), np.arange(60) / 7
     logits = [np.zeros(len(rows[i]["choices"]), np.float32) for i in ids]
     write_logits(tmp_path / "S", "m", "all", example_ids=ids, labels=None, logits=logits, costs=costs)
@@ -270,7 +257,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_reported_before_anything_starts(tmp_path, fault):
-    questions(tmp_path / "q.parquet", 40)
+    write_questions(tmp_path / "q.parquet", 40)
     stages, changes, kind, words = FAULTS[fault]
     options = {"task": "multiple-choice", "dataset": tmp_path / "q.parquet", "out": "L", **changes}
     path, dataset = pool(tmp_path, *stages, task=options.pop("task")), options.pop("dataset")
@@ -281,7 +268,7 @@ def test_faults_are_reported_before_anything_starts(tmp_path, fault):
 
 @pytest.mark.slow
 def test_a_folder_of_somebody_elses_logits_is_not_added_to(tmp_path):
-    questions(tmp_path / "q.parquet", 40)
+    write_questions(tmp_path / "q.parquet", 40)
     path, split = pool(tmp_path, *GOOD), tmp_path / "L" / "model=long" / "split=test"
     cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
     record = (split / "_collect.json").read_text()

@@ -3,9 +3,7 @@
 import json
 
 import numpy as np
-import pyarrow as pa
 import pytest
-import stored
 from masked import MODELS, softmax, splits, write, write_masked
 from runs import (
     answers_of,
@@ -18,6 +16,7 @@ from runs import (
     split_input,
     two_model_policy,
     write_pool,
+    write_questions,
 )
 
 import cauc_ray
@@ -78,12 +77,8 @@ def test_a_live_model_of_undeclared_probabilities_ends_the_run_with_the_remedy(t
 @pytest.mark.usefixtures("ray_session")
 def test_what_a_model_declares_is_collected_and_run_as_such(tmp_path):
     """user_models.softmaxed answers questions with probabilities, of which the last are 0."""
-    rng = np.random.default_rng(0)
-    choices = [["x" * int(rng.integers(1, 9)) for _ in range(4)] for _ in range(120)]
-    longest = [int(np.argmax([len(choice) + 2 * rng.random() for choice in row])) for row in choices]
-    names = [f"q{row}" for row in range(120)]
-    table = pa.table({"example_id": names, "question": ["?"] * 120, "choices": choices, "label": longest})
-    questions = stored.write(tmp_path / "q.parquet", table)
+    questions = tmp_path / "q.parquet"
+    write_questions(questions, 120)
     small = {**python_model("softmaxed"), "logit_kind": "probabilities"}
     stages = [
         {"name": name, "model": model, "cost": {"gflops": cost}, "resources": {"num_cpus": 0.5}}

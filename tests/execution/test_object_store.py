@@ -1,6 +1,7 @@
 """Runs and collections whose inputs and outputs are on an object store: killed, gone on with, the same as on a disk."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 import yaml
 from job_cases import N_ROWS, SWEEP, write_inputs
 from runs import (
@@ -40,9 +42,12 @@ def bucket(s3, tmp_path):
 
 
 def cauc(*arguments):
-    """Start `cauc` with small commits in a process and Ray session of its own."""
+    """Start `cauc` with small commits in a process of its own, on the cluster of this session."""
+    settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}  # the nodes have none
+    job = json.dumps({"runtime_env": {"env_vars": settings}})
+    words = [*map(str, arguments), "--address", ray.get_runtime_context().gcs_address]
     return subprocess.Popen(
-        [sys.executable, "-m", "jobs.faults.run", *map(str, arguments)],
+        [sys.executable, "-m", "jobs.faults.run", *words], env={**os.environ, "RAY_JOB_CONFIG_JSON_ENV_VAR": job},
         cwd=TESTS.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 

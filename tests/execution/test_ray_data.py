@@ -1,4 +1,4 @@
-"""Ray Datasets as inputs of runs, and inputs that have other rows when they are read again."""
+"""Ray Datasets as inputs of runs."""
 
 import logging
 import time
@@ -6,16 +6,10 @@ import time
 import cloudpickle
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from runs import SOUND, answers_of, numbered_input, python_pool, ranked, two_model_policy
-from stored import write
 
-import cauc_ray
 from cauc_ray.errors import DataError, ExecutionError
-from cauc_ray.execution import runner
 from cauc_ray.execution.cluster import store_bytes
-from jobs.bench.processes import processes
 
 # Ray Data's own context sets an option that Ray Data has deprecated.
 pytestmark = [
@@ -87,6 +81,7 @@ def test_rows_come_in_order_in_blocks_with_tensors(lazy):
     assert (lazy.context.execution_options, lazy.context.enable_progress_bars) == before
 
 
+@pytest.mark.slow
 def test_done_blocks_are_left_out_unconverted():
     labels = [-5] * 4 + [1] * 6
     data = ray_data().from_arrow(pa.table({"example_id": [str(row) for row in range(10)], "label": labels}))
@@ -102,6 +97,7 @@ def test_done_blocks_are_left_out_unconverted():
         list(opened.source(4).blocks(0))
 
 
+@pytest.mark.slow
 def test_datasets_that_do_not_serve_are_refused():
     data = ray_data()
     with pytest.raises(DataError, match="has no column 'example_id'; it has id, x"):
@@ -115,56 +111,3 @@ def test_datasets_that_do_not_serve_are_refused():
     with pytest.raises(ExecutionError, match=r"cannot be computed: ValueError: invalid literal .*'zero'") as caught:
         list(dataset_input(broken).source(4).blocks(0))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ranked(["ray dataset", "csv", "parquet"], quick=0, slow=1))
-def test_as_many_rows_in_another_order_are_not_resumed_with(tmp_path, kind):
-    rows, policy, out = pq.read_table(numbered_input(tmp_path, 20_000)), two_model_policy(), tmp_path / "out"
-
-    def as_input(rows):
-        if kind == "ray dataset":
-            return ray_data().from_arrow(rows)
-        return write(tmp_path / f"x.{kind}", rows if kind == "parquet" else rows.to_pylist())
-
-    pool = python_pool(tmp_path, [("gives_up_on", {"example": "row-18000"}), SOUND[1]], batch_size=256)
-    with pytest.raises(ExecutionError, match="is down"):
-        cauc_ray.run(pool, policy, as_input(rows), out)  # in the third block, once two are committed
-    assert any((out / "predictions").iterdir())
-    pool = python_pool(tmp_path, batch_size=256)
-    with pytest.raises(DataError, match=r"returned other rows .* block \d+ .* other rows.* start a new run"):
-        cauc_ray.run(pool, policy, as_input(rows[::-1]), out, resume=True)
-    assert not (out / "summary.json").exists()
-    assert cauc_ray.run(pool, policy, as_input(rows), out, resume=True)["n"] == len(answers_of(out)) == 20_000
-
-
-def changing(flag):
-    """Return what gives a Ray Dataset of numbers its rows: in another order once there is a file at a path."""
-
-    def rows(batch):
-        numbers = batch["id"][::-1] if flag.exists() else batch["id"]
-        return {"example_id": np.array([f"row-{n}" for n in numbers], dtype=object), "x": numbers % 7 - 3.0}
-
-    return rows
-
-
-@pytest.mark.soak("faults")
-def test_a_dataset_that_gives_other_rows_when_it_is_read_again_ends_the_run(tmp_path, monkeypatch):
-    """The task is killed inside the input; the one that takes its place executes the dataset once more."""
-    monkeypatch.setattr(runner, "BLOCK_ROWS", 64)
-    pool = python_pool(tmp_path, [("slow_by_x", {"seconds": 0.1, "log": str(tmp_path / "log")}), ("by_x", {})])
-    flag = tmp_path / "flag"
-    dataset = ray_data().range(2560, override_num_blocks=4).map_batches(changing(flag), batch_size=None)
-    killed = []
-
-    def kill(progress):
-        tasks = processes("read_blocks")
-        if progress.n_finished >= 768 and tasks and not killed:
-            flag.touch()
-            killed.extend(tasks)
-            for task in tasks:
-                task.kill()
-
-    with pytest.raises(DataError, match=r"Ray dataset returned other rows .*has other rows.*start a new run"):
-        cauc_ray.run(pool, two_model_policy(), dataset, tmp_path / "out", on_progress=kill)
-    assert killed
-    assert len(answers_of(tmp_path / "out")) >= 768  # what was committed before stays, each row once

@@ -3,7 +3,7 @@
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -187,6 +187,18 @@ def test_what_a_task_has_not_given_is_read_by_another(tmp_path, fault):
     assert (again.again, again.header.number) == (True, blocks[1].header.number)
     assert rows_of(again) == rows_of(blocks[1])
     assert (taken(read, 1), read.exhausted) == ([], True)
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_an_input_that_gives_other_rows_when_it_is_read_again_ends_the_run(tmp_path):
+    class Changing(Groups):
+        def blocks(self, group, seen):
+            begun = len(list(self.folder.glob(f"{group}-*")))
+            for number, block in super().blocks(group, seen):
+                yield number, replace(block, example_ids=[f"{name}-{begun}" for name in block.example_ids])
+
+    with pytest.raises(DataError, match=r"the input returned other rows.*start a new run"):
+        taken(Reading(Plan(Changing(tmp_path, "dies")), {}), 6)
 
 
 @pytest.mark.usefixtures("ray_session")

@@ -4,8 +4,17 @@ import numpy as np
 import pytest
 import synthetic
 from link import Link
-from runs import MODELS, answers_of, pool_of, python_model, read_all, saved_model, split_input, write_pool
-from stored import write
+from runs import (
+    MODELS,
+    answers_of,
+    pool_of,
+    python_model,
+    read_all,
+    saved_model,
+    split_input,
+    write_pool,
+    write_questions,
+)
 
 import cauc_ray
 from cauc_ray.data.logits import LogitTable
@@ -50,13 +59,8 @@ def test_a_run_answers_as_the_replay_and_its_ledger_has_the_bytes_of_the_wire(tm
 
 @pytest.mark.slow
 def test_a_collection_costs_what_the_wire_or_the_cloud_says(tmp_path):
-    rng = np.random.default_rng(0)
-    questions = []
-    for row in range(60):
-        choices = ["x" * int(n) for n in rng.choice(30, size=int(rng.integers(2, 6)), replace=False) + 1]
-        label = int(np.argmax([len(choice) for choice in choices])) if row % 3 else row % len(choices)
-        questions.append({"id": f"q{row}", "question": f"{row}?", "choices": choices, "label": label})
-    data = write(tmp_path / "q.parquet", questions)
+    data = tmp_path / "q.parquet"
+    write_questions(data, 60)
     inputs = {name: {"datatype": "BYTES"} for name in ("question", "choices")}
     common = {"name": "longest", "resources": {"num_cpus": 0.5}}
     stage = {**common, "model": python_model("longest"), "cost": {"usd": 0.5}}

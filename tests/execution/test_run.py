@@ -224,6 +224,29 @@ def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path, ending):
     assert cauc_ray.run(sound, policy, inputs, out, resume=True) == summary
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # of Ray Data's own context
+@pytest.mark.parametrize("kind", ranked(["ray dataset", "csv", "parquet"], quick=0, slow=1))
+def test_as_many_rows_in_another_order_are_not_resumed_with(tmp_path, kind):
+    import ray.data
+
+    rows, policy, out = pq.read_table(numbered_input(tmp_path, 20_000)), two_model_policy(), tmp_path / "out"
+
+    def as_input(rows):
+        if kind == "ray dataset":
+            return ray.data.from_arrow(rows)
+        return write(tmp_path / f"x.{kind}", rows if kind == "parquet" else rows.to_pylist())
+
+    pool = python_pool(tmp_path, [("gives_up_on", {"example": "row-18000"}), SOUND[1]], batch_size=256)
+    with pytest.raises(ExecutionError, match="is down"):
+        cauc_ray.run(pool, policy, as_input(rows), out)  # in the third block, once two are committed
+    assert any((out / "predictions").iterdir())
+    pool = python_pool(tmp_path, batch_size=256)
+    with pytest.raises(DataError, match=r"returned other rows .* block \d+ .* other rows.* start a new run"):
+        cauc_ray.run(pool, policy, as_input(rows[::-1]), out, resume=True)
+    assert not (out / "summary.json").exists()
+    assert cauc_ray.run(pool, policy, as_input(rows), out, resume=True)["n"] == len(answers_of(out)) == 20_000
+
+
 def test_a_stage_that_fits_nowhere_is_reported_before_anything_starts(tmp_path):
     inputs, policy = numbered_input(tmp_path), two_model_policy()
     for resources, needs in (
