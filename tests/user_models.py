@@ -72,9 +72,10 @@ def asks(url, timeout_s):
 
 def saved_while(logits, model, fails, hangs):
     """Answer as a saved model does; while there is a file at `fails` it raises, at `hangs` it takes two seconds."""
-    import pyarrow.parquet as pq  # only here: services without Ray do without it
+    import pyarrow.dataset as ds  # only here: services without Ray do without it
 
-    rows = pq.read_table(logits, filters=[("model", "=", model)]).to_pylist()
+    files = ds.dataset(logits, partitioning="hive", exclude_invalid_files=True)
+    rows = files.to_table(filter=ds.field("model") == model).to_pylist()
     table = {row["example_id"]: row["logits"] for row in rows}
 
     def answer(batch):
