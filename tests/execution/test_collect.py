@@ -266,7 +266,7 @@ def test_faults_are_reported_before_anything_starts(tmp_path, fault):
     assert not (tmp_path / "L").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_a_folder_of_somebody_elses_logits_is_not_added_to(tmp_path):
     write_questions(tmp_path / "q.parquet", 40)
     path, split = pool(tmp_path, *GOOD), tmp_path / "L" / "model=long" / "split=test"
@@ -371,7 +371,7 @@ def test_what_was_collected_is_what_the_live_cascade_does_failed_rows_included(p
     assert sum(call["accepted"] + call["deferred"] for call in first) == 47
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_a_collection_does_not_go_on_in_another_precision(photographs, tmp_path):
     """With `dtype: auto` the precision follows the device. The first part is marked as one that a GPU computed."""
     path, image, record = (

@@ -124,7 +124,7 @@ FAILING = {
 }
 
 
-@pytest.mark.parametrize("case", ranked(FAILING, quick=1, slow=3))
+@pytest.mark.parametrize("case", ranked(FAILING, quick=1, slow=2))
 def test_rows_that_a_model_fails_on_are_named_and_the_others_answered(tmp_path, case):
     factories, expected = FAILING[case]
     pool = python_pool(tmp_path, factories, cost={"gflops": "auto"})  # the policy has the costs
