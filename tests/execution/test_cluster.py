@@ -151,9 +151,10 @@ def test_nodes_that_an_autoscaler_has_yet_to_start_are_waited_for(tmp_path):
     chain, policy = prepared(tmp_path, stages=({}, {}, last))
     split_input(tmp_path, chain)
     with local_head(n_cpus=2, grows_by=[{"CPU": 2, "GPU": 1}, {"CPU": 1, "licence": 1}]) as head:
+        files = ["--policy", tmp_path / "policy.json", "--input", tmp_path / "input", "-o", tmp_path / "out"]
         run = subprocess.run(
-            [Path(sys.executable).with_name("cauc"), "run", tmp_path / "pool.yaml", "--policy",
-             tmp_path / "policy.json", "--input", tmp_path / "input", "-o", tmp_path / "out", "--address", head.gcs_address],
+            [Path(sys.executable).with_name("cauc"), "run", tmp_path / "pool.yaml", *files,
+             "--address", head.gcs_address],
             capture_output=True, text=True, timeout=580,
         )  # fmt: skip
         fitted = python(

@@ -121,22 +121,22 @@ def test_a_collection_goes_on_where_it_was_and_does_nothing_twice(tmp_path, monk
 
 @pytest.mark.slow
 def test_a_table_is_not_mixed_from_two_datasets_or_models(tmp_path):
-    data, other = tmp_path / "q.csv", tmp_path / "other" / "q.csv"
+    data, reversed_data = tmp_path / "q.csv", tmp_path / "other" / "q.csv"
     write_questions(data, 40)
-    other.parent.mkdir()
+    reversed_data.parent.mkdir()
     header, *lines = data.read_text().splitlines(keepends=True)
-    other.write_text("".join([header, *lines[::-1]]))  # of the same size
+    reversed_data.write_text("".join([header, *lines[::-1]]))  # of the same size
     path = pool(tmp_path, stage("long", "longest"))
     cauc_ray.collect(path, data, tmp_path / "L")
     before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "L").rglob("model=*/*/*"))
-    for dataset, seed in ((other, 0), (data, 1)):
+    for dataset, seed in ((reversed_data, 0), (data, 1)):
         with pytest.raises(ConfigError, match="another dataset, seed or layout"):
             cauc_ray.collect(path, dataset, tmp_path / "L", seed=seed)
     faster = pool(tmp_path, stage("long", "longest", batch_size=7, replicas={"min": 2}))
     cauc_ray.collect(faster, data, tmp_path / "L")  # how it is run makes no difference
-    other = pool(tmp_path, stage("long", "longest", kwargs={"exponent": 3.0}))
+    cubic = pool(tmp_path, stage("long", "longest", kwargs={"exponent": 3.0}))
     with pytest.raises(ConfigError, match="another model of that name"):
-        cauc_ray.collect(other, data, tmp_path / "L")
+        cauc_ray.collect(cubic, data, tmp_path / "L")
     flops = pool(tmp_path, stage("longer", "longest", cost={"gflops": 3}))
     with pytest.raises(ConfigError, match="holds costs in s, this pool gives GFLOPs"):
         cauc_ray.collect(flops, data, tmp_path / "L")
