@@ -29,8 +29,8 @@ def of_kind(objects, kind):
 
 def ray_object(kind, **values):
     """Return the RayService, RayJob or RayCluster of a release of a kind."""
-    (found,) = of_kind(rendered(kind=kind, **values), KINDS[kind][0])
-    return found
+    (manifest,) = of_kind(rendered(kind=kind, **values), KINDS[kind][0])
+    return manifest
 
 
 def cluster_of(kind, manifest):

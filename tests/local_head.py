@@ -23,7 +23,14 @@ START_DEADLINE_S = 120
 
 @dataclass(frozen=True)
 class Head:
-    """address: of its dashboard.   gcs_address: to join it.   folder: of all that it writes."""
+    """A running head.
+
+    Attributes:
+        address: URL of its dashboard.
+        gcs_address: Address to join it at.
+        metrics_port: Port of its node's metrics.
+        folder: Folder of all that it writes.
+    """
 
     address: str
     gcs_address: str
@@ -127,10 +134,10 @@ def stop(head):
 def wait_for(what, seconds, name):
     """Wait until something is there, and return it."""
     ends = time.monotonic() + seconds
-    while not (found := what()):
+    while not (result := what()):
         assert time.monotonic() < ends, f"{name} did not arrive within {seconds} s"
         time.sleep(0.1)
-    return found
+    return result
 
 
 def free_ports(n):

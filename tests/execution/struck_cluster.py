@@ -20,7 +20,7 @@ from cauc_ray.api.options import FitOptions
 from cauc_ray.execution.tasks import Task, run_tasks
 from jobs.faults.cluster import CHECKS
 
-SHARDS = {"shards": 3, "resources": {"num_cpus": 1, "labels": {"tier": "edge"}}, "deadline_s": 120}
+SHARDS = {"shards": 3, "resources": {"num_cpus": 1, "labels": {"tier": "edge"}}, "deadline_s": 400}
 OPTIONS = FitOptions.of({"models": ("m0", "m1", "m2"), "method": "rf", "budget": 9.0, **SHARDS})
 
 
@@ -44,11 +44,11 @@ def main() -> None:
             killer.join()
 
     fits = [fit_shards(folder / "LOGITS", OPTIONS, on_pass) for on_pass in (lambda n_passes: None, strike)]
-    said = {"policies": [found.policy.to_json() for found in fits], "nodes": len(set(fits[0].shards.nodes))}
+    report = {"policies": [fit.policy.to_json() for fit in fits], "nodes": len(set(fits[0].shards.nodes))}
     nodes.append(add())
     tasks = [Task("a", str(n), partial(slow, 2.0, str(folder / "tasks" / str(n)))) for n in range(8)]
     outcomes = []
-    for outcome in run_tasks(tasks, deadline_s=100):
+    for outcome in run_tasks(tasks, deadline_s=400):
         outcomes.append(outcome)
         if len(outcomes) == 2:
             while len(list((folder / "tasks").iterdir())) < 8:  # the last four have begun, on both nodes
@@ -58,7 +58,7 @@ def main() -> None:
     ray.shutdown()
     cluster.shutdown()
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-    print(json.dumps({**said, "n": len(outcomes), "errors": errors, "attempts": [o.attempts for o in outcomes]}))
+    print(json.dumps({**report, "n": len(outcomes), "errors": errors, "attempts": [o.attempts for o in outcomes]}))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,6 @@
 
 import io
 import json
-import os
-import signal
-import threading
 import time
 import warnings
 from types import SimpleNamespace
@@ -13,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import ray
-from runs import answers_of, by_example, python_model, read_all, saved_model, write_pool
+from runs import answers_of, by_example, python_model, ranked, read_all, saved_model, write_pool, write_questions
 from stored import write
 
 import cauc_ray
@@ -29,9 +26,9 @@ SPLITS = ("calibration", "validation", "test")
 IMAGES = "image-classification"
 
 
-def stage(name, factory, cost={"seconds": 1}, kwargs={}, **more):  # noqa: B006
+def stage(name, factory, cost={"seconds": 1}, kwargs={}, **settings):  # noqa: B006
     model = python_model(factory, **kwargs)
-    return {"name": name, "model": model, "batch_size": 16, "resources": {"num_cpus": 0.5}, "cost": cost, **more}
+    return {"name": name, "model": model, "batch_size": 16, "resources": {"num_cpus": 0.5}, "cost": cost, **settings}
 
 
 def pool(folder, *stages, task="multiple-choice"):
@@ -45,27 +42,13 @@ def images(path, contents, labels=None):
     return write(path, pa.table({"example_id": ids, "image": pa.array(contents, pa.binary()), "label": labels}))
 
 
-def questions(path, n, seed=0):
-    """Write questions of two to five choices, each of another length."""
-    rng = np.random.default_rng(seed)
-    rows = []
-    for row in range(n):
-        k = int(rng.integers(2, 6))
-        choices = ["x" * int(length) for length in rng.choice(30, size=k, replace=False) + 1]
-        # The longest is right more often than by chance, so that there is something to calibrate.
-        label = int(np.argmax([len(choice) for choice in choices]) if rng.random() < 0.5 else rng.integers(k))
-        rows.append({"id": f"q{row}", "question": f"{row}?", "choices": choices, "label": label})
-    write(path, rows)
-    return {row["id"]: row for row in rows}
-
-
 def collected(table, model, kind="model", splits=SPLITS):
     """Return a model's rows of all splits by example, each of which is there once."""
     return by_example(pa.concat_tables([read_all(table / f"{kind}={model}" / f"split={split}") for split in splits]))
 
 
 def test_every_row_of_every_split_is_answered_once_by_every_model(tmp_path):
-    rows = questions(tmp_path / "q.parquet", 1500)
+    rows = write_questions(tmp_path / "q.parquet", 1500)
     stages = [stage("long", "longest"), stage("square", "longest", kwargs={"exponent": 2.0})]
     summary = cauc_ray.collect(pool(tmp_path, *stages), tmp_path / "q.parquet", tmp_path / "L")
     for model, exponent in (("long", 1), ("square", 2)):
@@ -89,24 +72,28 @@ def test_every_row_of_every_split_is_answered_once_by_every_model(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_split_at_a_time_or_all_rows_at_once(tmp_path):
-    rows, one = questions(tmp_path / "q.parquet", 80), pool(tmp_path, stage("long", "longest"))
+def test_one_split_at_a_time_or_all_rows_at_once_and_a_row_with_too_many_logits_fails(tmp_path):
+    rows = write_questions(tmp_path / "q.parquet", 80)
+    path = pool(tmp_path, stage("long", "longest"))
     for split in SPLITS:
-        summary = cauc_ray.collect(one, tmp_path / "q.parquet", tmp_path / "L", split=split)
+        summary = cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L", split=split)
         assert list(summary["splits"]) == [split]
     assert collected(tmp_path / "L", "long").keys() == rows.keys()
-    whole = cauc_ray.collect(one, tmp_path / "q.parquet", tmp_path / "whole", split="all")
+    odd = stage("odd", "one_too_many_on", kwargs={"question": "7?"})
+    path = pool(tmp_path, stage("long", "longest"), odd)
+    whole = cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "whole", split="all")
     assert ("cut" in summary["rule"], "cut" in whole["rule"]) == (True, False)
     assert collected(tmp_path / "whole", "long", splits=["all"]) == collected(tmp_path / "L", "long")
+    (failed,) = read_all(tmp_path / "whole" / "failed" / "model=odd" / "split=all").to_pylist()
+    n = len(rows["q7"]["choices"])
+    assert (failed["example_id"], failed["reason"]) == ("q7", f"the model returned {n + 1} logits for its {n} choices")
 
 
-@pytest.mark.parametrize(
-    "ending", ["csv", *(pytest.param(each, marks=pytest.mark.slow) for each in ("jsonl", "parquet"))]
-)
+@pytest.mark.parametrize("ending", ranked(["csv", "jsonl", "parquet"], quick=0, slow=1))
 def test_a_collection_goes_on_where_it_was_and_does_nothing_twice(tmp_path, monkeypatch, ending):
     monkeypatch.setattr(commits, "COMMIT_S", 0.0)  # a part for each block
     data = tmp_path / f"q.{ending}"
-    rows = questions(data, 2500)
+    rows = write_questions(data, 2500)
     log = tmp_path / "calls"
     noted = stage("noted", "longest_noted", kwargs={"log": str(log)})
     both = pool(tmp_path, stage("long", "longest"), noted)
@@ -134,23 +121,22 @@ def test_a_collection_goes_on_where_it_was_and_does_nothing_twice(tmp_path, monk
 
 @pytest.mark.slow
 def test_a_table_is_not_mixed_from_two_datasets_or_models(tmp_path):
-    data, other = tmp_path / "q.csv", tmp_path / "other" / "q.csv"
-    questions(data, 40)
-    other.parent.mkdir()
+    data, reversed_data = tmp_path / "q.csv", tmp_path / "other" / "q.csv"
+    write_questions(data, 40)
+    reversed_data.parent.mkdir()
     header, *lines = data.read_text().splitlines(keepends=True)
-    other.write_text("".join([header, *lines[::-1]]))  # of the same size
-    one = pool(tmp_path, stage("long", "longest"))
-    cauc_ray.collect(one, data, tmp_path / "L")
+    reversed_data.write_text("".join([header, *lines[::-1]]))  # of the same size
+    path = pool(tmp_path, stage("long", "longest"))
+    cauc_ray.collect(path, data, tmp_path / "L")
     before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "L").rglob("model=*/*/*"))
-    with pytest.raises(ConfigError, match="belongs to another dataset, seed or layout"):
-        cauc_ray.collect(one, other, tmp_path / "L")
-    with pytest.raises(ConfigError, match="belongs to another dataset, seed or layout"):
-        cauc_ray.collect(one, data, tmp_path / "L", seed=1)
+    for dataset, seed in ((reversed_data, 0), (data, 1)):
+        with pytest.raises(ConfigError, match="another dataset, seed or layout"):
+            cauc_ray.collect(path, dataset, tmp_path / "L", seed=seed)
     faster = pool(tmp_path, stage("long", "longest", batch_size=7, replicas={"min": 2}))
     cauc_ray.collect(faster, data, tmp_path / "L")  # how it is run makes no difference
-    other = pool(tmp_path, stage("long", "longest", kwargs={"exponent": 3.0}))
+    cubic = pool(tmp_path, stage("long", "longest", kwargs={"exponent": 3.0}))
     with pytest.raises(ConfigError, match="another model of that name"):
-        cauc_ray.collect(other, data, tmp_path / "L")
+        cauc_ray.collect(cubic, data, tmp_path / "L")
     flops = pool(tmp_path, stage("longer", "longest", cost={"gflops": 3}))
     with pytest.raises(ConfigError, match="holds costs in s, this pool gives GFLOPs"):
         cauc_ray.collect(flops, data, tmp_path / "L")
@@ -158,55 +144,36 @@ def test_a_table_is_not_mixed_from_two_datasets_or_models(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_in_mid_run_loses_nothing_and_repeats_no_row(tmp_path):
-    contents, log, killed = [bytes([row % 251]) for row in range(1600)], tmp_path / "calls", []
+def test_replicas_that_are_killed_lose_nothing_and_repeat_no_row(tmp_path):
+    contents = [bytes([row % 251]) for row in range(400)]
     images(tmp_path / "i.parquet", contents)
-    kwargs = {"seconds": 0.05, "log": str(log)}
-    path = pool(tmp_path, stage("slow", "slow_brightness", kwargs=kwargs, replicas={"min": 2}), task=IMAGES)
-
-    def kill():
-        deadline = time.monotonic() + 60
-        while len(killed) < 2 and time.monotonic() < deadline:
-            lines = log.read_text().split() if log.exists() else []
-            wanted = 8 + 40 * len(killed)  # one replica early, one later
-            if len(lines) >= wanted and lines[-1] not in killed:
-                killed.append(lines[-1])
-                os.kill(int(lines[-1]), signal.SIGKILL)
-            time.sleep(0.02)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
+    kwargs = {"values": [20, 120, 220], "folder": str(tmp_path)}
+    path = pool(tmp_path, stage("m", "killed_once_on", kwargs=kwargs, replicas={"min": 2}), task=IMAGES)
     summary = cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L")
-    killer.join()
-    assert len(killed) == 2
-    assert {example: row["logits"] for example, row in collected(tmp_path / "L", "slow").items()} == {
+    assert {file.name for file in tmp_path.glob("killed-*")} == {"killed-20", "killed-120", "killed-220"}
+    assert {example: row["logits"] for example, row in collected(tmp_path / "L", "m").items()} == {
         f"image-{row}": [float(content[0]), 100.0] for row, content in enumerate(contents)
     }
     assert summary["models"][0]["n_failed"] == 0
 
 
-# The model that ends a collection, and what is said of it.
-BAD = {
-    "dies": (stage("bad", "always_dies", {"gflops": 2}), "all replicas of stage 'bad' die: .*unexpectedly exits"),
-    "has no cost": (stage("bad", "longest", cost=None), "stage 'bad': the cost of a call is unknown"),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("how", BAD)
-def test_a_model_that_cannot_go_on_ends_the_collection_and_what_is_there_stays(tmp_path, how):
-    bad, says = BAD[how]
-    questions(tmp_path / "q.parquet", 40)
+def test_a_model_that_cannot_go_on_ends_the_collection_and_what_is_there_stays(tmp_path):
+    write_questions(tmp_path / "q.parquet", 40)
     cauc_ray.collect(pool(tmp_path, stage("good", "longest", {"gflops": 1})), tmp_path / "q.parquet", tmp_path / "L")
-    with pytest.raises(ExecutionError, match=says):
-        cauc_ray.collect(pool(tmp_path, bad), tmp_path / "q.parquet", tmp_path / "L")
+    for bad, words in (
+        (stage("bad", "always_dies", {"gflops": 2}), "stage 'bad' die: .*unexpectedly exits"),
+        (stage("bad", "longest", cost=None), "stage 'bad': the cost of a call is unknown"),
+    ):
+        with pytest.raises(ExecutionError, match=words):
+            cauc_ray.collect(pool(tmp_path, bad), tmp_path / "q.parquet", tmp_path / "L")
+        assert not list(tmp_path.glob("L/model=bad/**/*.parquet"))
     assert len(collected(tmp_path / "L", "good")) == 40
-    assert not list(tmp_path.glob("L/model=bad/**/*.parquet"))
     assert [model.name for model in LogitTable(tmp_path / "L").info.models] == ["good"]
 
 
 @pytest.mark.slow
-def test_rows_that_fail_are_reported_and_left_out_of_chains_with_a_warning(tmp_path):
+def test_rows_that_fail_are_reported_and_left_out_of_chains_and_a_model_without_answers_is_refused(tmp_path):
     contents, labels = [bytes([row]) for row in range(200)], [0] * 200
     contents[17], contents[130], labels[60] = b"", b"", 7
     images(tmp_path / "i.parquet", contents, labels)
@@ -224,25 +191,11 @@ def test_rows_that_fail_are_reported_and_left_out_of_chains_with_a_warning(tmp_p
             answered |= set(table.read_chain(["a", "partly"], split).example_ids)
     assert answered == whole & partly
     assert [model["n_failed"] for model in summary["models"]] == [3, 200 - len(partly)]
-
-
-@pytest.mark.slow
-def test_a_model_that_answers_nothing_says_why(tmp_path):
-    images(tmp_path / "i.parquet", [bytes([row]) for row in range(1, 13)])
+    images(tmp_path / "bright.parquet", [bytes([row]) for row in range(1, 13)])
     path = pool(tmp_path, stage("none", "brightness_below", kwargs={"limit": 0}), task=IMAGES)
     with pytest.raises(DataError, match=r"'none' answered no row of split 'calibration'; .*: ValueError: too bright"):
-        cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L")
-    assert not (tmp_path / "L").exists()  # nothing that another attempt would take for done
-
-
-@pytest.mark.slow
-def test_a_row_whose_logits_are_not_as_many_as_its_choices_has_failed(tmp_path):
-    rows = questions(tmp_path / "q.parquet", 40)
-    path = pool(tmp_path, stage("odd", "one_too_many_on", kwargs={"question": "7?"}))
-    cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L", split="all")
-    (failed,) = read_all(tmp_path / "L" / "failed" / "model=odd" / "split=all").to_pylist()
-    n = len(rows["q7"]["choices"])
-    assert (failed["example_id"], failed["reason"]) == ("q7", f"the model returned {n + 1} logits for its {n} choices")
+        cauc_ray.collect(path, tmp_path / "bright.parquet", tmp_path / "none")
+    assert not (tmp_path / "none").exists()  # nothing that another attempt would take for done
 
 
 @pytest.mark.slow
@@ -250,8 +203,8 @@ def test_operations_are_counted_where_nobody_declares_a_cost(tmp_path):
     images(tmp_path / "i.parquet", [bytes([row] * 4) for row in range(40)], [0] * 40)
     costs = {"counted": None, "auto": {"gflops": "auto"}, "doubled": {"gflops": 24e-9}}
     stages = [stage(name, "linear", cost, {"seed": seed}) for seed, (name, cost) in enumerate(costs.items())]
-    says = r"'doubled': its cost of 2\.4e-08 GFLOPs is 2 times the measured 1\.2e-08; it"
-    with pytest.warns(CaucWarning, match=says):
+    message = r"'doubled': its cost of 2\.4e-08 GFLOPs is 2 times the measured 1\.2e-08; it"
+    with pytest.warns(CaucWarning, match=message):
         summary = cauc_ray.collect(pool(tmp_path, *stages, task=IMAGES), tmp_path / "i.parquet", tmp_path / "L")
     assert [model["cost"] for model in summary["models"]] == [12e-9, 12e-9, 24e-9]  # 4 x 3 multiply-adds
     assert {model.name: model.cost for model in LogitTable(tmp_path / "L").info.models}["counted"] == 12e-9
@@ -259,7 +212,7 @@ def test_operations_are_counted_where_nobody_declares_a_cost(tmp_path):
 
 @pytest.mark.slow
 def test_calls_that_tell_their_own_cost_keep_it(tmp_path):
-    rows = questions(tmp_path / "q.parquet", 60)
+    rows = write_questions(tmp_path / "q.parquet", 60)
     ids, costs = sorted(rows), np.arange(60) / 7
     logits = [np.zeros(len(rows[i]["choices"]), np.float32) for i in ids]
     write_logits(tmp_path / "S", "m", "all", example_ids=ids, labels=None, logits=logits, costs=costs)
@@ -274,56 +227,54 @@ def test_calls_that_tell_their_own_cost_keep_it(tmp_path):
 
 @pytest.mark.slow
 def test_models_run_side_by_side_as_resources_allow(tmp_path):
+    """Of the session's eight CPUs each model takes four: two run together, the third when one of them is done."""
     images(tmp_path / "i.parquet", [bytes([row % 200]) for row in range(96)])
-    kwargs, seen = {"seconds": 0.1, "log": str(tmp_path / "calls")}, []
-    stages = [stage(name, "slow_brightness", kwargs=kwargs, resources={"num_cpus": 4}) for name in "abc"]
-    cauc_ray.collect(
-        pool(tmp_path, *stages, task=IMAGES),
-        tmp_path / "i.parquet",
-        tmp_path / "L",
-        on_progress=lambda models: seen.append({name: at.n_finished for name, at in models.items()}),
-    )
-    # Of the session's eight CPUs each takes four: two together, the third when one of them is done.
-    assert any(set(at) == {"a", "b"} for at in seen)
-    assert seen[-1] == {"a": 96, "b": 96, "c": 96}
+    stages = []
+    for name in "abc":
+        kwargs = {"logs": str(tmp_path), "name": name, "n": 2}
+        stages.append(stage(name, "brightness_together", kwargs=kwargs, resources={"num_cpus": 4}))
+    summary = cauc_ray.collect(pool(tmp_path, *stages, task=IMAGES), tmp_path / "i.parquet", tmp_path / "L")
+    assert [model["n_failed"] for model in summary["models"]] == [0, 0, 0]  # the first two have met
+    calls = {name: (tmp_path / f"calls-{name}").read_text().split() for name in "abc"}
+    first, last = ({name: float(times[place]) for name, times in calls.items()} for place in (0, -1))
+    assert sum(last[name] < max(first.values()) for name in "abc") >= 1
 
 
-# Stages, what else differs, and what is said of it.
+# Stages, what else differs, and the error that names it.
 GOOD = [stage("long", "longest")]
+OTHER_UNIT = stage("b", "longest", cost={"params_b": 1})
 FAULTS = {
-    "another task": (GOOD, {"task": IMAGES}, ConfigError, r"is for image-classification, but q\.parquet is"),
-    "no such stage": (GOOD, {"models": ["lnog"]}, ConfigError, "unknown stage 'lnog'"),
-    "no such dataset": (GOOD, {"dataset": "mmul"}, ConfigError, "unknown dataset 'mmul'; did you mean 'mmlu'"),
-    "no such split": (GOOD, {"split": "tset"}, ConfigError, "unknown split 'tset'; did you mean 'test'"),
-    "no room": ([stage("huge", "longest", resources={"num_cpus": 4000})], {}, ExecutionError, "stage 'huge' with at"),
-    "two units": (
-        [*GOOD, stage("b", "longest", cost={"params_b": 1})], {}, ConfigError, "stage 'long' has s, stage 'b' has B",
-    ),
+    "another task": (GOOD, {"task": IMAGES}, ConfigError, r"image-classification.* q\.parquet"),
+    "no such stage": (GOOD, {"models": ["lnog"]}, ConfigError, "lnog"),
+    "no such dataset": (GOOD, {"dataset": "mmul"}, ConfigError, "mmul.*mmlu"),
+    "no such split": (GOOD, {"split": "tset"}, ConfigError, "tset.*test"),
+    "no room": ([stage("huge", "longest", resources={"num_cpus": 4000})], {}, ExecutionError, "stage 'huge'"),
+    "two units": ([*GOOD, OTHER_UNIT], {}, ConfigError, "stage 'long' has s, stage 'b' has B"),
     "a file": (GOOD, {"out": "q.parquet"}, ConfigError, "is not a folder"),
-    "an embedding of one": (GOOD, {"embedding": "long", "models": ["long"]}, ConfigError, "leave the models out"),
-}  # fmt: skip
+    "an embedding of one": (GOOD, {"embedding": "long", "models": ["long"]}, ConfigError, "models"),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_reported_before_anything_starts(tmp_path, fault):
-    questions(tmp_path / "q.parquet", 40)
-    stages, more, kind, says = FAULTS[fault]
-    more = {"task": "multiple-choice", "dataset": tmp_path / "q.parquet", "out": "L", **more}
-    path, dataset, out = pool(tmp_path, *stages, task=more.pop("task")), more.pop("dataset"), tmp_path / more.pop("out")
-    with pytest.raises(kind, match=says):
-        cauc_ray.collect(path, dataset, out, **more)
+    write_questions(tmp_path / "q.parquet", 40)
+    stages, changes, kind, words = FAULTS[fault]
+    options = {"task": "multiple-choice", "dataset": tmp_path / "q.parquet", "out": "L", **changes}
+    path, dataset = pool(tmp_path, *stages, task=options.pop("task")), options.pop("dataset")
+    with pytest.raises(kind, match=words):
+        cauc_ray.collect(path, dataset, tmp_path / options.pop("out"), **options)
     assert not (tmp_path / "L").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_a_folder_of_somebody_elses_logits_is_not_added_to(tmp_path):
-    questions(tmp_path / "q.parquet", 40)
+    write_questions(tmp_path / "q.parquet", 40)
     path, split = pool(tmp_path, *GOOD), tmp_path / "L" / "model=long" / "split=test"
     cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
     record = (split / "_collect.json").read_text()
-    for content, kind, says in ((None, ConfigError, "belongs to no collection"), ("{}", DataError, "missing key")):
+    for content, kind, words in ((None, ConfigError, "belongs to no collection"), ("{}", DataError, "missing key")):
         (split / "_collect.json").unlink() if content is None else (split / "_collect.json").write_text(content)
-        with pytest.raises(kind, match=says):
+        with pytest.raises(kind, match=words):
             cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
     (split / "_collect.json").write_text(record)
     (split / "_manifest" / "part-000000.json").unlink()
@@ -388,8 +339,10 @@ def test_embeddings_are_collected_the_same_way(photographs):
     state = torch.load(photographs / "small.pth")
     for example, row in rows.items():
         assert row.keys() == {"example_id", "embedding"}
-        own = np.array(row["embedding"]) @ state["classifier.1.weight"].numpy().T + state["classifier.1.bias"].numpy()
-        assert own == pytest.approx(answers[example]["logits"], rel=1e-3, abs=1e-3)
+        logits = (
+            np.array(row["embedding"]) @ state["classifier.1.weight"].numpy().T + state["classifier.1.bias"].numpy()
+        )
+        assert logits == pytest.approx(answers[example]["logits"], rel=1e-3, abs=1e-3)
     small, _ = LogitTable(table).info.models
     assert (small.name, small.cost) == ("small", pytest.approx(0.10, rel=0.1))  # GFLOPs, of TorchVision's metadata
 
@@ -418,7 +371,7 @@ def test_what_was_collected_is_what_the_live_cascade_does_failed_rows_included(p
     assert sum(call["accepted"] + call["deferred"] for call in first) == 47
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_a_collection_does_not_go_on_in_another_precision(photographs, tmp_path):
     """With `dtype: auto` the precision follows the device. The first part is marked as one that a GPU computed."""
     path, image, record = (

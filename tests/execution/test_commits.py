@@ -61,16 +61,16 @@ def test_blocks_are_committed_together_and_named_by_the_first(folder):
     sink.commit()
     assert sink.n_bytes == 0
     assert [file.name for file in parquet_below(folder / "predictions")] == ["part-000000.parquet"]
-    there = parts_of(folder).committed()
-    assert there.rows == {0: 4, 2: 4}
-    assert there.ids[0] != there.ids[2]
+    committed = parts_of(folder).committed()
+    assert committed.rows == {0: 4, 2: 4}
+    assert committed.ids[0] != committed.ids[2]
     assert set(rows_of(folder / "predictions")) == {f"{n}-{row}" for n in (0, 2) for row in range(4)} - {"2-3"}
     assert rows_of(folder / "failed") == {"2-3": {"example_id": "2-3", "stage": "large", "reason": "cannot"}}
-    found = summarise(folder, two_model_policy(), {"small": 8, "large": 8})
-    assert (found["n"], found["n_failed"], found["accuracy"]["value"]) == (8, 1, 1.0)
-    assert [(stage["answered"], stage["failed"]) for stage in found["stages"]] == [(4, 0), (3, 1)]
+    summary = summarise(folder, two_model_policy(), {"small": 8, "large": 8})
+    assert (summary["n"], summary["n_failed"], summary["accuracy"]["value"]) == (8, 1, 1.0)
+    assert [(stage["answered"], stage["failed"]) for stage in summary["stages"]] == [(4, 0), (3, 1)]
     sink.close()
-    assert parts_of(folder).committed() == there
+    assert parts_of(folder).committed() == committed
 
 
 @EVERYWHERE
@@ -108,10 +108,10 @@ def test_failed_rows_that_are_done_again_are_counted_once_wherever_the_attempt_e
     add(again, 1)
     again.commit()  # and killed before the old failures were taken away
     for _ in range(2):
-        there = parts.committed()
-        assert there.rows == {0: 4, 1: 4, 2: 4}
-        assert +there.totals["failed"] == {"large": 1, "small": 1}
-        assert sum(there.totals["answered"].values()) == 10
+        committed = parts.committed()
+        assert committed.rows == {0: 4, 1: 4, 2: 4}
+        assert +committed.totals["failed"] == {"large": 1, "small": 1}
+        assert sum(committed.totals["answered"].values()) == 10
         parts.clean()
     assert {name: row["reason"] for name, row in rows_of(folder / "failed").items()} == {
         "0-2": "still not",

@@ -2,14 +2,12 @@
 
 import json
 import re
-import shutil
 
 import pyarrow.parquet as pq
 import pytest
-from runs import SOUND, numbered_input, python_pool, rows_of, two_model_policy
+from runs import SOUND, numbered_input, python_pool, ranked, rows_of, two_model_policy
 
 import cauc_ray
-from cauc_ray.errors import ConfigError, ExecutionError
 from cauc_ray.execution import runner
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -41,6 +39,7 @@ def retried(pool, inputs, out):
     return cauc_ray.run(pool, POLICY, inputs, out, resume=True, retry_failed=True)
 
 
+@pytest.mark.slow
 def test_more_failed_rows_than_a_pool_allows_end_the_run_with_one_line(tmp_path, command):
     POLICY.save(tmp_path / "policy.json")
     # 110 of 400 rows.
@@ -63,60 +62,7 @@ def test_more_failed_rows_than_a_pool_allows_end_the_run_with_one_line(tmp_path,
     assert "110 of 400" in err
 
 
-@pytest.mark.slow
-def test_failed_rows_are_tried_again_and_end_as_if_they_had_never_failed(tmp_path, small_blocks, whole):
-    inputs, pool, out = numbered_input(tmp_path, 200), pool_failing_below(tmp_path, -1.9), tmp_path / "out"
-    assert cauc_ray.run(pool, POLICY, inputs, out)["n_failed"] == 5
-    before = {path.name: path.read_bytes() for path in (out / "predictions").iterdir()}
-    with pytest.raises(ConfigError, match="--resume"):
-        cauc_ray.run(pool, POLICY, inputs, out, retry_failed=True)
-    assert retried(pool, inputs, out)["n_failed"] == 5  # they fail again where nothing has changed
-    assert len(rows_of(out)[1]) == 5
-    shutil.copytree(out / "failed", tmp_path / "old")
-
-    (tmp_path / "mended").touch()
-    summary = retried(pool, inputs, out)
-    assert (summary["n"], summary["n_failed"]) == (200, 0)
-    assert rows_of(out) == whole
-    after = {path.name: path.read_bytes() for path in (out / "predictions").iterdir()}
-    assert {name: after[name] for name in before} == before  # nothing is redone but what had failed
-    assert len(after) == len(before) + 2  # one for each retry
-    # Killed after the answers were committed and before failed/ was mended: the next one puts that right.
-    shutil.copytree(tmp_path / "old", out / "failed", dirs_exist_ok=True)
-    (out / "summary.json").unlink()
-    assert cauc_ray.run(pool, POLICY, inputs, out, resume=True)["n_failed"] == 0
-    assert rows_of(out) == whole
-
-
-@pytest.mark.slow
-def test_a_retry_that_is_ended_half_way_leaves_every_row_once(tmp_path, small_blocks, whole):
-    inputs, out = numbered_input(tmp_path, 200), tmp_path / "out"
-    failing = pool_failing_below(tmp_path, -0.5, max_failed=1.0)  # 75 rows, in two blocks
-    assert cauc_ray.run(failing, POLICY, inputs, out)["n_failed"] == 75
-    with pytest.raises(ExecutionError, match="server is down"):
-        retried(python_pool(tmp_path, [("gives_up_on", {"example": "row-70"}), SOUND[1]]), inputs, out)
-    assert not (out / "summary.json").exists()
-    sound = python_pool(tmp_path)
-    summary = cauc_ray.run(sound, POLICY, inputs, out, resume=True)
-    answered, failed = rows_of(out)
-    assert len(answered) + len(failed) == summary["n"] == 200
-    assert "row-70" in failed
-    assert retried(sound, inputs, out)["n_failed"] == 0
-    assert rows_of(out) == whole
-
-
-@pytest.mark.slow
-def test_a_stage_with_a_replica_that_never_answers_loses_no_row(tmp_path, whole):
-    """One replica at a time; the first process of the stage fails every call from its first on, as on a bad device."""
-    pool = python_pool(
-        tmp_path, [SOUND[0], ("first_process_fails", {"path": str(tmp_path / "claimed"), "factor": 5.0})]
-    )
-    cauc_ray.run(pool, POLICY, numbered_input(tmp_path, 200), tmp_path / "out")
-    assert rows_of(tmp_path / "out") == whole
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("column", ["example_id", "x"])
+@pytest.mark.parametrize("column", ranked(["example_id", "x"], quick=0, slow=1))
 def test_rows_that_could_not_be_read_are_tried_again_when_they_can_be(tmp_path, small_blocks, whole, column):
     """Also where the damage took their ids, so that nobody knew their names."""
     inputs, pool = numbered_input(tmp_path, 200), python_pool(tmp_path)

@@ -3,9 +3,7 @@
 import json
 
 import numpy as np
-import pyarrow as pa
 import pytest
-import stored
 from masked import MODELS, softmax, splits, write, write_masked
 from runs import (
     answers_of,
@@ -18,12 +16,12 @@ from runs import (
     split_input,
     two_model_policy,
     write_pool,
+    write_questions,
 )
 
 import cauc_ray
-from cauc_ray import evaluate, fit
 from cauc_ray.data.logits import LogitTable
-from cauc_ray.errors import ConfigError, DataError, PolicyError
+from cauc_ray.errors import ConfigError, PolicyError
 
 LOWEST = float(np.finfo(np.float32).min)
 
@@ -41,11 +39,12 @@ def some_of_each(logits):
 
 
 def pool(folder, *more):
-    """Write a pool of saved stages m0 and m1 over the table in folder/LOGITS; more: of each one's model."""
-    own = zip(MODELS, more or ({}, {}), strict=True)
-    return pool_of(folder, {name: saved_model(name, **spec) for name, spec in own})
+    """Write a pool of saved stages m0 and m1 over the table in folder/LOGITS; more: settings of each one's model."""
+    settings = zip(MODELS, more or ({}, {}), strict=True)
+    return pool_of(folder, {name: saved_model(name, **model) for name, model in settings})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_live_run_with_masks_and_declared_probabilities_is_the_replay(tmp_path, chains):
     turns = iter(range(100))
@@ -63,6 +62,7 @@ def test_a_live_run_with_masks_and_declared_probabilities_is_the_replay(tmp_path
     assert len({row["stage"] for row in live.values()}) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_live_model_of_undeclared_probabilities_ends_the_run_with_the_remedy(tmp_path, chains):
     raw = write_masked(tmp_path / "RAW", chains, -np.inf)
@@ -75,30 +75,10 @@ def test_a_live_model_of_undeclared_probabilities_ends_the_run_with_the_remedy(t
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_shards_read_masks_and_kinds_as_one_process_does(tmp_path, chains):
-    write(tmp_path / "LOGITS", chains, some_of_each)
-    with pytest.raises(DataError, match=r"'m0'.*--logit-kind probabilities"):
-        fit(tmp_path / "LOGITS", models=MODELS, shards=2)
-    given = {"models": MODELS, "method": "rf", "budget": 3.0, "logit_kind": "probabilities"}
-    policy = fit(tmp_path / "LOGITS", **given, shards=2)
-    for own, expected in zip(policy.stages, cauc_ray.fit(tmp_path / "LOGITS", **given).stages, strict=True):
-        assert own.diagnostics.logits_fingerprint == expected.diagnostics.logits_fingerprint
-        assert own.temperature == pytest.approx(expected.temperature, rel=1e-9)
-        assert own.logit_kind == expected.logit_kind == "probabilities"
-    evaluation = evaluate(tmp_path / "LOGITS", policy, shards=2)
-    assert evaluation.to_arrow().equals(cauc_ray.evaluate(tmp_path / "LOGITS", policy).to_arrow())
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
 def test_what_a_model_declares_is_collected_and_run_as_such(tmp_path):
     """user_models.softmaxed answers questions with probabilities, of which the last are 0."""
-    rng = np.random.default_rng(0)
-    choices = [["x" * int(rng.integers(1, 9)) for _ in range(4)] for _ in range(120)]
-    longest = [int(np.argmax([len(choice) + 2 * rng.random() for choice in row])) for row in choices]
-    names = [f"q{row}" for row in range(120)]
-    table = pa.table({"example_id": names, "question": ["?"] * 120, "choices": choices, "label": longest})
-    questions = stored.write(tmp_path / "q.parquet", table)
+    questions = tmp_path / "q.parquet"
+    write_questions(questions, 120)
     small = {**python_model("softmaxed"), "logit_kind": "probabilities"}
     stages = [
         {"name": name, "model": model, "cost": {"gflops": cost}, "resources": {"num_cpus": 0.5}}
@@ -128,13 +108,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_policy_was_not_fitted_for_is_refused_before_anything_starts(tmp_path, command, case):
-    stages, says = REFUSED[case]
+    stages, words = REFUSED[case]
     path, policy = write_pool(tmp_path, stages), two_model_policy()
     for start in (
         lambda: cauc_ray.run(path, policy, numbered_input(tmp_path), tmp_path / "out"),
         lambda: cauc_ray.serve(path, policy, port=0),
     ):
-        with pytest.raises(PolicyError, match=rf"'(small|large)'.*{says}"):
+        with pytest.raises(PolicyError, match=rf"'(small|large)'.*{words}"):
             start()
     (tmp_path / "policy.json").write_text(policy.to_json())
     code, out, err = command("run", path, "--policy", "policy.json", "--input", numbered_input(tmp_path), "-o", "out")

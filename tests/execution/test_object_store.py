@@ -1,6 +1,7 @@
 """Runs and collections whose inputs and outputs are on an object store: killed, gone on with, the same as on a disk."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 import yaml
 from job_cases import N_ROWS, SWEEP, write_inputs
 from runs import (
@@ -40,26 +42,29 @@ def bucket(s3, tmp_path):
 
 
 def cauc(*arguments):
-    """Start `cauc` with small commits in a process and Ray session of its own."""
+    """Start `cauc` with small commits in a process of its own, on the cluster of this session."""
+    settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}  # the nodes have none
+    job = json.dumps({"runtime_env": {"env_vars": settings}})
+    words = [*map(str, arguments), "--address", ray.get_runtime_context().gcs_address]
     return subprocess.Popen(
-        [sys.executable, "-m", "jobs.faults.run", *map(str, arguments)],
+        [sys.executable, "-m", "jobs.faults.run", *words], env={**os.environ, "RAY_JOB_CONFIG_JSON_ENV_VAR": job},
         cwd=TESTS.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
-def done(process):
+def result_of(process):
     """Return the JSON object of a `cauc` that ends well."""
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     return json.loads(out)
 
 
 def killed_after(process, manifest, n_entries):
     """Kill a `cauc` by SIGKILL once a manifest has so many entries."""
-    ends = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while len(visible(manifest) if manifest.is_dir() else []) < n_entries:
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < ends
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     process.kill()
     process.communicate(timeout=60)
@@ -77,24 +82,24 @@ def test_a_run_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
     policy.save(str(bucket / "policy.json"))
     cauc_ray.run(python_pool(tmp_path, [("by_x", {})] * 2), policy, local, tmp_path / "out")
     whole = answers_of(tmp_path / "out")
-    ways = {"limit": -1.9, "path": str(tmp_path / "mended")}
+    failing = {"limit": -1.9, "path": str(tmp_path / "mended")}
     slow = {"seconds": 0.1, "log": str(tmp_path / "log")}
     words = ["--policy", bucket / "policy.json", "--input", bucket / "input", "-o", bucket / "out", "--json"]
-    process = cauc("run", python_pool(tmp_path, [("fails_below", ways), ("slow_by_x", slow)]), *words)
+    process = cauc("run", python_pool(tmp_path, [("fails_below", failing), ("slow_by_x", slow)]), *words)
     killed_after(process, bucket / "out" / "manifest", 3)
     n_before = len(visible(bucket / "out" / "manifest"))
     assert not (bucket / "out" / "summary.json").exists()
     # What the kill may have left of a part that was not committed.
     orphan = bucket / "out" / "predictions" / "part-000006.parquet"
     orphan.write_bytes((tmp_path / "out" / "predictions" / "part-000000.parquet").read_bytes())
-    pool = python_pool(tmp_path, [("fails_below", ways), ("by_x", {})])
-    summary = done(cauc("run", pool, *words, "--resume"))
+    pool = python_pool(tmp_path, [("fails_below", failing), ("by_x", {})])
+    summary = result_of(cauc("run", pool, *words, "--resume"))
     assert (summary["n"], summary["n_failed"]) == (N_RUN, 10)
     assert 3 <= n_before < len(visible(bucket / "out" / "manifest"))
     rows, failed = rows_of(bucket / "out")
     assert rows == {example: row for example, row in whole.items() if example not in failed}
     (tmp_path / "mended").touch()
-    summary = done(cauc("run", pool, *words, "--resume", "--retry-failed"))
+    summary = result_of(cauc("run", pool, *words, "--resume", "--retry-failed"))
     assert (summary["n"], summary["n_failed"]) == (N_RUN, 0)
     assert answers_of(bucket / "out") == whole
     calls = read_all(bucket / "out" / "ledger").to_pylist()
@@ -103,7 +108,7 @@ def test_a_run_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
     assert summary["total_cost"] == pytest.approx(sum(call["cost"] for call in calls))
 
 
-@pytest.mark.slow
+@pytest.mark.soak("faults")
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("ray_session")
 def test_a_collection_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
@@ -120,49 +125,46 @@ def test_a_collection_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
     words = [pool, "--dataset", bucket / "images.parquet", "-o", bucket / "L", "--json"]
     parts = bucket / "L" / "model=m" / "split=calibration"
     killed_after(cauc("collect", *words), parts / "_manifest", 1)
-    summary = done(cauc("collect", *words))
+    summary = result_of(cauc("collect", *words))
     assert (summary["logits"], summary["models"][0]["n_failed"]) == (str(bucket / "L"), 0)
     for split, rows in summary["splits"].items():
         remote, local = (by_example(read_all(at / "L" / "model=m" / f"split={split}")) for at in (bucket, tmp_path))
         assert remote == local
         assert len(remote) == rows
     assert (bucket / "L" / "pool.json").read_text() == (tmp_path / "L" / "pool.json").read_text()
-    assert done(cauc("collect", *words))["models"][0]["rows_per_s"] is None  # nothing is left to do
+    assert result_of(cauc("collect", *words))["models"][0]["rows_per_s"] is None  # nothing is left to do
 
 
-def job(name, folder, **content):
-    """Run a job with a config in a process and Ray session of its own. Returns its results."""
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
-    ended = subprocess.run(
-        [Path(sys.executable).with_name("cauc"), name, "--config", folder / f"{name}.yaml", "--json"],
-        cwd=TESTS.parent, text=True, capture_output=True, timeout=200,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout.splitlines()[-1])
+def job(verb, folder, **config):
+    """Run a verb by a config in a process and Ray session of its own. Returns its results."""
+    (folder / f"{verb}.yaml").write_text(yaml.safe_dump(config))
+    command = [Path(sys.executable).with_name("cauc"), verb, "--config", folder / f"{verb}.yaml", "--json"]
+    process = subprocess.run(command, cwd=TESTS.parent, text=True, capture_output=True, timeout=400)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.soak("full")
+@pytest.mark.timeout(2400)
 def test_configs_read_and_write_there_and_do_nothing_twice(tmp_path, bucket):
     write_inputs(tmp_path)
     write_parquet(bucket / "input.parquet", pq.read_table(tmp_path / "input.parquet"))
     for name in ("policy.json", "questions.jsonl"):
         (bucket / name).write_bytes((tmp_path / name).read_bytes())
-    live = {"pool": "pool.yaml", "policy": f"{bucket}/policy.json", "input": f"{bucket}/input.parquet", "resume": True}
-    found = job("run", tmp_path, **live, output=f"{bucket}/run")
-    assert found["n"] == 600
-    assert read_all(bucket / "run" / "predictions").num_rows == 600
-    assert job("run", tmp_path, **live, output=f"{bucket}/run") == found
-    work = {"pool": "python.yaml", "dataset": f"{bucket}/questions.jsonl", "output": f"{bucket}/collected"}
-    found = job("collect", tmp_path, **work)
-    assert found["splits"] == {"calibration": 10, "validation": 10, "test": 20}
+    config = {"pool": "pool.yaml", "policy": f"{bucket}/policy.json", "input": f"{bucket}/input.parquet"}
+    config |= {"resume": True, "output": f"{bucket}/run"}
+    summary = job("run", tmp_path, **config)
+    assert summary["n"] == read_all(bucket / "run" / "predictions").num_rows == 600
+    assert job("run", tmp_path, **config) == summary
+    config = {"pool": "python.yaml", "dataset": f"{bucket}/questions.jsonl", "output": f"{bucket}/collected"}
+    assert job("collect", tmp_path, **config)["splits"] == {"calibration": 10, "validation": 10, "test": 20}
     assert read_all(bucket / "collected" / "model=long" / "split=test").num_rows == 20
-    saved = {"logits": f"{bucket}/collected", "models": ["long"], "threshold": 0.5, "shards": 1}
-    job("fit", tmp_path, **saved, output=f"{bucket}/policy-of-shards.json")
+    config = {"logits": f"{bucket}/collected", "models": ["long"], "threshold": 0.5, "shards": 1}
+    job("fit", tmp_path, **config, output=f"{bucket}/policy-of-shards.json")
     assert cauc_ray.Policy.load(f"{bucket}/policy-of-shards.json").models == ("long",)
     write_table(bucket / "planted", n=600)
-    swept = {**SWEEP, "sets": [{**SWEEP["sets"][0], "logits": f"{bucket}/planted"}], "output": f"{bucket}/sweep"}
-    assert job("sweep", tmp_path, **swept)["n_rows"] == N_ROWS
+    config = {**SWEEP, "sets": [{**SWEEP["sets"][0], "logits": f"{bucket}/planted"}], "output": f"{bucket}/sweep"}
+    assert job("sweep", tmp_path, **config)["n_rows"] == N_ROWS
     assert read_parquet(bucket / "sweep" / "results.parquet").num_rows == N_ROWS
 
 

@@ -41,8 +41,8 @@ def test_rates_are_what_a_slow_loop_over_all_looks_says(steps):
         rates = meter.add(seen[-1])
     assert rates.n_done == ended[-1]
     assert rates.rows_per_s == pytest.approx(slow_rate(seen, ended, RATE_WINDOW_S))
-    for rate, own in zip(rates.stage_rows_per_s, zip(*handled, strict=True), strict=True):
-        assert rate == pytest.approx(slow_rate(seen, own, RATE_WINDOW_S))
+    for rate, counts_of_stage in zip(rates.stage_rows_per_s, zip(*handled, strict=True), strict=True):
+        assert rate == pytest.approx(slow_rate(seen, counts_of_stage, RATE_WINDOW_S))
     per_s = slow_rate(seen, ended, ETA_WINDOW_S)
     assert rates.eta_s == (pytest.approx((10**6 - rates.n_done) / per_s) if per_s else None)
 
@@ -108,21 +108,21 @@ def scrape():
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     with urllib.request.urlopen(url, timeout=10) as page:
         lines = page.read().decode().splitlines()
-    found = {}
+    values = {}
     for line in lines:
         if match := re.fullmatch(r"ray_cauc_run_(\w+)\{(.*)\} (\S+)", line):
             tags = dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', match[2]))
             if tags["run"] == RUN.replace('"', r"\""):
-                found[match[1], tags.get("stage", ""), tags.get("outcome", "")] = float(match[3])
-    return found
+                values[match[1], tags.get("stage", ""), tags.get("outcome", "")] = float(match[3])
+    return values
 
 
 def wait_for(key, value):
-    deadline = time.monotonic() + 60
-    while (found := scrape()).get(key) != value:
-        assert time.monotonic() < deadline, found
+    deadline = time.monotonic() + 240
+    while (metrics := scrape()).get(key) != value:
+        assert time.monotonic() < deadline, metrics
         time.sleep(0.3)
-    return found
+    return metrics
 
 
 @pytest.mark.slow
@@ -138,21 +138,21 @@ def test_what_is_reported_can_be_scraped_and_ends_at_zero():
     reporter = ray.remote(num_cpus=0)(Reporter).remote()
     try:
         ray.get(reporter.report.remote(*seen))
-        found = wait_for(("finished_rows", "", ""), 60)
+        metrics = wait_for(("finished_rows", "", ""), 60)
         of_small = {"queued_rows": 3, "in_flight_rows": 4, "replicas": 3, "starting_replicas": 0}
         of_small |= {"rows_per_second": 82 / 4, "accepted_share": 0.75, "cost_total": 90.5, "busy_seconds_total": 2.5}
         expected = {(name, "small", ""): value for name, value in of_small.items()}
         expected |= {("rows_total", "small", what): done[what] for what in ("accepted", "deferred", "failed")}
         expected |= {("rows_total", "large", "degraded"): 8, ("replicas", "large", ""): 1}
         expected |= {("eta_seconds", "", ""): (1000 - 70) / (70 / 4)}
-        assert {key: found.get(key) for key in expected} == pytest.approx(expected)
-        assert ("rows_total", "large", "accepted") not in found
+        assert {key: metrics.get(key) for key in expected} == pytest.approx(expected)
+        assert ("rows_total", "large", "accepted") not in metrics
         ray.get(reporter.report.remote(RunProgress(500.0, None, 60, stages)))
-        found = wait_for(("rows_per_second", "small", ""), 0)
-        assert ("eta_seconds", "", "") not in found  # where the end is not known
+        metrics = wait_for(("rows_per_second", "small", ""), 0)
+        assert ("eta_seconds", "", "") not in metrics  # where the end is not known
         ray.get(reporter.report.remote())
-        found = wait_for(("finished_rows", "", ""), 0)
-        assert {value for (name, *_), value in found.items() if not name.endswith("_total")} == {0}
-        assert found["rows_total", "small", "accepted"] == 60
+        metrics = wait_for(("finished_rows", "", ""), 0)
+        assert {value for (name, *_), value in metrics.items() if not name.endswith("_total")} == {0}
+        assert metrics["rows_total", "small", "accepted"] == 60
     finally:
         ray.kill(reporter)

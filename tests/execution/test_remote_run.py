@@ -4,8 +4,17 @@ import numpy as np
 import pytest
 import synthetic
 from link import Link
-from runs import MODELS, answers_of, pool_of, python_model, read_all, saved_model, split_input, write_pool
-from stored import write
+from runs import (
+    MODELS,
+    answers_of,
+    pool_of,
+    python_model,
+    read_all,
+    saved_model,
+    split_input,
+    write_pool,
+    write_questions,
+)
 
 import cauc_ray
 from cauc_ray.data.logits import LogitTable
@@ -50,17 +59,12 @@ def test_a_run_answers_as_the_replay_and_its_ledger_has_the_bytes_of_the_wire(tm
 
 @pytest.mark.slow
 def test_a_collection_costs_what_the_wire_or_the_cloud_says(tmp_path):
-    rng = np.random.default_rng(0)
-    rows = []
-    for row in range(60):
-        choices = ["x" * int(n) for n in rng.choice(30, size=int(rng.integers(2, 6)), replace=False) + 1]
-        label = int(np.argmax([len(choice) for choice in choices])) if row % 3 else row % len(choices)
-        rows.append({"id": f"q{row}", "question": f"{row}?", "choices": choices, "label": label})
-    data = write(tmp_path / "q.parquet", rows)
+    data = tmp_path / "q.parquet"
+    write_questions(data, 60)
     inputs = {name: {"datatype": "BYTES"} for name in ("question", "choices")}
     common = {"name": "longest", "resources": {"num_cpus": 0.5}}
-    own = {**common, "model": python_model("longest"), "cost": {"usd": 0.5}}
-    cloud = write_pool(tmp_path, [own], inputs=inputs)
+    stage = {**common, "model": python_model("longest"), "cost": {"usd": 0.5}}
+    cloud = write_pool(tmp_path, [stage], inputs=inputs)
     cauc_ray.collect(cloud, data, tmp_path / "CLOUD", split="all")
     policy = cauc_ray.fit(tmp_path / "CLOUD", calibration_split="all", threshold=0.5)
     with cauc_ray.serve(cloud, policy, port=0, name="large", local=True) as service:
@@ -69,12 +73,12 @@ def test_a_collection_costs_what_the_wire_or_the_cloud_says(tmp_path):
             summary = cauc_ray.collect(write_pool(tmp_path, [stage], inputs=inputs), data, tmp_path / name, split="all")
             table = LogitTable(tmp_path / name)
             assert (summary["cost_unit"], table.info.cost_unit) == (unit, unit)
-            there, here = (one.read_model("longest", "all") for one in (LogitTable(tmp_path / "CLOUD"), table))
-            order = np.argsort(there.example_ids.to_pylist()), np.argsort(here.example_ids.to_pylist())
-            assert np.array_equal(there.logits[order[0]], here.logits[order[1]])
-            assert np.array_equal(there.n_options[order[0]], here.n_options[order[1]])
-            assert table.info.costs["longest"] == pytest.approx(here.costs.mean())
+            remote_rows, rows = (x.read_model("longest", "all") for x in (LogitTable(tmp_path / "CLOUD"), table))
+            remote_order, order = (np.argsort(x.example_ids.to_pylist()) for x in (remote_rows, rows))
+            assert np.array_equal(remote_rows.logits[remote_order], rows.logits[order])
+            assert np.array_equal(remote_rows.n_options[remote_order], rows.n_options[order])
+            assert table.info.costs["longest"] == pytest.approx(rows.costs.mean())
             if unit == "USD":
-                assert (here.costs == 0.5).all()
+                assert (rows.costs == 0.5).all()
             else:
-                assert (here.costs > 0).all()
+                assert (rows.costs > 0).all()

@@ -1,60 +1,59 @@
 """Fits and replays by shards are those of one process, in whatever order the files hold the rows."""
 
+import itertools
 import json
 import os
-import re
 import warnings
-from functools import partial
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
+import masked
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from masked import softmax
 from synthetic import SPLITS, planted, write_table
 
 import cauc_ray
-from cauc_ray.api.evaluated import Evaluation
-from cauc_ray.api.offline import evaluate_shards, fit_shards
-from cauc_ray.api.options import EvaluateOptions, FitOptions
-from cauc_ray.data.logits import LogitTable
+from cauc_ray.api.offline import fit_shards
+from cauc_ray.api.options import FitOptions
 from cauc_ray.data.writing import logit_columns
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, ExecutionError, GuardError
-from cauc_ray.execution.sharded import ShardActor, ShardedChain, cut_rows, facts_of
+from cauc_ray.execution import session, sharded
+from cauc_ray.execution.sharded import ShardActor, Shards, ShardsWatched, cut_rows
 from cauc_ray.numbers.chain import digest_of_rows
-from cauc_ray.policies.by_method import fit_policy
-from cauc_ray.policies.threshold import ThresholdRule
 
 MODELS = ("m0", "m1", "m2")
 COSTS = (1.0, 4.0, 15.0)
-TWO = {"shards": 2, "deadline_s": 120}
 FITS = (
-    (MODELS, "base", ThresholdRule(), "temperature"),
-    (MODELS, "base", ThresholdRule(budget=9.0, objective="macro-f1"), "offsets"),
-    (MODELS[:2], "base", ThresholdRule(), "isotonic"),
-    (MODELS, "rf", ThresholdRule(), "temperature"),
-    (MODELS, "rf", ThresholdRule(budget=8.0), "offsets"),
+    {"method": "base"},
+    {"method": "base", "budget": 9.0, "objective": "macro-f1", "calibrator": "offsets"},
+    {"models": MODELS[:2], "method": "base", "calibrator": "isotonic"},
+    {"method": "rf"},
+    {"method": "rf", "budget": 8.0, "calibrator": "offsets"},
 )
 
 
-def write_scattered(folder, seed, *, n=150, ragged=False, per_call=False):
+def write_scattered(folder, seed, *, n=150, n_validation=None, ragged=False, per_call=False):
     """Write a table with ids like those of `collect`, each model's rows in an order, files and row groups of its own.
 
     As text `vec-10` comes before `vec-2`: not even a file in the dataset's own order is in order of the ids.
     """
     rng = np.random.default_rng(seed)
     for split in SPLITS:
-        size = n + int(rng.integers(20))
+        size = n_validation if n_validation and split == "validation" else n + int(rng.integers(20))
         labels, logits = planted(rng, size, 4, (1.0, 1.7, 2.4), ragged=ragged)
-        for model, cost, own in zip(MODELS, COSTS, logits, strict=True):
+        for model, cost, model_logits in zip(MODELS, COSTS, logits, strict=True):
             order = rng.permutation(size) if rng.random() < 0.8 else np.arange(size)
             costs = cost * rng.uniform(0.8, 1.2, size) if per_call else None
-            rows = [own[row][np.isfinite(own[row])] for row in order]
+            rows = [model_logits[row][np.isfinite(model_logits[row])] for row in order]
             table = logit_columns([f"vec-{row}" for row in order], labels[order], rows, costs)
             into = folder / f"model={model}" / f"split={split}"
             into.mkdir(parents=True)
-            for number, places in enumerate(np.array_split(np.arange(size), rng.integers(1, 4))):
+            for number, places in enumerate(np.array_split(np.arange(size), min(size, rng.integers(1, 4)))):
                 part = table.slice(int(places[0]), len(places))
                 pq.write_table(part, into / f"{number}.parquet", row_group_size=int(rng.integers(5, 90)))
     models = [{"name": model, "cost": cost} for model, cost in zip(MODELS, COSTS, strict=True)]
@@ -71,37 +70,50 @@ def leaves(value, place=""):
         yield place, value
 
 
-def assert_same(policy, other, rel=1e-9):
+def assert_same(policy, reference, rel=1e-9):
     """Assert that two policies' files have the same words, and numbers that agree."""
-    found, expected = (dict(leaves(json.loads(of.to_json()))) for of in (policy, other))
-    assert found.keys() == expected.keys()
+    values, expected = (dict(leaves(json.loads(document.to_json()))) for document in (policy, reference))
+    assert values.keys() == expected.keys()
     for place, value in expected.items():
         close = pytest.approx(value, rel=rel, abs=1e-12) if isinstance(value, float) else value
-        assert found[place] == close, place
+        assert values[place] == close, place
 
 
-class LocalShards:
+class LocalShards(Shards):
     """Shards that actors of this process hold; an actor may have several."""
 
-    def __init__(self, heads, n_shards, n_actors):
-        """Cut a chain into shards, and share these among at most so many actors."""
-        pool = [ShardActor() for _ in range(n_actors)]
-        self._held = [(pool[shard % n_actors], rows) for shard, rows in enumerate(cut_rows(heads, n_shards))]
+    def __init__(self, chains, n_shards, n_actors):
+        self.watched, actors = ShardsWatched(), [ShardActor() for _ in range(n_actors)]
+        self._parts = [
+            [(actors[shard % n_actors], rows) for shard, rows in enumerate(cut_rows(chain, n_shards))]
+            for chain in chains
+        ]
 
     def ask(self, number, question):
-        return [actor.ask((number, shard), rows, question)[0] for shard, (actor, rows) in enumerate(self._held)]
+        return [
+            actor.ask((number, shard), rows, question)[0] for shard, (actor, rows) in enumerate(self._parts[number])
+        ]
 
 
-def local_chain(heads, n_shards, n_actors):
-    """Return a chain in shards that actors of this process hold."""
-    shards, models = LocalShards(heads, n_shards, n_actors), heads.known["models"]
-    width = max(facts.width for facts in shards.ask(0, partial(facts_of, models)))
-    return ShardedChain(**heads.known, shards=shards, number=0, width=width, places=tuple(range(len(models))))
+@pytest.fixture
+def in_process(monkeypatch):
+    """Have shards held in this process instead of on Ray. Returns the number of actors, which may be changed."""
+    actors = SimpleNamespace(n=2)
+
+    @contextmanager
+    def local(chains, sharding):
+        shards = LocalShards(chains, sharding.n_shards, actors.n)
+        yield shards, [shards.open(number, heads) for number, heads in enumerate(chains)]
+
+    monkeypatch.setattr(sharded, "sharded", local)
+    monkeypatch.setattr(session, "ray_session", lambda address, n_cpus: nullcontext())
+    monkeypatch.setattr(sharded.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+    return actors
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(100, marks=pytest.mark.slow)])
-def test_any_cut_of_rows_in_any_order_is_the_whole_table(tmp_path_factory, examples):
-    @settings(max_examples=examples)
+@pytest.mark.parametrize("examples", [8, pytest.param(100, marks=pytest.mark.soak("full"))])
+def test_any_cut_of_rows_in_any_order_is_the_whole_table(tmp_path_factory, in_process, examples):
+    @settings(max_examples=examples, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         seed=st.integers(0, 2**32 - 1),
         ragged=st.booleans(),
@@ -111,119 +123,55 @@ def test_any_cut_of_rows_in_any_order_is_the_whole_table(tmp_path_factory, examp
         n_actors=st.integers(1, 9),
     )
     def check(seed, ragged, per_call, fit, n_shards, n_actors):
-        models, method, rule, calibrator = fit
-        fixed = calibrator == "offsets"
-        folder = tmp_path_factory.mktemp("logits")
-        table = LogitTable(write_scattered(folder, seed, ragged=ragged and not fixed, per_call=per_call))
-        whole = [table.read_chain(models, split) for split in SPLITS]
-        cut = [local_chain(table.read_chain_heads(models, split), n_shards, n_actors) for split in SPLITS]
-        expected, found = (
-            fit_policy(method, *chains[:2], rule, SPLITS[:2], calibrator=calibrator) for chains in (whole, cut)
-        )
-        assert_same(found, expected, rel=1e-6)
-        assert Evaluation.of(expected, cut[2]).to_arrow().equals(Evaluation.of(expected, whole[2]).to_arrow())
+        in_process.n = n_actors
+        ragged = ragged and fit.get("calibrator") != "offsets"  # which needs as many options in each row
+        table = write_scattered(tmp_path_factory.mktemp("logits"), seed, ragged=ragged, per_call=per_call)
+        expected, policy = (cauc_ray.fit(table, **{"models": MODELS, **fit}, shards=n) for n in (None, n_shards))
+        assert_same(policy, expected, rel=1e-6)
+        whole, cut = (cauc_ray.evaluate(table, expected, shards=n) for n in (None, n_shards))
+        assert cut.to_arrow().equals(whole.to_arrow())
+        assert cut.measures == whole.measures
 
     check()
 
 
-def test_files_may_take_turns_in_the_order_of_ids(tmp_path):
+def test_files_may_take_turns_in_the_order_of_ids(tmp_path, in_process):
     """A shard then has none of the rows that a large fit takes as a sample, or all of them."""
     n, turns = 9 * 512, 9
     labels, logits = planted(np.random.default_rng(0), n, 4, (1.0, 1.7))
-    for model, own in zip(MODELS, logits, strict=False):
-        into = tmp_path / f"model={model}" / "split=calibration"
-        into.mkdir(parents=True)
+    for model, split in itertools.product(range(2), SPLITS[:2]):
+        folder = tmp_path / f"model={MODELS[model]}" / f"split={split}"
+        folder.mkdir(parents=True)
         for turn in range(turns):
             rows = range(turn, n, turns)
-            table = logit_columns([f"{row:05d}" for row in rows], labels[rows], list(own[rows]), None)
-            pq.write_table(table, into / f"{turn}.parquet")
-    read = (MODELS[:2], "calibration")
-    table, costs = LogitTable(tmp_path), {"costs": COSTS[:2]}
-    whole, cut = table.read_chain(*read, **costs), local_chain(table.read_chain_heads(*read, **costs), turns, turns)
+            table = logit_columns([f"{split}-{row:05d}" for row in rows], labels[rows], list(logits[model][rows]), None)
+            pq.write_table(table, folder / f"{turn}.parquet")
+    in_process.n = turns
     for method in ("base", "rf"):
-        fits = [fit_policy(method, chain, chain, ThresholdRule(), SPLITS[:2]) for chain in (cut, whole)]
-        assert_same(*fits, rel=1e-6)
+        options = {"models": MODELS[:2], "costs": COSTS[:2], "method": method}
+        assert_same(*(cauc_ray.fit(tmp_path, **options, shards=n) for n in (turns, None)), rel=1e-6)
 
 
-def calibrate(table, **options):
-    """Fit by shards; returns what that took, too."""
-    return fit_shards(table, FitOptions.of({"shards": "auto", **options}))
-
-
-@pytest.fixture(scope="module")
-def table(tmp_path_factory):
-    return write_scattered(tmp_path_factory.mktemp("logits"), 5)
-
-
-@pytest.mark.parametrize("shards", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4, 5))])
-def test_shards_on_a_cluster_fit_and_answer_as_one_process(table, ray_session, shards):
-    options = {"shards": shards, "resources": {"num_cpus": 0.25}, "deadline_s": 120}
-    expected = cauc_ray.fit(table, models=MODELS, method="rf", budget=8.0)
-    found = calibrate(table, models=MODELS, method="rf", budget=8.0, **options)
-    assert len(found.shards.nodes) == shards
-    assert_same(found.policy, expected)
-    evaluation, _ = evaluate_shards(table, expected, EvaluateOptions.of(options))
-    alone = cauc_ray.evaluate(table, expected)
-    assert evaluation.measures == alone.measures
-    assert evaluation.to_arrow().equals(alone.to_arrow())
-
-
-def test_a_split_of_fewer_rows_than_shards_were_asked_for_is_in_order(ray_session, tmp_path):
-    """As many shards as the smallest split has rows hold all splits: one, where that has one row."""
-    table = write_scattered(tmp_path / "logits", 11)
-    for model in MODELS:
-        folder = table / f"model={model}" / "split=validation"
-        rows = pa.concat_tables([pq.read_table(file) for file in sorted(folder.iterdir())])
-        for file in folder.iterdir():
-            file.unlink()
-        chosen = rows.filter(pa.compute.equal(rows["example_id"], "vec-7"))
-        pq.write_table(chosen, folder / "0.parquet")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaucWarning)
-        expected = cauc_ray.fit(table, models=MODELS)
-        found = calibrate(table, models=MODELS, shards=4, resources={"num_cpus": 0.25}, deadline_s=120)
-    assert len(found.shards.nodes) == 1
-    assert_same(found.policy, expected)
-
-
-def test_the_command_on_one_shard_gives_what_it_gives_in_one_process(table, ray_session, tmp_path, command):
-    expected = cauc_ray.fit(table, models=MODELS)
-    sharded = ("--shards", 1, "--deadline-s", 120)
-    assert command("fit", table, "--models", ",".join(MODELS), *sharded, "-o", "policy.json")[0] == 0
-    assert_same(cauc_ray.Policy.load("policy.json"), expected)
-    relative = os.path.relpath(table)  # to a folder that shards do not work in
-    code, out, _ = command(
-        "evaluate", relative, "--policy", "policy.json", *sharded, "--predictions", "answers.parquet", "--json"
-    )
-    said, alone = json.loads(out), cauc_ray.evaluate(table, expected).measures
-    assert (code, said["accuracy"], said["cost"]) == (0, alone.accuracy.value, pytest.approx(alone.cost))
-    assert pq.read_table("answers.parquet").num_rows == alone.n
-
-
-# Of a fit on models too alike to be worth a cascade: what else is asked, and what the safe fit says; and of one whose
-# logits are so many that they are fitted in float32.
-ASKED = {
-    "certified": ({"method": "rf", "certify": "risk<=0.2@0.9"}, {}, ""),
-    "safe": ({"method": "rf", "safe": True}, {}, "not fused: no significant gain|another threshold chosen|no change"),
-    "safe alone": ({"method": "base", "safe": True, "costs": (10.0, 11.0, 12.0)}, {}, f"^{MODELS[2]} alone, "),
-    "float32": ({"models": MODELS[:2], "method": "base"}, {"n": 4500, "k": 900, "strengths": (2.5, 3.5)}, None),
+# Fits of models too alike to be worth a cascade, and one of so many logits that it is done in float32.
+SPECIAL_FITS = {
+    "certified": ({"method": "rf", "certify": "risk<=0.2@0.9"}, {}),
+    "safe": ({"method": "rf", "safe": True}, {}),
+    "safe alone": ({"method": "base", "safe": True, "costs": (10.0, 11.0, 12.0)}, {}),
+    "float32": ({"models": MODELS[:2], "method": "base"}, {"n": 4500, "k": 900, "strengths": (2.5, 3.5)}),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ASKED)
-def test_certificates_safe_fits_strictness_and_large_tables_are_those_of_one_process(ray_session, tmp_path, case):
-    table, (asked, content, says) = tmp_path / "logits", ASKED[case]
-    write_table(table, **{"n": 600, **content})
-    asked = {"models": MODELS, **asked}
-    expected = cauc_ray.fit(table, **asked)
-    assert_same(calibrate(table, **asked, **TWO).policy, expected)
-    if says:
-        assert re.search(says, expected.safe.says)
-    if says == "":
-        fired = [guard.name for guard in expected.guards if guard.fired]
+@pytest.mark.parametrize("case", [*list(SPECIAL_FITS)[:3], pytest.param("float32", marks=pytest.mark.slow)])
+def test_certificates_safe_fits_strictness_and_large_tables_are_those_of_one_process(tmp_path, in_process, case):
+    options, content = SPECIAL_FITS[case]
+    write_table(tmp_path, **{"n": 600, **content})
+    options = {"models": MODELS, **options}
+    expected = cauc_ray.fit(tmp_path, **options)
+    assert_same(cauc_ray.fit(tmp_path, **options, shards=2), expected)
+    assert len(expected.stages) == (1 if case == "safe alone" else len(options["models"]))
+    if fired := [guard.name for guard in expected.guards if guard.fired]:
         with pytest.raises(GuardError, match=fired[0]):
-            calibrate(table, **asked, strict=True, **TWO)
+            cauc_ray.fit(tmp_path, **options, shards=2, strict=True)
 
 
 def rewritten(file, numbers, change):
@@ -244,7 +192,7 @@ def nothing_shared(file):
 
 
 BREAKS = {
-    "rows of other lengths": lambda file: None,
+    "rows of other lengths": lambda file: None,  # for offsets, which need as many options in each row
     "more options": lambda file: rewritten(file, [11, 31, 51], lambda row: row["logits"].append(-3.0)),
     "nan": lambda file: rewritten(file, [7], lambda row: row["logits"].__setitem__(0, float("nan"))),
     "gone": lambda file: rewritten(file, [13], lambda row: row.update(example_id="another")),
@@ -253,44 +201,90 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["more options", *(pytest.param(n, marks=pytest.mark.slow) for n in BREAKS if n != "more options")]
-)
-def test_shards_refuse_what_one_process_refuses_in_the_same_words(ray_session, tmp_path, name):
+def refusal(table, shards, **options):
+    """Return how a fit refuses a table."""
+    with pytest.raises(DataError) as error:
+        cauc_ray.fit(table, models=MODELS, method="base", shards=shards, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_shards_refuse_what_one_process_refuses_in_the_same_words(tmp_path, in_process, name):
     write_table(tmp_path, n=60, ragged=True)
-    options = {"calibrator": "offsets"} if name == "rows of other lengths" else {}  # which need as many in each
+    options = {"calibrator": "offsets"} if name == "rows of other lengths" else {}
     BREAKS[name](tmp_path / "model=m1" / "split=calibration" / "part-0.parquet")
-    messages = []
-    for fit, sharding in ((cauc_ray.fit, {}), (calibrate, TWO)):
-        with pytest.raises(DataError) as error:
-            fit(tmp_path, models=MODELS, method="base", **options, **sharding)
-        messages.append(str(error.value))
-    assert messages[0] == messages[1]
+    assert refusal(tmp_path, 2, **options) == refusal(tmp_path, None, **options)
 
 
-# Options of a fit by shards, and what is said of them.
-REFUSED = {
-    "too many": (
-        {"shards": 4, "resources": {"num_cpus": 1000}},
-        ExecutionError,
-        "4 shards of 1,000 CPUs do not fit on",
-    ),
-    "nowhere": ({"resources": {"labels": {"tier": "nowhere"}}}, ExecutionError, "tier=nowhere do not fit"),
-    "none": ({"shards": 0}, ConfigError, "shards: .*greater than or equal to 1, got 0"),
-    "isotonic": ({"calibrator": "isotonic", "shards": 2}, ConfigError, "isotonic is for method base with one or two"),
-    "safe and certified": (
-        {"safe": True, "certify": "risk<=0.05@0.95", "shards": 2}, ConfigError, "--safe and --certify cannot be",
-    ),
-    "of shards alone": ({"shards": None, "deadline_s": 3.0}, ConfigError, "those of shards; give shards as well"),
-    "unknown": ({"resources": {"num_gpu": 1}}, ConfigError, "unknown key 'num_gpu'; did you mean 'num_gpus'"),
-}  # fmt: skip
+def test_shards_read_masks_and_kinds_as_one_process_does(tmp_path, in_process):
+    """Probabilities, with masks for missing options and a 0 for the least probable one of every fifth row."""
+
+    def as_probabilities(logits):
+        p = softmax(logits)
+        p[np.arange(0, len(p), 5), np.where(p > 0, p, 2)[::5].argmin(axis=1)] = 0.0
+        return np.where(np.isneginf(logits), np.float32(-1e9), p)
+
+    masked.write(tmp_path, masked.splits(), as_probabilities)
+    with pytest.raises(DataError, match=r"'m0'.*--logit-kind probabilities"):
+        cauc_ray.fit(tmp_path, models=masked.MODELS, shards=2)
+    options = {"models": masked.MODELS, "method": "rf", "budget": 3.0, "logit_kind": "probabilities"}
+    expected, policy = (cauc_ray.fit(tmp_path, **options, shards=n) for n in (None, 2))
+    assert_same(policy, expected)
+    for stage, expected_stage in zip(policy.stages, expected.stages, strict=True):
+        assert stage.diagnostics.logits_fingerprint == expected_stage.diagnostics.logits_fingerprint
+        assert stage.logit_kind == "probabilities"
+    evaluation = cauc_ray.evaluate(tmp_path, policy, shards=2)
+    assert evaluation.to_arrow().equals(cauc_ray.evaluate(tmp_path, policy).to_arrow())
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_shards_that_do_not_fit_and_other_faults_are_refused(ray_session, table, case):
-    options, kind, says = REFUSED[case]
-    with pytest.raises(kind, match=says):
-        cauc_ray.fit(table, models=MODELS, **{"shards": "auto", **options})
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    return write_scattered(tmp_path_factory.mktemp("logits"), 5)
+
+
+@pytest.mark.slow
+def test_shards_on_a_cluster_fit_and_answer_as_one_process(table, ray_session, command):
+    expected = cauc_ray.fit(table, models=MODELS, method="rf", budget=8.0)
+    options = ("--models", ",".join(MODELS), "--method", "rf", "--budget", 8.0, "--shards", 3)
+    assert command("fit", table, *options, "-o", "policy.json")[0] == 0
+    assert_same(cauc_ray.Policy.load("policy.json"), expected)
+    relative = os.path.relpath(table)  # to a folder that shards do not work in
+    options = ("--policy", "policy.json", "--shards", 2, "--predictions", "answers.parquet", "--json")
+    code, out, _ = command("evaluate", relative, *options)
+    report, evaluation = json.loads(out), cauc_ray.evaluate(table, expected)
+    measures = evaluation.measures
+    assert (code, report["accuracy"], report["cost"]) == (0, measures.accuracy.value, pytest.approx(measures.cost))
+    answers = pq.read_table("answers.parquet")
+    assert answers["prediction"].equals(evaluation.to_arrow()["prediction"])
+
+
+@pytest.mark.slow
+def test_shards_on_a_cluster_are_as_many_as_the_smallest_split_has_rows(ray_session, tmp_path):
+    table = write_scattered(tmp_path, 11, n_validation=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaucWarning)
+        expected = cauc_ray.fit(table, models=MODELS)
+        fitted = fit_shards(table, FitOptions.of({"models": MODELS, "shards": 4}))
+    assert len(fitted.shards.nodes) == 1
+    assert_same(fitted.policy, expected)
+
+
+@pytest.mark.slow
+def test_shards_on_a_cluster_refuse_bad_rows_and_resources_that_nobody_has(ray_session, tmp_path):
+    write_table(tmp_path, n=60)
+    for options, words in (
+        ({"shards": 4, "resources": {"num_cpus": 1000}}, "4 shards of 1,000 CPUs do not fit on"),
+        ({"shards": "auto", "resources": {"labels": {"tier": "nowhere"}}}, "tier=nowhere do not fit"),
+    ):
+        with pytest.raises(ExecutionError, match=words):
+            cauc_ray.fit(tmp_path, models=MODELS, **options)
+    BREAKS["nan"](tmp_path / "model=m1" / "split=calibration" / "part-0.parquet")
+    assert refusal(tmp_path, 2) == refusal(tmp_path, None)
+
+
+def test_options_of_shards_need_shards(table):
+    with pytest.raises(ConfigError, match="shards"):
+        cauc_ray.fit(table, models=MODELS, deadline_s=3.0)
 
 
 def test_parts_in_any_order_make_up_the_digest_of_the_whole():
@@ -302,5 +296,5 @@ def test_parts_in_any_order_make_up_the_digest_of_the_whole():
     swapped, nudged = logits.copy(), logits.copy()
     swapped[[3, 4]] = logits[[4, 3]]
     nudged[9, 2] = np.nextafter(nudged[9, 2], np.float32(9))
-    others = (swapped, nudged, np.pad(logits, ((0, 0), (0, 1))), logits[:, ::-1])
-    assert len({whole, *(digest_of_rows(other, ranks) for other in others)}) == 5
+    different = (swapped, nudged, np.pad(logits, ((0, 0), (0, 1))), logits[:, ::-1])
+    assert len({whole, *(digest_of_rows(rows, ranks) for rows in different)}) == 5

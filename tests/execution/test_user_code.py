@@ -70,8 +70,11 @@ def test_a_run_takes_its_modules_along(written, tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_service_takes_its_modules_along(written):
-    with seen_here_alone(written) as folder, cauc_ray.serve(f"{folder}/pool.yaml", two_model_policy(), port=0) as own:
-        assert own.model == "test"
+    with (
+        seen_here_alone(written) as folder,
+        cauc_ray.serve(f"{folder}/pool.yaml", two_model_policy(), port=0) as service,
+    ):
+        assert service.model == "test"
         assert ray.cluster_resources()["memory"] - ray.available_resources()["memory"] == 2 * (64 << 20)
 
 
@@ -85,7 +88,7 @@ def test_modules_that_have_arrived_by_themselves_are_used_as_they_are(written):
 def test_other_modules_of_the_same_names_do_not_take_their_places(written):
     bytes_sent = pickle.dumps(import_paths(load_pool(written / "pool.yaml").stages))
     (written / "own_model.py").write_text("raise SystemExit\n")
-    first, *others = pickle.loads(pickle.dumps(pickle.loads(bytes_sent)))  # sent on by one who has them only unpacked
-    assert others == [str(written), os.getcwd()]
+    first, *paths = pickle.loads(pickle.dumps(pickle.loads(bytes_sent)))  # sent on by one who has them only unpacked
+    assert paths == [str(written), os.getcwd()]
     with open(os.path.join(first, "own_model.py")) as file:
         assert file.read() == MODEL

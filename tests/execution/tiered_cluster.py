@@ -28,14 +28,22 @@ def main() -> None:
     ray.init(address=cluster.address, log_to_driver=False)
     folders, holders, drained_at = list(map(Path, sys.argv[1:])), [], []
 
+    def speed_up(progress):
+        """End the slowness of the stages that have both replicas."""
+        for stage in progress.stages[1:]:
+            if stage.replicas == 2:
+                (folders[0] / f"slow-{stage.name}").unlink(missing_ok=True)
+
     def drain(progress):
-        """Announce the end of the node with GPUs, once rows have been answered there."""
+        """Announce the end of the node with GPUs, once rows have been answered there; the first stage then moves."""
         if progress.stages[0].handled and not drained_at:
             preemption, deadline_ms = 2, int(1000 * (time.time() + 600))
             client = ray._raylet.GcsClient(address=cluster.address)
             accepted, why = client.drain_node(cloud.node_id, preemption, "a spot instance ends", deadline_ms)
             assert accepted, why
             drained_at.append(time.time())
+        elif drained_at and progress.stages[0].starting:
+            (folders[2] / "slow-m0").unlink(missing_ok=True)
 
     def give_way(progress):
         """End those who hold places, once the first stage has found another."""
@@ -49,7 +57,7 @@ def main() -> None:
         ray.get(holders[-1].__ray_ready__.remote())
 
     try:
-        for folder, on_progress in zip(folders, (lambda progress: None, give_way, drain), strict=True):
+        for folder, on_progress in zip(folders, (speed_up, give_way, drain), strict=True):
             if on_progress is give_way:
                 hold("edge", num_cpus=0, resources={"licence": 1})
                 hold("cloud", num_cpus=3)
