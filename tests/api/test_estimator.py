@@ -152,9 +152,7 @@ def test_what_members_are_fitted_with_follows_their_rows(digits, cv):
 
 BAD = [
     ({"costs": None}, ConfigError, "costs"),
-    ({"costs": [1]}, ConfigError, "1 costs for 2 models"),
     ({"budget": 0.5}, BudgetError, "cheapest"),
-    ({"budget": 5.0, "threshold": 0.5}, ConfigError, "not both"),
     ({"estimators": []}, ConfigError, "estimators"),
     ({"estimators": [("a", LogisticRegression()), ("b", "drop")]}, ConfigError, "not a classifier"),
     ({"estimators": [("a", FrozenEstimator(LogisticRegression()))]}, NotFittedError, "not fitted"),

@@ -181,7 +181,9 @@ def test_a_masked_table_gives_what_the_same_table_with_missing_options_gives(com
 QUICK = ["single", "base", "rf", "duo", "margin", "max-probability", "routellm-sw", "benchmark-routing"]
 
 
-@pytest.mark.parametrize("methods", [pytest.param(["all"], marks=pytest.mark.slow), QUICK], ids=["all", "quick"])
+@pytest.mark.parametrize(
+    "methods", [pytest.param(["all"], marks=pytest.mark.soak("full")), QUICK], ids=["all", "quick"]
+)
 def test_methods_side_by_side_are_those_of_missing_options(tmp_path, ragged, methods):
     compared = []
     for name, mask in (("missing", -np.inf), ("masked", float(np.finfo(np.float32).min))):

@@ -39,9 +39,9 @@ BUDGET = 12.0
 every = pytest.mark.parametrize(("method", "embedding"), EVERY, ids=lambda value: str(value))
 # Runs and reports take seconds; those of a router, a cascade with an encoder and one of any order are always made.
 QUICK = [("embedllm", None), ("stacked-both", "enc"), ("cascade-routing", "enc")]
-some_slow = pytest.mark.parametrize(
+some = pytest.mark.parametrize(
     ("method", "embedding"),
-    [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in EVERY],
+    [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.soak("full")) for each in EVERY],
     ids=lambda value: str(value),
 )
 
@@ -134,7 +134,7 @@ def write_pool(home, models):
 
 
 @pytest.mark.usefixtures("ray_session")
-@some_slow
+@some
 def test_a_run_is_the_replay(home, policies, tmp_path, method, embedding):
     policy = policies(method, embedding)
     expected = cauc_ray.evaluate(home / "LOGITS", policy)
@@ -287,69 +287,12 @@ def test_arrays_in_memory_have_embeddings_by_the_name_of_the_encoder(home, polic
             policy.predict({**left, **wrong})
 
 
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        ({"method": "oracle"}, "needs the labels"),
-        ({"method": "shuffled"}, "another row's confidence"),
-        ({"method": "routellm-bert"}, "reads the queries' texts"),
-        ({"method": "margins"}, "unknown method .margins."),
-        ({"method": "single:m9"}, "m9"),
-        ({"method": "margin", "embedding": "enc"}, "looks at no embedding"),
-        ({"method": "rf", "embedding": "enc"}, "looks at no embedding"),
-        ({"method": "routerdc", "embedding": "other"}, "other"),
-        ({"method": "margin", "safe": True}, "safe is for methods"),
-        ({"method": "margin", "search": True}, "search is for methods"),
-        ({"method": "margin", "calibrator": "offsets"}, "calibrator is for methods"),
-        ({"method": "margin", "shards": 2}, "shards is for methods"),
-        ({"method": "margin", "threshold": -0.1}, "at least 0"),
-        ({"method": "margin", "price": 0.01}, "price is for methods"),
-        ({"method": "frugalgpt", "price": 0.01}, "price is for methods"),
-        ({"method": "stacked-both"}, "give their encoder"),
-        ({"method": "duo", "certify": "risk<=0.1@0.9"}, "answers nothing before the last model"),
-        ({"method": "frugalgpt", "objective": "macro-f1"}, "by accuracy alone"),
-        ({"method": "frugalgpt", "budget": 0.5}, "below the cheapest"),
-    ],
-)
-def test_what_a_method_cannot_do_is_refused_in_one_line(home, asked, says):
-    with pytest.raises((ConfigError, BudgetError), match=says) as error:
-        cauc_ray.fit(home / "LOGITS", **asked)
-    assert "\n" not in str(error.value)
-
-
-def test_an_unknown_method_gets_a_list_with_each_name_once(home):
-    with pytest.raises(ConfigError) as error:
-        cauc_ray.fit(home / "LOGITS", method="margins")
-    names = str(error.value).partition("Available: ")[2].split(", ")
-    assert len(names) == len({*names})
-    assert {"auto", "margin"} <= {*names}
-
-
 @pytest.mark.parametrize("method", ["max-probability", "embedllm", "frugalgpt"])
 def test_a_risk_of_early_answers_is_certified_by_another_score(home, tmp_path, method):
     policy = cauc_ray.fit(home / "LOGITS", method=method, certify="risk<=0.8@0.9")
     assert policy.threshold_choice.certificate.risk == 0.8
     policy.save(tmp_path / "policy.json")
     assert Policy.load(tmp_path / "policy.json") == policy
-
-
-def test_the_command_fits_shows_and_evaluates(command, home):
-    """One that looks at an embedding, whose numbers are negative."""
-    code, out, err = command(
-        *("fit", home / "LOGITS", "--method", "benchmark-routing", "--embedding", "enc", "--budget", BUDGET),
-        *("-o", "router.json"),
-    )
-    assert (code, "Traceback" in err) == (0, False)
-    assert "benchmark-routing" in out
-    assert command("show", "router.json")[0] == 0
-    code, out, _ = command("evaluate", home / "LOGITS", "--policy", "router.json", "--json")
-    assert code == 0
-    found = json.loads(out)
-    assert found["method"] == "benchmark-routing"
-    assert [stage["name"] for stage in found["stages"]] == ["enc", *MODELS]
-    assert command("check", home / "LOGITS", "--policy", "router.json")[0] in (0, 3)
-    code, _, err = command("fit", home / "LOGITS", "--method", "oracle")
-    assert (code, err.count("\n")) == (2, 1)
 
 
 @pytest.mark.parametrize("method", ["margin", "routerdc"])
@@ -361,7 +304,7 @@ def test_a_plan_is_for_policies_that_call_models_in_turn(home, policies, method)
         cauc_ray.plan(write_pool(home, MODELS), policies(method), rate=10.0)
 
 
-@some_slow
+@some
 def test_reports_take_every_policy(home, policies, tmp_path, method, embedding):
     policy = policies(method, embedding)
     policy.save(tmp_path / "policy.json")

@@ -1,5 +1,7 @@
 """The logit table: what is written is read, joined, refused, or kept on disk; embeddings and texts next to it."""
 
+import shutil
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from stored import write
 from synthetic import write_table
 
+import cauc_ray
 from cauc_ray.data.logits import LogitTable, Texts, encoders, read_embeddings
 from cauc_ray.data.model_rows import SpooledLogits, WantedRows
 from cauc_ray.data.writing import logit_columns, write_logits
@@ -194,6 +197,14 @@ def test_an_example_on_whose_options_the_models_disagree_altogether_is_named(tab
         rewrite(path, logits=pa.array(logits, pa.list_(pa.float32())), label=pa.nulls(60, pa.int32()))
     with pytest.raises(DataError, match="'test-2-00007' has no option that is possible for all models"):
         LogitTable(table).read_chain(MODELS, "test")
+
+
+@pytest.mark.xfail(strict=True, reason="issue 32: splits that share rows are fitted on")
+def test_splits_that_share_rows_are_refused(table):
+    for model in MODELS:
+        shutil.copytree(part(table, model).parent, part(table, model, "validation").parent, dirs_exist_ok=True)
+    with pytest.raises(DataError, match="calibration"):
+        cauc_ray.fit(table, models=MODELS)
 
 
 def test_what_is_written_with_its_cost_is_a_whole_table(folder):
