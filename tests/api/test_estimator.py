@@ -161,11 +161,11 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "says"), BAD, ids=[str(change) for change, _, _ in BAD])
-def test_bad_parameters_are_refused(digits, change, error, says):
+@pytest.mark.parametrize(("change", "error", "words"), BAD, ids=[str(change) for change, _, _ in BAD])
+def test_bad_parameters_are_refused(digits, change, error, words):
     X, y, _, _ = digits
     model = CascadeClassifier(members(), [1, 10], cv=0.5)
     for name, value in change.items():
         setattr(model, name, value)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=words):
         model.fit(X[:300], y[:300])

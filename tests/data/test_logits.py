@@ -132,10 +132,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("says", FAULTS)
-def test_every_fault_is_refused_in_one_line(table, says):
+@pytest.mark.parametrize("words", FAULTS)
+def test_every_fault_is_refused_in_one_line(table, words):
     path = part(table)
-    changed = FAULTS[says](read_parquet(path))
+    changed = FAULTS[words](read_parquet(path))
     path.unlink()
     if isinstance(changed, bytes):
         path.write_bytes(changed)
@@ -143,7 +143,7 @@ def test_every_fault_is_refused_in_one_line(table, says):
         write_parquet(path, changed)
     with pytest.raises(DataError) as error:
         LogitTable(table).read_chain(MODELS, "calibration")
-    assert says in str(error.value)
+    assert words in str(error.value)
     assert "\n" not in str(error.value)
     assert "m1" in str(error.value)
 
@@ -153,7 +153,7 @@ def read_test(table, models=("m0", "m2"), split="test", **options):
 
 
 @pytest.mark.parametrize(
-    ("read", "says"),
+    ("read", "words"),
     [
         (lambda t: read_test(t, ["m00", "m1"]), r"unknown model 'm00'; did you mean 'm0'\? Available: m0, m1, m2"),
         (lambda t: read_test(t, split="tset"), r"unknown split 'tset'; did you mean 'test'\?"),
@@ -166,8 +166,8 @@ def read_test(table, models=("m0", "m2"), split="test", **options):
         (lambda t: LogitTable(t, "row"), "unknown logit kind 'row'; did you mean 'raw'"),
     ],
 )
-def test_what_is_not_there_is_refused(table, read, says):
-    with pytest.raises((ConfigError, DataError), match=says):
+def test_what_is_not_there_is_refused(table, read, words):
+    with pytest.raises((ConfigError, DataError), match=words):
         read(table)
 
 
@@ -175,12 +175,12 @@ def test_costs_come_from_the_caller_or_pool_json_or_an_error_says_so(table):
     assert read_test(table).costs.per_call.tolist() == [1.0, 15.0]
     assert read_test(table, costs=[3, 4]).costs.per_call.tolist() == [3.0, 4.0]
     info = read_json(table / "pool.json")
-    for content, says in (
+    for content, words in (
         ({**info, "models": info["models"][:1]}, "no cost for model 'm2'"),
         ({"cost_unit": "s", "modles": []}, r"pool\.json: "),
     ):
         write_json(table / "pool.json", content)
-        with pytest.raises(DataError, match=says):
+        with pytest.raises(DataError, match=words):
             read_test(table)
     (table / "pool.json").unlink()
     with pytest.raises(DataError, match="give --costs"):
@@ -322,7 +322,7 @@ def test_embeddings_come_in_the_order_asked_for_from_any_number_of_files(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("vectors", "ids", "says"),
+    ("vectors", "ids", "words"),
     [
         ([[1, 2]] * 5, IDS[:5], "'e5' is missing"),
         ([[1, 2]] * 7, [*IDS, "e2"], "'e2' is a duplicate"),
@@ -332,11 +332,11 @@ def test_embeddings_come_in_the_order_asked_for_from_any_number_of_files(tmp_pat
         ([[]] * 6, IDS, "'e0' has 0 numbers"),
     ],
 )
-def test_embeddings_that_do_not_serve_are_refused_in_one_line(tmp_path, vectors, ids, says):
+def test_embeddings_that_do_not_serve_are_refused_in_one_line(tmp_path, vectors, ids, words):
     write_embedding(tmp_path, vectors, ids)
-    with pytest.raises(DataError, match=says) as told:
+    with pytest.raises(DataError, match=words) as refused:
         read_embeddings(tmp_path, "enc", "test", IDS)
-    assert "'enc'" in str(told.value)
+    assert "'enc'" in str(refused.value)
 
 
 def test_unknown_encoders_and_splits_are_named(tmp_path):
@@ -351,10 +351,10 @@ def test_texts_are_found_by_id(tmp_path):
     file = write(tmp_path / "q.parquet", [{"example_id": name, "question": f"text {name}"} for name in IDS])
     null = write(tmp_path / "null.parquet", [{"example_id": "a", "question": "x"}, {"example_id": "b"}])
     assert Texts(file, "question").of(["e4", "e1"]) == ("text e4", "text e1")
-    for path, column, example, says in (
+    for path, column, example, words in (
         (file, "question", "other", "'other' is missing"),
         (file, "text", "e1", "column 'text' is missing; the file has example_id, question"),
         (null, "question", "b", "'b' has no text"),
     ):
-        with pytest.raises(DataError, match=says):
+        with pytest.raises(DataError, match=words):
             Texts(path, column).of([example])
