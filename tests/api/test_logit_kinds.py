@@ -109,13 +109,13 @@ def test_declarations_that_cannot_be_are_refused(tmp_path, chains):
     # Some rows that sum to one are no reason to refuse logits.
     assert cauc_ray.fit(write(tmp_path / "HALF", chains, half), models=MODELS).stages[0].logit_kind == "raw"
     folder = write(tmp_path / "LOGITS", chains, lambda z: z)
-    for kind, error, says in (
+    for kind, error, words in (
         ("probabilities", DataError, r"model 'm0', example 'calibration-.*probabilities"),
         ("probability", ConfigError, "probabilities"),
         ({"m7": "raw"}, ConfigError, "m7"),
         ({"m0": "softmax"}, ConfigError, "Available"),
     ):
-        with pytest.raises(error, match=says):
+        with pytest.raises(error, match=words):
             cauc_ray.fit(folder, models=MODELS, logit_kind=kind)
 
 

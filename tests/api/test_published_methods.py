@@ -281,9 +281,9 @@ def test_arrays_in_memory_have_embeddings_by_the_name_of_the_encoder(home, polic
     assert (found.stage == expected.replay.stages[order]).all()
     again = cauc_ray.evaluate(arrays, policy, labels=chain.labels[order])
     assert (again.predictions.prediction == expected.replay.predictions[order]).all()
-    for wrong, says in (({}, "which the arrays lack"), ({"enc": np.zeros(300)}, r"must be finite numbers \(300, d\)")):
+    for wrong, words in (({}, "which the arrays lack"), ({"enc": np.zeros(300)}, r"must be finite numbers \(300, d\)")):
         left = {name: own for name, own in arrays.items() if name != "enc"}
-        with pytest.raises(CaucError, match=says):
+        with pytest.raises(CaucError, match=words):
             policy.predict({**left, **wrong})
 
 
