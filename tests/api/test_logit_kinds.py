@@ -109,13 +109,13 @@ def test_declarations_that_cannot_be_are_refused(tmp_path, chains):
     # Some rows that sum to one are no reason to refuse logits.
     assert cauc_ray.fit(write(tmp_path / "HALF", chains, half), models=MODELS).stages[0].logit_kind == "raw"
     folder = write(tmp_path / "LOGITS", chains, lambda z: z)
-    for kind, error, says in (
+    for kind, error, words in (
         ("probabilities", DataError, r"model 'm0', example 'calibration-.*probabilities"),
         ("probability", ConfigError, "probabilities"),
         ({"m7": "raw"}, ConfigError, "m7"),
         ({"m0": "softmax"}, ConfigError, "Available"),
     ):
-        with pytest.raises(error, match=says):
+        with pytest.raises(error, match=words):
             cauc_ray.fit(folder, models=MODELS, logit_kind=kind)
 
 
@@ -181,7 +181,9 @@ def test_a_masked_table_gives_what_the_same_table_with_missing_options_gives(com
 QUICK = ["single", "base", "rf", "duo", "margin", "max-probability", "routellm-sw", "benchmark-routing"]
 
 
-@pytest.mark.parametrize("methods", [pytest.param(["all"], marks=pytest.mark.slow), QUICK], ids=["all", "quick"])
+@pytest.mark.parametrize(
+    "methods", [pytest.param(["all"], marks=pytest.mark.soak("full")), QUICK], ids=["all", "quick"]
+)
 def test_methods_side_by_side_are_those_of_missing_options(tmp_path, ragged, methods):
     compared = []
     for name, mask in (("missing", -np.inf), ("masked", float(np.finfo(np.float32).min))):

@@ -57,10 +57,9 @@ def home(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("file", [pytest.param("labelled.csv", marks=pytest.mark.slow), "labelled.parquet"])
-def test_features_are_collected_and_run_under_their_own_names(home, ray_session, tmp_path, file):
+def test_features_are_collected_and_run_under_their_own_names(home, ray_session, tmp_path):
     columns = {"label": "outcome"}
-    found = cauc_ray.collect(home / "pool.yaml", home / file, tmp_path / "logits", columns=columns)
+    found = cauc_ray.collect(home / "pool.yaml", home / "labelled.parquet", tmp_path / "logits", columns=columns)
     accuracies = [model["accuracy"] for model in found["models"]]
     assert min(accuracies) > 0.7
     policy = cauc_ray.fit(tmp_path / "logits", method="rf")

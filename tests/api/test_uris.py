@@ -58,7 +58,6 @@ def test_what_is_not_there_is_named_by_its_uri(places, command):
     assert err.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_a_pool_and_a_ledger_by_uri_are_planned_as_by_path(places):
     plans = []
     for folder in places:

@@ -1,7 +1,6 @@
 """The cauc command as scripts and people meet it."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -148,103 +147,6 @@ def test_collect_and_show_its_table(cauc, tmp_path):
     assert (found["kind"], "25/25/50" in found["note"], len(found["failed"])) == ("logit table", True, 1)
 
 
-# What the line must name; an empty text where one line is all that is asked.
-BAD = {
-    "unknown verb": ("fti", "invalid choice: 'fti'"),
-    "misspelt flag": ("fit LOGITS --budgt 3", "did you mean '--budget'; see cauc fit --help"),
-    "shortened flag": ("fit LOGITS --thresh 0.5", "--thresh"),
-    "empty name": ("fit LOGITS --models m0,,m1", "m0,,m1"),
-    "costs in words": ("fit LOGITS --costs a,b,c", "costs: "),
-    "too few costs": ("fit LOGITS --models m0,m1,m2 --costs 1,2", "2 costs for 3 models"),
-    "costs that overflow": ("fit LOGITS --costs m0=1e307,m1=1e308,m2=1.1e308", ""),
-    "budget too low": ("fit LOGITS --method rf --budget 0.5", "below the cheapest"),
-    "budget no number": ("fit LOGITS --method rf --budget nan", "budget"),
-    "budget in words": ("fit LOGITS --budget half", "budget: "),
-    "one split twice": ("fit LOGITS --calibration-split validation", "two splits"),
-    "no such split": ("evaluate LOGITS --policy policy.json --split tests", "tests"),
-    "no such table": ("fit ABSENT", "ABSENT"),
-    "no such folder": ("fit LOGITS -o absent/x.json", "absent"),
-    "a name too long": (f"fit LOGITS -o {'x' * 300}", "File name too long"),
-    "too long to look at": (f"show {'x' * 5000}", "File name too long"),
-    "policy is text": ("evaluate LOGITS --policy text.json", "text.json"),
-    "policy too deep": ("evaluate LOGITS --policy deep.json", "deep.json"),
-    "policy of tomorrow": ("evaluate LOGITS --policy tomorrow.json", "cauc-policy/2"),
-    "policy is a pipe": ("evaluate LOGITS --policy pipe", "no policy file"),
-    "too many points": ("sweep LOGITS --points 10000000000 -o x.parquet", "points: "),
-    "pool with unknown key": ("run pool.yaml --policy policy.json --input in.parquet -o out", "stgaes"),
-    "pool of no kind": ("collect kind.yaml --dataset q.csv -o L", "pyhton"),
-    "pool is a device": ("collect /dev/zero --dataset q.csv -o L", "/dev/zero"),
-    "no column for a python model": ("run x.yaml --policy two.json --input in.parquet -o out", "needs a column 'x'"),
-    "collect without a dataset": ("collect good.yaml -o L", "dataset is required"),
-    "collect no such benchmark": ("collect good.yaml --dataset mmlu=absent -o L", "absent"),
-    "collect unknown columns": ("collect good.yaml --dataset in.parquet --columns id=a -o L", "'id'"),
-    "collect columns in words": ("collect good.yaml --dataset in.parquet --columns image -o L", "columns: "),
-    "collect text": ("collect good.yaml --dataset text.txt -o L", "text.txt"),
-    "collect images for questions": ("collect good.yaml --dataset images.parquet -o L", "multiple-choice"),
-    "collect onto a file": ("collect good.yaml --dataset q.csv -o text.txt", "text.txt"),
-    "collect below a file": ("collect good.yaml --dataset q.csv -o text.txt/L", "text.txt"),
-    "collect onto nothing": ("collect good.yaml --dataset q.csv -o ''", "a path is missing"),
-    "collect from folders above": ("collect good.yaml --dataset hub:../.. -o L", "hub:"),
-    "collect an unknown split": ("collect good.yaml --dataset q.csv --split tset -o L", "tset"),
-    "collect an unknown encoder": ("collect good.yaml --dataset q.csv --embedding b -o L", "unknown encoder 'b'"),
-    "an encoder named as a stage": (
-        "collect good.yaml --dataset q.csv --embedding org/longest -o L",
-        "both named 'longest'",
-    ),
-    "nothing to show": ("show absent", "absent"),
-    "a strange file": ("show text.txt", "text.txt"),
-}
-
-
-@pytest.mark.parametrize("fault", BAD)
-def test_bad_input_gets_one_line_exit_code_2_and_leaves_nothing(cauc, tmp_path, home, fault):
-    policy = (home / "policy.json").read_text()
-    (tmp_path / "policy.json").write_text(policy)
-    (tmp_path / "two.json").write_text(two_model_policy().to_json())
-    (tmp_path / "text.json").write_text("policy")
-    (tmp_path / "text.txt").write_text("text")
-    (tmp_path / "deep.json").write_text("[" * 100_000)
-    (tmp_path / "tomorrow.json").write_text(json.dumps(json.loads(policy) | {"format": "cauc-policy/2"}))
-    os.mkfifo(tmp_path / "pipe")
-    inputs = {"x": {"datatype": "FP32", "shape": []}}
-    by_x = yaml.safe_load(python_pool(tmp_path, [("by_x", {})] * 2).read_text())
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump({**by_x, "inputs": inputs}))
-    (tmp_path / "pool.yaml").write_text(yaml.safe_dump({"name": "p", "task": "multiple-choice", "stgaes": []}))
-    pq.write_table(pa.table({"example_id": ["a"]}), tmp_path / "in.parquet")
-    pq.write_table(pa.table({"image": [b"x"] * 9, "label": [0] * 9}), tmp_path / "images.parquet")
-    (tmp_path / "q.csv").write_text("question,choices,label\n" + 'q,"[""a"",""b""]",0\n' * 9)
-    (tmp_path / "good.yaml").write_text(yaml.safe_dump(question_pool()))
-    (tmp_path / "kind.yaml").write_text(yaml.safe_dump(question_pool()).replace("python", "pyhton"))
-    before = sorted(path.name for path in tmp_path.iterdir())
-    words, says = BAD[fault]
-    code, out, err = cauc(*(word.strip("'") for word in words.split(" ")))
-    assert (code, out, err[:4], err[-1]) == (2, "", "cauc", "\n")
-    assert err.count("\n") == 1, err
-    assert says in err
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-
-
-def test_outputs_never_replace_inputs_or_what_is_no_file(cauc, tmp_path, home):
-    cauc("fit", "LOGITS", *CHAIN, "-o", "policy.json")
-    part = "LOGITS/model=m0/split=test/part-0.parquet"
-    before = (home / part).read_bytes(), (tmp_path / "policy.json").read_bytes()
-    for arguments in (
-        ["evaluate", "LOGITS", "--policy", "policy.json", "--predictions", part],
-        ["evaluate", "LOGITS", "--policy", "policy.json", "--predictions", "policy.json"],
-        ["fit", "LOGITS", *CHAIN, "-o", "LOGITS/pool.json"],
-        ["sweep", "LOGITS", *CHAIN, "-o", part],
-        ["fit", "LOGITS", *CHAIN, "-o", "/dev/null"],
-    ):
-        code, out, err = cauc(*arguments)
-        assert (code, out, err.count("\n")) == (2, "", 1)
-    assert ((home / part).read_bytes(), (tmp_path / "policy.json").read_bytes()) == before
-    assert Path("/dev/null").is_char_device()
-    (tmp_path / "link.json").symlink_to("policy.json")
-    assert cauc("fit", "LOGITS", *CHAIN, "--threshold", 0.5, "-o", "link.json")[0] == 0
-    assert (tmp_path / "link.json").is_symlink()
-    assert json.loads((tmp_path / "policy.json").read_text())["threshold"] == 0.5
-
-
 def test_free_models_and_names_like_markup_are_shown(cauc, tmp_path):
     (tmp_path / "LOGITS").unlink()
     write_table(tmp_path / "LOGITS", n=60)
@@ -338,3 +240,26 @@ def test_closed_streams_and_full_disks_are_not_faults(tmp_path, home):
     full = shell(f"{whole} --json > /dev/full")
     assert full.returncode == 2
     assert full.stderr.splitlines()[-1] == "cauc: error: the output: No space left on device"
+
+
+@pytest.mark.xfail(strict=True, reason="issue 34: a method with one setting has no validation cost to show")
+@pytest.mark.parametrize("method", ["duo", "single"])
+def test_methods_with_one_setting_are_swept_at_points(cauc, method):
+    assert cauc("sweep", "LOGITS", *CHAIN, "--methods", method, "--points", 5, "-o", "s.parquet")[0] == 0
+
+
+@pytest.mark.xfail(strict=True, reason="issue 34: the table's heading names no set")
+def test_a_table_of_budgets_is_headed_by_its_chain(cauc):
+    flags = ["--methods", "rf", "--relative-budgets", "0.5", "-o", "s.parquet"]
+    assert "None" not in cauc("sweep", "LOGITS", *CHAIN, *flags)[1]
+
+
+@pytest.mark.xfail(strict=True, reason="issue 35: show takes no URI")
+def test_show_names_a_file_that_is_absent_by_its_uri(cauc):
+    assert "s3://no-such-bucket/x" in cauc("show", "s3://no-such-bucket/x")[2]
+
+
+@pytest.mark.xfail(strict=True, reason="issue 35: report writes to no URI")
+def test_a_report_is_written_to_a_uri(cauc, s3):
+    cauc("fit", "LOGITS", *CHAIN, "-o", "policy.json")
+    assert cauc("report", ".", "-o", f"{s3}/page.html")[0] == 0

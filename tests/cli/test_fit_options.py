@@ -1,7 +1,6 @@
 """`cauc fit` with a calibrator, a certificate, guards, --safe and --search; what other verbs say of such policies."""
 
 import json
-from itertools import combinations
 
 import jsonschema
 import pyarrow as pa
@@ -10,7 +9,7 @@ import pytest
 from synthetic import write_table
 
 import cauc_ray
-from cauc_ray.errors import BudgetError, CaucWarning, GuardError
+from cauc_ray.errors import CaucWarning, GuardError
 from cauc_ray.policies.policy import Policy
 from cauc_ray.schemas import schema_path
 
@@ -77,38 +76,6 @@ def test_the_command_writes_and_shows_what_python_fits(cauc, table, options, wor
     assert ("certified at most 10 %" in cauc(*evaluate)[1]) == ("certify" in options)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("LOGITS --models m0,m1,m2 --calibrator isotonic", "for method base with one or two models"),
-        ("LOGITS --models m0,m1 --method rf --calibrator isotonic", "got rf with 2"),
-        ("LOGITS --models m0,m1,m2 --search --calibrator isotonic", "for method base with one or two models"),
-        ("RAGGED --models m0,m1 --calibrator offsets", "lacks some of the 5 options of model 'm0'"),
-        ("LOGITS --certify risk<=0.0001@0.95", "no threshold is certified: at "),
-        ("LOGITS --certify risk<0.05@0.95", "'risk<0.05@0.95' is not of the form"),
-        ("LOGITS --certify risk<=5@0.95", "a risk to certify must lie between 0 and 1, got 5"),
-        (f"LOGITS --certify {LIMIT} --budget 9", "each decides it alone"),
-        (f"LOGITS --certify {LIMIT} --objective macro-f1", "an objective chooses a threshold"),
-        (f"LOGITS --certify {LIMIT} --validation-split none", "needs a validation split"),
-        (f"LOGITS --safe --certify {LIMIT}", "leave"),
-        ("LOGITS --safe --search", "leave"),
-        ("LOGITS --price 0.1 --budget 9", "each decides it alone"),
-        ("LOGITS --price -1", "price: "),
-        ("LOGITS --price 0.1 --safe", "leave safe or price out"),
-        ("LOGITS --price 0.1 --search", "leave one of search and price out"),
-        ("POOL --search --budget 0.5", "below the cost of the cheapest chain, 1 GFLOPs ('m0' alone)"),
-        ("POOL --search --validation-split nowhere", "validation split"),
-        ("POOL --search --models m0,m0", "is a duplicate"),
-        ("FEW --strict", "few-examples"),
-    ],
-)
-def test_what_does_not_go_together_is_one_line_and_leaves_nothing(cauc, tmp_path, arguments, says):
-    code, out, err = cauc("fit", *arguments.split(), "-o", "p.json")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert says in err
-    assert not (tmp_path / "p.json").exists()
-
-
 @pytest.mark.parametrize("method", ["base", "rf"])
 def test_an_evaluation_sets_each_promise_next_to_what_came(cauc, method):
     cauc("fit", "LOGITS", *CHAIN, "--method", method, "-o", "p.json")
@@ -163,24 +130,6 @@ def test_a_searched_policy_is_the_direct_fit_of_its_models(home, method, rule):
     assert policy.search.chosen.cost == pytest.approx(policy.expected.cost)
     if policy.curve:
         assert policy.with_budget(25.0).search == policy.search
-
-
-@pytest.mark.filterwarnings("ignore:.*the order is used as given")
-@pytest.mark.parametrize(("name", "n_models", "budget"), [("priced_mmlu", 9, 0.2), ("cifar10", 5, 0.08)])
-def test_no_direct_fit_of_the_whole_pool_or_of_a_pair_is_better(shared_logits, name, n_models, budget):
-    names = [model["name"] for model in json.loads((shared_logits / name / "pool.json").read_text())["models"]]
-    fit = {"method": "rf", "budget": budget}
-    found = cauc_ray.fit(shared_logits / name, models=names[:n_models][::-1], search=True, **fit)
-    whole = found.search.pool
-    for models in [whole, *combinations(whole, 2)]:
-        try:
-            other = cauc_ray.fit(shared_logits / name, models=models, **fit)
-        except BudgetError:  # a pair whose first model costs too much
-            continue
-        assert found.expected.accuracy.value >= other.expected.accuracy.value
-    assert found.expected.cost <= budget
-    on_test = cauc_ray.evaluate(shared_logits / name, found).measures.accuracy
-    assert on_test.low <= found.search.chosen.holdout_quality <= on_test.high
 
 
 def test_examples_that_only_other_models_failed_on_count_in_the_policy(tmp_path):

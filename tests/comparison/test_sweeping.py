@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from in_process import in_process, tasks_in_process
 from synthetic import SPLITS, chain, write_table
 
 from cauc_ray.api.options import SweepJobOptions
@@ -16,8 +17,9 @@ from cauc_ray.comparison.comparing import compare
 from cauc_ray.comparison.sweeping import RESULTS, SUMMARY, grids, redraw
 from cauc_ray.comparison.tasks import run_sweep
 from cauc_ray.data.writing import write_logits
-from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.policies.trace import Examples
+
+__all__ = ["in_process"]  # a fixture
 
 METHODS = ("single", "base", "rf", "duo", "margin", "random", "oracle")
 CHAIN = ("m0", "m1", "m2")
@@ -42,8 +44,9 @@ def table(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def swept(table, ray_session):
-    return run_sweep(config(table), table / "out"), table / "out"
+def swept(table):
+    with tasks_in_process():
+        return run_sweep(config(table), table / "out"), table / "out"
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -90,7 +93,7 @@ def test_a_sweeps_folder_is_known_for_what_it_is(swept, table, command):
     assert "sweep" in " ".join(command("show", out)[1].split())
 
 
-def test_a_budget_below_the_cheapest_model_is_a_row_that_says_so(table, ray_session, tmp_path):
+def test_a_budget_below_the_cheapest_model_is_a_row_that_says_so(table, in_process, tmp_path):
     sweep = run_sweep(config(table, methods=["rf"], budgets=[0.5], relative_budgets=[0.4]), tmp_path / "out")
     relative, low = rows_of(sweep, chain="m0,m1,m2")
     assert (relative["status"], relative["budget_cost"]) == ("ok", pytest.approx(0.4 * 15))
@@ -100,7 +103,7 @@ def test_a_budget_below_the_cheapest_model_is_a_row_that_says_so(table, ray_sess
     assert "not met" in grids(sweep.summary)[0].markdown()
 
 
-def test_a_seed_fits_on_what_it_draws(table, ray_session, tmp_path):
+def test_a_seed_fits_on_what_it_draws(table, in_process, tmp_path):
     """What a table says whose splits somebody has drawn anew by hand."""
     drawn = {name: Examples(chain(7, 200, shift=place)) for place, name in enumerate(SPLITS)}
     named = {
@@ -175,7 +178,7 @@ def test_splits_are_drawn_disjoint_in_their_sizes(sizes, seed, names, per_call):
     assert all(again[name].chain.example_ids == drawn[name].chain.example_ids for name in SPLITS)
 
 
-def test_the_summary_is_mean_and_spread_over_seeds(table, ray_session, tmp_path):
+def test_the_summary_is_mean_and_spread_over_seeds(table, in_process, tmp_path):
     seeds = [0, 1, 2]
     sweep = run_sweep(
         config(table, methods=["base", "duo"], seeds=seeds, redrawn=["calibration", "validation"]), tmp_path / "out"
@@ -193,44 +196,3 @@ def test_the_summary_is_mean_and_spread_over_seeds(table, ray_session, tmp_path)
             assert row[f"{figure}_std"] == (pytest.approx(stdev(values)) if len(values) > 1 else None)
         spreads.append(row["accuracy_std"] or 0)
     assert max(spreads) > 0  # seeds draw other splits
-
-
-def strip(row):
-    return {key: value for key, value in row.items() if key != "setup_s"}
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"sets": [{"name": "a", "logits": "nowhere", "chains": [["m0"]]}]}, "no logit table at"),
-        ({"sets": [{"name": "a", "logits": "L", "chains": [["m0", "m9"]]}]}, "unknown model 'm9'"),
-        ({"sets": [{"name": "a", "logits": "L", "chains": [["m0"]], "embedding": "e"}]}, "unknown encoder 'e'"),
-        ({"split": "tset"}, "unknown split 'tset'; did you mean 'test'"),
-        ({"methods": ["rff"]}, "unknown method 'rff'; did you mean 'rf'"),
-        ({"methods": ["routellm-bert"]}, "trains a model on texts"),
-    ],
-)
-def test_what_is_not_there_is_told_before_anything_is_written(table, monkeypatch, tmp_path, change, says):
-    monkeypatch.chdir(table)
-    with pytest.raises(CaucError, match=says):
-        run_sweep(config(table, **change), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"methods": ["rf", "rf"]}, "method 'rf' is a duplicate"),
-        ({"seeds": [1, 1]}, "seed 1 is a duplicate"),
-        ({"seeds": [-1]}, "greater than or equal to 0"),
-        ({"budgets": [0]}, "greater than 0"),
-        ({"redrawn": ["calibration"]}, "'calibration' cannot be pooled with nothing"),
-        ({"redrawn": ["calibration", "train"]}, "unknown split 'train'"),
-        ({"split": "validation"}, "measure them on another"),
-        ({"sets": [{"name": "a", "logits": "L", "chains": [["m0", "m0"]]}]}, "model 'm0' is a duplicate"),
-        ({"sets": [{"name": "a", "logits": "L", "chains": [["m0"]]}] * 2}, "set 'a' is a duplicate"),
-    ],
-)
-def test_what_makes_no_sweep(tmp_path, change, says):
-    with pytest.raises(ConfigError, match=says):
-        config(tmp_path, **change)

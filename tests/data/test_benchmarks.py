@@ -86,7 +86,7 @@ def test_canonical_files_are_taken_as_they_are(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "says"),
+    ("name", "change", "words"),
     [
         # As in the first release's files, which count from one.
         ("medmcqa", {"cop": 4}, "label 4, counted from 0, is outside its 4 choices"),
@@ -96,19 +96,19 @@ def test_canonical_files_are_taken_as_they_are(tmp_path, name):
         ("socialiqa", {"label": ""}, None),
     ],
 )
-def test_labels_that_a_benchmark_counts_otherwise_are_refused_and_unknown_ones_stay(tmp_path, name, change, says):
+def test_labels_that_a_benchmark_counts_otherwise_are_refused_and_unknown_ones_stay(tmp_path, name, change, words):
     opened = dataset(f"{name}={write_partitions(tmp_path, {**PUBLISHED[name][0], **change})}")
-    if says is None:
+    if words is None:
         assert set(values_of(opened, "label", "test")) == {-1}
     else:
-        with pytest.raises(DataError, match=says):
+        with pytest.raises(DataError, match=words):
             rows_of(opened, "test")
 
 
 def test_a_missing_partition_is_named(tmp_path, on_hub):
     folder = write_partitions(tmp_path / "data", PUBLISHED["logiqa"][0], {"train": 9, "validation": 9})
     alone = write_partitions(tmp_path / "alone", PUBLISHED["logiqa"][0], {"validation": 9})
-    for name, says in (
+    for name, words in (
         (on_hub("logiqa", folder), r"\(it has train, validation\).*give logiqa=PATH"),
         (
             f"logiqa={folder}",
@@ -116,7 +116,7 @@ def test_a_missing_partition_is_named(tmp_path, on_hub):
         ),
         (f"logiqa={alone}", r"\(it has validation\); add it, or give only the path for a 25/25/50 cut"),
     ):
-        with pytest.raises(DataError, match=f"^.* has no test {says}.*$"):
+        with pytest.raises(DataError, match=f"^.* has no test {words}.*$"):
             dataset(name)
 
 
@@ -193,18 +193,18 @@ def test_iwildcam_has_two_test_splits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
+    ("old", "new", "words"),
     [
         ("split", "part", r"metadata\.csv has no column 'split'"),
         ("3.jpg,3\r", "3.jpg,cat\r", r"metadata\.csv, row 3: filename '3\.jpg' and y 'cat' are not an image's path"),
         ("id_test", "other", r"has no test-id \(it has validation, test-ood\)"),
     ],
 )
-def test_iwildcam_metadata_that_does_not_serve_is_refused(tmp_path, old, new, says):
+def test_iwildcam_metadata_that_does_not_serve_is_refused(tmp_path, old, new, words):
     write_wilds(tmp_path)
     metadata = tmp_path / "metadata.csv"
     metadata.write_bytes(metadata.read_bytes().replace(old.encode(), new.encode()))
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=words):
         dataset(f"iwildcam={tmp_path}")
 
 

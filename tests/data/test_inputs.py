@@ -421,12 +421,12 @@ TEXT_REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("says", "files"), TEXT_REFUSED)
-def test_text_files_that_do_not_serve_are_refused_before_anything_is_read(tmp_path, monkeypatch, says, files):
+@pytest.mark.parametrize(("words", "files"), TEXT_REFUSED)
+def test_text_files_that_do_not_serve_are_refused_before_anything_is_read(tmp_path, monkeypatch, words, files):
     monkeypatch.setattr(text_files, "BLOCK_BYTES", 100_000)
     for name, content in files.items():
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(DataError, match=f"^.*{says}.*$"):
+    with pytest.raises(DataError, match=f"^.*{words}.*$"):
         open_input(tmp_path if len(files) > 1 else tmp_path / name)
 
 
@@ -462,13 +462,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("says", "files"), REFUSED)
-def test_inputs_that_do_not_serve_are_refused_in_one_line(tmp_path, says, files):
+@pytest.mark.parametrize(("words", "files"), REFUSED)
+def test_inputs_that_do_not_serve_are_refused_in_one_line(tmp_path, words, files):
     for number, columns in enumerate(files):
         n = len(next(iter(columns.values())))
         made = {} if {"id", "example_id"} & set(columns) else {"example_id": [f"{number}-{row}" for row in range(n)]}
         pq.write_table(pa.table({**made, **columns}), tmp_path / f"{number}.parquet")
-    with pytest.raises(DataError, match=f"^.*{says}.*$"):
+    with pytest.raises(DataError, match=f"^.*{words}.*$"):
         read(tmp_path, 10)
 
 

@@ -46,7 +46,7 @@ def test_splits_are_disjoint_seeded_and_of_the_papers_sizes(rule, sizes, seed):
 
 
 @pytest.mark.parametrize(
-    ("split", "says"),
+    ("split", "words"),
     [
         (lambda: split_by_rule("halve-validation", {"validation": 100, "test": 3}), "needs a partition 'test' of at"),
         (lambda: split_by_rule("sample-train", {"train": 40, "validation": 50}), "cannot give a sample of 50"),
@@ -54,8 +54,8 @@ def test_splits_are_disjoint_seeded_and_of_the_papers_sizes(rule, sizes, seed):
         (lambda: choose_rule(["train", "dev"]), "no rule splits .* dev, train; name them"),
     ],
 )
-def test_what_cannot_be_split_is_refused(split, says):
-    with pytest.raises((ConfigError, DataError), match=says):
+def test_what_cannot_be_split_is_refused(split, words):
+    with pytest.raises((ConfigError, DataError), match=words):
         split()
 
 

@@ -91,11 +91,3 @@ def test_its_folder_works_and_is_reported_where_it_was_moved(demo, tmp_path, cap
     answered = {stage["name"]: stage["answered"] for stage in said["stages"]}
     assert {stage["name"]: stage["answered"] for stage in report.run.summary["stages"]} == answered
     assert all(replicas >= 1 and nodes == 1 for replicas, nodes in report.run.used.values())
-
-
-def test_a_folder_that_exists_is_refused(tmp_path, command):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "x").write_text("")
-    code, _, err = command("demo", "-o", "mine")
-    assert (code, "not an empty folder" in err) == (2, True)
-    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["x"]

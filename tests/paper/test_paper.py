@@ -1,25 +1,23 @@
 """The paper's tables and figures from synthetic logits: their numbers are the library's; what is missing is told."""
 
 import json
-import re
 import shutil
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from in_process import in_process, tasks_in_process
 from synthetic import chain, softmax, write_table
 
 import cauc_ray
 from cauc_ray.cli.verbs import VERBS
 from cauc_ray.comparison.comparing import compare
-from cauc_ray.comparison.measuring import quoted_figures
-from cauc_ray.files.parquet import read_parquet
-from cauc_ray.files.paths import path_of
-from cauc_ray.paper.config import PaperConfig
 from cauc_ray.paper.run import plan_of, run_paper, status_page
-from cauc_ray.paper.tables import CONTENTS
+
+__all__ = ["in_process"]  # a fixture
 
 ROOT = Path(__file__).parents[2]
 # A second model that fuses well with the first, and one that is far better than it.
@@ -78,11 +76,12 @@ def written(path, config):
 
 
 @pytest.fixture(scope="module")
-def made(root, ray_session, tmp_path_factory):
+def made(root, tmp_path_factory):
     """Return a whole run, and its folder."""
     folder = tmp_path_factory.mktemp("paper")
     config = load_config(written(folder / "paper.yaml", content(root)))
-    return run_paper(config, folder / "out"), folder / "out"
+    with tasks_in_process():
+        return run_paper(config, folder / "out"), folder / "out"
 
 
 def rows_of(made, name):
@@ -90,11 +89,8 @@ def rows_of(made, name):
 
 
 def test_everything_is_written_once_and_says_the_same(made, root):
-    import ray
-
     paper, out = made
     assert paper.failed == ()
-    assert ray.is_initialized()  # the session was there before, and stays
     tables = ["two-model-language", "complementarity", "growing-chain", "three-model-language", "setup-time"]
     assert [table.name for table in paper.tables] == tables
     report = (out / "report.md").read_text()
@@ -111,7 +107,7 @@ def test_everything_is_written_once_and_says_the_same(made, root):
     assert json.loads((out / "paper.json").read_text()) == json.loads(json.dumps(paper.as_json()))
 
 
-def test_only_what_depends_on_a_changed_table_is_measured_again(root, ray_session, tmp_path):
+def test_only_what_depends_on_a_changed_table_is_measured_again(root, in_process, tmp_path):
     shutil.copytree(root, tmp_path / "sets")
     chains = [{"name": name, "set": name, "models": ["m0", "m2"]} for name in STRENGTHS]
     content = {"logits": str(tmp_path / "sets"), "tables": {"complementarity": chains}}
@@ -124,18 +120,6 @@ def test_only_what_depends_on_a_changed_table_is_measured_again(root, ray_sessio
     (near, far), (changed, same) = before.tables[0].rows, after.tables[0].rows
     assert (changed["chain"], far) == ("near", same)
     assert changed["direct"] != near["direct"]
-
-
-def test_a_papers_output_may_be_remote(root, ray_session, s3):
-    content = {"logits": root, "methods": ["single", "base"], "tables": {"two-model-image": [{**TWO, "name": "near"}]}}
-    out = path_of(f"{s3}/paper")
-    for _ in range(2):  # the second reads what the first has kept
-        paper = run_paper(PaperConfig.model_validate(content), str(out))
-        assert len(list((out / "tasks").iterdir())) == 2
-    assert json.loads((out / "paper.json").read_text()) == json.loads(json.dumps(paper.as_json()))
-    assert (out / "figures" / "accuracy-cost-two-model-image.png").read_bytes()[:4] == b"\x89PNG"
-    rows = read_parquet(out / "tables" / "two-model-image.parquet").to_pylist()
-    assert [row["method"] for row in rows] == ["single:m0", "single:m1", "base"]
 
 
 def test_comparisons_are_those_of_the_library(made, root):
@@ -152,30 +136,7 @@ def test_comparisons_are_those_of_the_library(made, root):
     assert {row["chain"] for row in rows_of(made, "two-model-language")} == {"near", "far"}
 
 
-def test_headlines_are_means_over_chains(made):
-    rows = rows_of(made, "two-model-language")
-    table = next(table for table in made[0].tables if table.name == "two-model-language")
-    by_method = {line["method"]: line for line in table.headlines}
-    assert set(by_method) == {"base", "rf", "rf-shared"}
-    own = {row["chain"]: row for row in rows if row["method"] == "base"}
-    last = {row["chain"]: row for row in rows if row["method"] == f"single:{row['models'][-1]}"}
-    gains = [own[chain]["quality"] / last[chain]["quality"] - 1 for chain in ("near", "far")]
-    assert by_method["base"]["relative_gain"] == pytest.approx(np.mean(gains))
-    assert by_method["base"]["avoided"] == pytest.approx(np.mean([row["avoided"] for row in own.values()]))
-    assert by_method["base"]["largest_saving"] == max(1 - row["relative_cost"] for row in own.values())
-    assert by_method["base"]["quality"] == pytest.approx(np.mean([row["quality"] for row in own.values()]))
-    assert json.loads((made[1] / "paper.json").read_text())["headlines"]["two-model-language"] == list(table.headlines)
-    assert "Over all chains" in (made[1] / "tables" / "two-model-language.md").read_text()
-    averaged = (made[1] / "tables" / "two-model-language.md").read_text().split("In the paper: ")[-1]
-    three = rows_of(made, "three-model-language")
-    mean = np.mean([row["quality"] for row in three if row["method"] == "rf"])
-    overview = (made[1] / "tables" / "three-model-language.md").read_text().split("All chains**")[1].split("\n\n")[1]
-    assert f"{100 * mean:.2f}" in next(line for line in overview.splitlines() if "| CAUC-RF |" in line)
-    assert "70.44" in averaged  # the mean of CAUC-RF over the paper's six data sets
-    assert "21.7" in averaged
-
-
-def test_surrogate_logits_are_named_and_no_published_figure_is_next_to_them(root, ray_session, tmp_path):
+def test_surrogate_logits_are_named_and_no_published_figure_is_next_to_them(root, in_process, tmp_path):
     shutil.copytree(root / "near", tmp_path / "sets" / "near")
     info = json.loads((tmp_path / "sets" / "near" / "pool.json").read_text())
     (tmp_path / "sets" / "near" / "pool.json").write_text(json.dumps(info | {"logit_kind": "surrogate: of answers"}))
@@ -193,45 +154,6 @@ def test_surrogate_logits_are_named_and_no_published_figure_is_next_to_them(root
     assert all(row["published_quality"] is None for row in paper.tables[0].rows)
     assert all("are surrogates" in figure.caption for figure in paper.figures)
     assert paper.not_run["two-model-language / MMLU"] == "the only logits of it here are surrogates"
-
-
-def test_chains_are_measured_on_the_split_that_they_name(root, ray_session, tmp_path):
-    shutil.copytree(root, tmp_path / "sets")
-    for folder in (tmp_path / "sets" / "near").glob("model=*"):
-        (folder / "split=test").rename(folder / "split=test-ood")
-    there = {"name": "ood", **TWO, "split": "test-ood", "objective": "macro-f1"}
-    growing = {"name": "ood", "set": "near", "models": ["m0"], "last": "m1", "split": "test-ood"}
-    tables = {
-        "two-model-image": [there, {"name": "gone", **TWO}],
-        "complementarity": [there],
-        "growing-chain": [growing],
-    }
-    content = {"logits": str(tmp_path / "sets"), "methods": ["base", "rf"], "tables": tables}
-    paper = run_paper(load_config(written(tmp_path / "c.yaml", content)), tmp_path / "out")
-    assert paper.failed == ()
-    assert "unknown split 'test'" in paper.not_run["two-model-image / gone"]
-    assert all(row["split"] == "test-ood" for table in paper.tables for row in table.rows)
-    policy = cauc_ray.fit(
-        root / "near", models=TWO["models"], method="rf", objective="macro-f1", budget=paper.tables[0].rows[0]["budget"]
-    )
-    measures = cauc_ray.evaluate(root / "near", policy).measures  # the same examples, there named test
-    row = next(row for row in paper.tables[0].rows if row["method"] == "rf")
-    assert (row["quality"], row["cost"]) == (pytest.approx(measures.macro_f1), pytest.approx(measures.cost))
-
-
-def test_the_papers_numbers_are_shown_where_a_column_is_named(made):
-    for row in rows_of(made, "two-model-language"):
-        if row["chain"] == "far":
-            assert row["published_quality"] is None
-    beside = {row["method"]: row for row in rows_of(made, "two-model-language") if row["chain"] == "near"}
-    assert beside["rf"]["published_quality"] == pytest.approx(0.8051)
-    assert beside["single:m1"]["published_cost"] == 26.0
-    assert beside["single:m0"]["published_relative_cost"] == 8 / 26
-    assert beside["random"]["published_quality"] is None
-    assert "**80.51" not in (made[1] / "tables" / "two-model-language.md").read_text()  # only measured ones stand out
-    of_variant = quoted_figures("two-model-language", "MMLU", "routellm-mf", ["m0", "m1"])
-    assert of_variant == pytest.approx((0.7838, 15.98, 15.98 / 26))
-    assert quoted_figures("two-model-image", "ImageNet", "routellm-mf", ["m0", "m1"]) is None
 
 
 @pytest.mark.parametrize("name", STRENGTHS)
@@ -280,109 +202,69 @@ def test_a_growing_chain_is_that_of_each_length(made, root):
     assert "published_base_quality" in alone
 
 
-def test_the_setup_table_has_ratios_and_those_of_the_paper(made):
-    rows = {row["method"]: row for row in rows_of(made, "setup-time")}
-    assert rows["base"]["setup_ratio"] == rows["base"]["published_setup_ratio"] == 1
-    assert rows["rf"]["published_setup_ratio"] == pytest.approx(20 / 12)
-    assert rows["margin"]["published_setup_s"] == pytest.approx(16)
-    assert rows["rf"]["setup_ratio"] == rows["rf"]["setup_s"] / rows["base"]["setup_s"]
-    assert {row["with_encoder_s"] for row in rows.values()} == {None}
-    assert not any(name.startswith("single") for name in rows)
-
-
-def test_figures_show_what_was_measured(made, root):
-    out = made[1] / "figures"
-    bins = pq.read_table(out / "calibration-reliability-far.parquet").to_pylist()
-    test = chain(7, 300, strengths=STRENGTHS["far"], ragged=True, shift=2)
-    for model in ("m0", "m2"):
-        place = int(model[1])
-        for calibrated in (False, True):
-            of = [row for row in bins if row["model"] == model and row["calibrated"] is calibrated]
-            sure = [softmax(np.float64(z) / of[0]["temperature"]).max() for z in test.logits[place]]
-            assert sum(row["n"] for row in of) == 300
-            assert of[0]["n_high"] == sum(each >= 0.85 for each in sure)
-            mean = sum(row["n"] * row["confidence"] for row in of if row["n"]) / 300
-            assert mean == pytest.approx(np.mean(sure))
-    gains = pq.read_table(out / "complementarity-gain.parquet").to_pylist()
-    assert {(row["set"], row["first"], row["last"]) for row in gains} >= {("far", "m0", "m2"), ("near", "m0", "m2")}
-    pair = next(row for row in rows_of(made, "complementarity") if row["chain"] == "near")
-    same = next((row for row in gains if (row["set"], row["first"], row["last"]) == ("near", "m0", "m1")), None)
-    if same is not None:  # where m1 is the better on calibration
-        assert (same["complementarity_rate"], same["gain_of_fusing"]) == (pair["cr"], pair["gain_of_fusing"])
-    curves = pq.read_table(out / "accuracy-cost-two-model-language.parquet").to_pylist()
-    assert {row["chain"] for row in curves} == {"near", "far"}
-
-
-def test_what_is_not_here_is_listed_and_never_made_up(made):
-    told = [f"{what}: {why}" for what, why in made[0].not_run.items()]
-    assert any("two-model-language / absent: there is no logit table at" in line for line in told)
-    assert any("two-model-image / no such model:" in line and "unknown model 'm9'" in line for line in told)
-    for column in ("two-model-language / LogiQA", "two-model-image / ImageNet", "growing-chain / ImageNet"):
-        assert f"{column}: no logit table of it is configured" in told
-    assert not any(line.startswith("two-model-language / MMLU") for line in told)
-    assert "two-model-language / Benchmark Routing: the method was not run" in told
-    report = (made[1] / "report.md").read_text()
-    assert all(f"- {line}" in report for line in told)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"tables": {"two-model-image": [{"name": "a", "set": "near", "models": ["m0"]}]}}, "needs 2 models, got 1"),
-        ({"tables": {"complementarity": [{"name": "a", "set": "near", "models": ["m0", "m0"]}]}}, "'m0'"),
-        ({"tables": {"two-model-image": [{**TWO, "name": "a", "published": "MMLU"}]}}, "column 'MMLU'"),
-        ({"tables": {"complementarity": [{**TWO, "name": "a"}] * 2}}, "two entries are named 'a'"),
-    ],
-)
-def test_a_bad_config_is_one_line_and_code_2(root, tmp_path, command, change, says):
-    path = written(tmp_path / "bad.yaml", {**content(root), "output": "out", **change})
-    code, out, error = command("paper", "--config", path)
-    assert (code, out, len(error.splitlines())) == (2, "", 1)
-    assert says in error
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_task_that_fails_is_told_and_the_rest_is_made(root, ray_session, tmp_path, command):
-    chains = [
-        {"name": "good", "set": "near", "models": ["m0", "m1"]},
-        {"name": "bad", "set": "near", "models": ["m0", "m1"], "texts": "nowhere.parquet"},
-    ]
-    config = {"logits": str(root), "methods": ["single", "rf"], "tables": {"two-model-image": chains}}
-    path = written(tmp_path / "paper.yaml", {**config, "output": "out"})
-    code, out, error = command("paper", "--config", path, "--json")
-    assert code == 1
-    result = json.loads(out)
-    assert [re.sub(r":.*", "", failure) for failure in result["failed"]] == ["two-model-image"]
-    assert "nowhere.parquet" in result["failed"][0]
-    assert {row["chain"] for row in result["tables"]["two-model-image"]} == {"good"}
-    assert any(line.startswith("cauc: failed: two-model-image: bad") for line in error.splitlines())
-    assert "## Failed" in (tmp_path / "out" / "report.md").read_text()
-    assert [figure["name"] for figure in result["figures"]] == ["accuracy-cost-two-model-image"]
-
-
-def test_the_status_page_lists_every_table_and_figure(root, tmp_path):
-    config = load_config(written(tmp_path / "paper.yaml", content(root)))
-    status, items = status_page(config, plan_of(config)[1]), CONTENTS["status"]["items"]
-    assert {item.get("part") for item in items} - {None} == set(config.parts)
-    rows = [line for line in status.splitlines() if line.startswith("| ")][2:]
-    assert [line.split(" | ")[0].removeprefix("| ") for line in rows] == [item["paper"] for item in items]
-    by_item = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in rows}
-    assert by_item["Table 1"][2:4] == ["made", "near; far"]
-    assert "absent: there is no logit table at" in by_item["Table 1"][-1]
-    assert by_item["Table 2"][2:4] == ["not made", "–"]
-    assert by_item["Figure 1"][2] == "–"
-    page = (ROOT / "docs" / "reference" / "paper.md").read_text()
-    assert all(f"| {item['paper']} | {item['shows']} |" in page for item in items)
-
-
 def test_the_page_in_the_docs_is_that_of_the_shipped_config(shared_logits):
     config = VERBS["paper"].options.read(ROOT / "jobs" / "paper.yaml").model_copy(update={"logits": shared_logits})
     assert (ROOT / "docs" / "reference" / "paper.md").read_text() == status_page(config, plan_of(config)[1])
 
 
-def test_the_shipped_config_finds_all_that_it_names(shared_logits):
-    config = VERBS["paper"].options.read(ROOT / "jobs" / "paper.yaml")
-    tasks, not_run = plan_of(config.model_copy(update={"logits": shared_logits}))
-    reasons = {"no logit table of it is configured", "the only logits of it here are surrogates"}
-    assert set(not_run.values()) == reasons
-    assert {task.part for task in tasks} == {part for part, entries in config.parts.items() if entries}
+def test_headlines_are_means_over_chains(made):
+    rows = rows_of(made, "two-model-language")
+    table = next(table for table in made[0].tables if table.name == "two-model-language")
+    by_method = {line["method"]: line for line in table.headlines}
+    assert set(by_method) == {"base", "rf", "rf-shared"}
+    base = {row["chain"]: row for row in rows if row["method"] == "base"}
+    last = {row["chain"]: row for row in rows if row["method"] == f"single:{row['models'][-1]}"}
+    gains = [base[chain]["quality"] / last[chain]["quality"] - 1 for chain in ("near", "far")]
+    assert by_method["base"]["relative_gain"] == pytest.approx(np.mean(gains))
+    for figure in ("avoided", "quality"):
+        assert by_method["base"][figure] == pytest.approx(np.mean([row[figure] for row in base.values()]))
+    assert by_method["base"]["largest_saving"] == max(1 - row["relative_cost"] for row in base.values())
+
+
+def test_published_figures_are_shown_where_a_column_is_named(made):
+    rows = {(row["chain"], row["method"]): row for row in rows_of(made, "two-model-language")}
+    assert rows["near", "rf"]["published_quality"] == pytest.approx(0.8051)
+    assert rows["near", "single:m0"]["published_relative_cost"] == 8 / 26
+    assert {rows[of]["published_quality"] for of in (("near", "random"), ("far", "rf"))} == {None}
+
+
+def test_reliability_is_that_of_a_slow_loop(made):
+    bins = pq.read_table(made[1] / "figures" / "calibration-reliability-far.parquet").to_pylist()
+    logits = chain(7, 300, strengths=STRENGTHS["far"], ragged=True, shift=2).logits
+    for model, calibrated in product(("m0", "m2"), (False, True)):
+        of = [row for row in bins if (row["model"], row["calibrated"]) == (model, calibrated)]
+        sure = [softmax(np.float64(z) / of[0]["temperature"]).max() for z in logits[int(model[1])]]
+        assert sum(row["n"] for row in of) == 300
+        assert of[0]["n_high"] == sum(value >= 0.85 for value in sure)
+        mean = sum(row["n"] * row["confidence"] for row in of if row["n"]) / 300
+        assert mean == pytest.approx(np.mean(sure))
+
+
+def test_what_is_not_measured_is_listed(made):
+    lines = [f"{what}: {why}" for what, why in made[0].not_run.items()]
+    assert any("two-model-language / absent: there is no logit table at" in line for line in lines)
+    assert any("two-model-image / no such model:" in line and "unknown model 'm9'" in line for line in lines)
+    assert "growing-chain / ImageNet: no logit table of it is configured" in lines
+    assert not any(line.startswith("two-model-language / MMLU") for line in lines)
+    assert "two-model-language / Benchmark Routing: the method was not run" in lines
+    report = (made[1] / "report.md").read_text()
+    assert all(f"- {line}" in report for line in lines)
+
+
+def test_a_chain_is_measured_on_its_split_and_a_task_that_fails_leaves_the_rest(root, in_process, tmp_path, command):
+    shutil.copytree(root, tmp_path / "sets")
+    for folder in (tmp_path / "sets" / "near").glob("model=*"):
+        shutil.copytree(folder / "split=test", folder / "split=test-ood")
+    chains = [{**TWO, "name": "good", "split": "test-ood"}, {**TWO, "name": "bad", "texts": "nowhere.parquet"}]
+    config = {"logits": "sets", "methods": ["single", "rf"], "tables": {"two-model-image": chains}, "output": "out"}
+    code, out, error = command("paper", "--config", written(tmp_path / "paper.yaml", config), "--json")
+    result = json.loads(out)
+    (failure,) = result["failed"]
+    assert (code, "nowhere.parquet" in failure) == (1, True)
+    rows = result["tables"]["two-model-image"]
+    assert {(row["chain"], row["split"]) for row in rows} == {("good", "test-ood")}
+    assert any(line.startswith("cauc: failed: two-model-image: bad") for line in error.splitlines())
+    assert "## Failed" in (tmp_path / "out" / "report.md").read_text()
+    budget = next(row for row in rows if row["method"] == "rf")
+    policy = cauc_ray.fit(root / "near", models=TWO["models"], method="rf", budget=budget["budget"])
+    assert budget["quality"] == cauc_ray.evaluate(root / "near", policy).measures.accuracy.value  # there named test

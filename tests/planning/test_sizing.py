@@ -1,18 +1,14 @@
 """The fewest replicas: no load above the most, a goal that is met and no longer met with one replica less."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cauc_ray.planning.simulation import simulate_backlog
 from cauc_ray.planning.sizing import (
     MOST_LOAD,
     Trials,
     least_counts,
     most_rate,
-    run_rows,
     sized,
 )
 from cauc_ray.planning.stages import (
@@ -20,7 +16,6 @@ from cauc_ray.planning.stages import (
     PlannedStage,
     RouterSeconds,
     loads,
-    reaches,
     with_replicas,
 )
 
@@ -67,7 +62,7 @@ def test_there_are_as_many_routers_as_a_rate_needs_whatever_the_pool_allows(allo
     assert router.load(stages, 1000.0) == pytest.approx(0.8)
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_a_goal_is_met_and_not_with_one_replica_less_of_any_stage():
     rate = 50.0
     least = sized(Trials(CHAIN, rate), None)
@@ -81,16 +76,3 @@ def test_a_goal_is_met_and_not_with_one_replica_less_of_any_stage():
         fewer = [*sizing.counts[:place], n - 1, *sizing.counts[place + 1 :]]
         if n > least.counts[place]:
             assert not Trials(CHAIN, rate).of(fewer).holds(goal)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shares", [(0.0, 0.5), (1.0, 1.0), (1.0, 0.0)])
-def test_all_or_nothing_may_be_deferred(shares):
-    stages = [replace(at, deferral=share) for at, share in zip(CHAIN, (*shares, 0.0), strict=True)]
-    sizing = sized(Trials(stages, 20.0), 5.0)
-    assert sizing.holds(5.0)
-    reached = reaches(stages)
-    for of, reach in zip(sizing.simulation.stages, reached, strict=True):
-        assert (of.calls > 0) == (reach > 0)
-        assert (of.fill is None) == (reach == 0)
-    assert simulate_backlog(sizing.stages, run_rows(sizing.stages)).n_answered == run_rows(sizing.stages)

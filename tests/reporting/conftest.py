@@ -12,21 +12,32 @@ from cauc_ray.data.writing import write_logits
 HOSTILE = ["<script>alert(1)</script>", "a\"b'c`&amp;|*_$x$", "модель-" + "x" * 90]
 
 
+TABLES = {
+    "base": ({"n": 400}, {"method": "base"}),
+    "rf": ({"n": 400}, {"method": "rf", "budget": 9.0}),
+    "ragged": ({"n": 300, "ragged": True}, {"method": "rf"}),
+    "per-call": ({"n": 300, "per_call": True}, {"method": "base", "budget": 12.0}),
+    "macro-f1": ({"n": 300}, {"method": "rf", "budget": 8.0, "objective": "macro-f1"}),
+}
+
+
+class Homes(dict):
+    """Folders with a policy and its page by name, each made where a test first asks for it."""
+
+    def __init__(self, folders):
+        self.folders = folders
+
+    def __missing__(self, name):
+        table, options = TABLES[name]
+        self[name] = self.folders.mktemp(name)
+        fitted(self[name], table=table, **options)
+        cauc_ray.report(self[name])
+        return self[name]
+
+
 @pytest.fixture(scope="session")
 def homes(tmp_path_factory):
-    """Return folders with a policy each, and their pages."""
-    tables = {
-        "base": ({"n": 500}, {"method": "base"}),
-        "rf": ({"n": 500}, {"method": "rf", "budget": 9.0}),
-        "ragged": ({"n": 400, "ragged": True}, {"method": "rf"}),
-        "per-call": ({"n": 400, "per_call": True}, {"method": "base", "budget": 12.0}),
-        "macro-f1": ({"n": 400}, {"method": "rf", "budget": 8.0, "objective": "macro-f1"}),
-    }
-    folders = {name: tmp_path_factory.mktemp(name) for name in tables}
-    for name, (table, options) in tables.items():
-        fitted(folders[name], table=table, **options)
-        cauc_ray.report(folders[name])
-    return folders
+    return Homes(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
