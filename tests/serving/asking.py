@@ -152,7 +152,7 @@ class Command:
         except psutil.NoSuchProcess:
             return []
 
-    def kill(self):
+    def close(self):
         """Leave nothing, whatever a test has not ended."""
         for process in [*self.processes(), self.process]:
             process.kill()

@@ -54,7 +54,7 @@ def command(home):
     started = []
     yield lambda: started.append(Command(home, "--port", "0", "--local")) or started[-1]
     for one in started:
-        one.kill()
+        one.close()
 
 
 def test_a_signal_answers_what_is_open_and_ends_with_0(home, command):

@@ -61,14 +61,14 @@ def served(home, ray_folder, *more):
 def running(home, ray_folder):
     one = served(home, ray_folder, "--host", "0.0.0.0", "--grpc-port", "0")
     yield one
-    one.kill()
+    one.close()
 
 
 @pytest.fixture(scope="module")
 def local(home, ray_folder):
     one = served(home, ray_folder, "--local")
     yield one
-    one.kill()
+    one.close()
 
 
 def with_environment(name, value):

@@ -287,7 +287,7 @@ def test_a_service_that_is_killed_over_its_log_leaves_a_readable_table(tmp_path,
                 time.sleep(0.05)
             os.kill(service.process.pid, signal.SIGKILL)
         finally:
-            service.kill()
+            service.close()
     chain = LogitTable(to).read_chain(list(MODELS), "calibration")
     assert len(chain) >= 180
     for place, name in enumerate(MODELS):
