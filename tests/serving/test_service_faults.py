@@ -15,6 +15,7 @@ from replicas import replicas_of
 from runs import python_pool, two_model_policy
 
 import cauc_ray
+from cauc_ray.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 FAULTS = pytest.mark.soak("faults")
@@ -29,6 +30,13 @@ def serve(pool, **changes):
 
 def status_of(service, x=9.0):
     return infer(service.url, "six", {"x": [x]})[0]
+
+
+@FAULTS
+def test_a_token_that_routers_do_not_have_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("CAUC_TOKEN", "s3cret")
+    with pytest.raises(ConfigError, match="CAUC_TOKEN is set here, but not on the nodes"):
+        serve(python_pool(tmp_path))
 
 
 @FAULTS
