@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 
 import pytest
 from asking import DEADLINE_S, Command, infer, until
@@ -51,22 +51,19 @@ def test_a_service_and_its_command_import_neither_ray_nor_torch(home):
 @pytest.fixture
 def command(home):
     """Return a function that starts a service of the folder's pool."""
-    started = []
-    yield lambda: started.append(Command(home, "--port", "0", "--local")) or started[-1]
-    for one in started:
-        one.close()
+    with ExitStack() as services:
+        yield lambda: services.enter_context(closing(Command(home, "--port", "0", "--local")))
 
 
-def test_a_signal_answers_what_is_open_and_ends_with_0(home, command):
+def test_a_signal_answers_open_requests_and_ends_with_0(home, command):
     log = home / "calls"
     python_pool(home, [("slow_by_x", {"seconds": 1.0, "log": str(log)}), ("by_x", {})])
-    service, answers = command(), []
-    asker = threading.Thread(target=lambda: answers.append(service.ask()))
-    asker.start()
-    until(log.exists)
-    code, out, err = service.ended(signal.SIGTERM, group=True)
-    asker.join()
-    assert (code, out, answers) == (0, "", [200])
+    service = command()
+    with ThreadPoolExecutor(1) as client:
+        answer = client.submit(service.ask)
+        until(log.exists)
+        code, out, err = service.ended(signal.SIGTERM, group=True)
+        assert (code, out, answer.result()) == (0, "", 200)
     assert [json.loads(line)["status"] for line in err.splitlines()] == [200]
 
 
@@ -97,9 +94,7 @@ def test_a_call_that_hangs_costs_its_own_request_and_ends_with_the_process(home,
     service = command()
     assert service.ask(99.0) in (422, 503)
     until(lambda: service.ask(9.0) == 200)
-    asked = time.monotonic()
     assert service.ended(signal.SIGINT)[0] == 0
-    assert time.monotonic() - asked < 10.0
 
 
 def test_a_batch_is_prepared_while_the_one_before_is_computed(home):

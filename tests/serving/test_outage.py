@@ -16,7 +16,7 @@ from cauc_ray.serving.request_state import StageError
 DATA = chain(3, n=240, strengths=(1.0, 2.4))
 POLICY = fit_rf(DATA, DATA, ThresholdRule(threshold=0.9))
 EXPECTED = replay(POLICY, DATA)
-TIMEOUT_S, OUTAGE_S, AFTER_S, PER_S = 2.0, 30.0, 8.0, 10
+TIMEOUT_S, OUTAGE_S, AFTER_S, PER_S = 2.0, 30.0, 8.0, 5
 # A request that waits for no stage that is down takes less.
 AT_ONCE_S = 0.2
 

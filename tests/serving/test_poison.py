@@ -29,7 +29,7 @@ GOOD = 200
 RAISING = ("raises", "nan", "shape")
 
 
-async def asked(cascade, at_s, rows):
+async def answer_at(cascade, at_s, rows):
     await asyncio.sleep(at_s)
     rows = np.array(rows)
     try:
@@ -47,7 +47,7 @@ async def served(requests, poison, n_replicas, failing=(), hangs_s=6.0, **servin
     polls = []
     for fleet in fleets:
         polls.append(asyncio.ensure_future(fleet.poll()))
-    results = await asyncio.gather(*(asked(cascade, *one) for one in requests))
+    results = await asyncio.gather(*(answer_at(cascade, *one) for one in requests))
     left = [(at.in_work, at.health.paused) for at in cascade.scheduler.stages]
     for poll in polls:
         poll.cancel()
@@ -95,17 +95,9 @@ def test_every_good_row_is_answered_next_to_poison_and_a_broken_replica(asks, po
     require_right(asks, results, poison)
 
 
-@pytest.mark.parametrize("n_replicas", [1, 2])
-@pytest.mark.parametrize("kind", RAISING)
-def test_a_client_that_sends_poison_from_the_start_harms_nobody(kind, n_replicas):
-    requests, poison = two_clients(kind, 10)
-    results, _ = run_virtually(served(requests, poison, n_replicas))
-    require_right(requests, results, poison)
-
-
 @pytest.mark.parametrize(("n_replicas", "most_deaths"), [(1, 2), (2, 2), (3, 2)])
 def test_an_input_that_ends_replicas_is_found_and_refused(n_replicas, most_deaths):
-    requests, poison = two_clients("kills", 20, same=True)
+    requests, poison = two_clients("kills", 12, same=True)
     results, fleets = run_virtually(served(requests, poison, n_replicas, timeout_s=10.0))
     require_right(requests, results, poison)
     assert 1 <= fleets[0].n_ended <= most_deaths
@@ -113,7 +105,7 @@ def test_an_input_that_ends_replicas_is_found_and_refused(n_replicas, most_death
 
 @pytest.mark.parametrize("n_replicas", [2, 3])
 def test_rows_of_a_replica_that_hangs_are_asked_of_another(n_replicas):
-    requests = [(0.02 * n, (n % GOOD,)) for n in range(1000)]
+    requests = [(0.02 * n, (n % GOOD,)) for n in range(700)]
     requests += [(5.0, (GOOD,))]
     poison = {GOOD: "hangs"}
     results, fleets = run_virtually(served(requests, poison, n_replicas, timeout_s=10.0))
@@ -124,7 +116,7 @@ def test_rows_of_a_replica_that_hangs_are_asked_of_another(n_replicas):
 
 @pytest.mark.parametrize("n_replicas", [1, 2])
 def test_an_input_that_hangs_is_found_and_refused(n_replicas):
-    requests, poison = two_clients("hangs", 20, same=True)
+    requests, poison = two_clients("hangs", 12, same=True)
     served_so_far = [(at_s + 1.0, rows) for at_s, rows in requests] + [(0.02 * n, (n,)) for n in range(50)]
     results, _ = run_virtually(served(served_so_far, poison, n_replicas, timeout_s=15.0, hangs_s=2.0))
     require_right(served_so_far, results, poison)
@@ -149,7 +141,7 @@ def test_no_answer_lacks_a_stage_for_one_of_its_replicas_that_breaks(clients):
         polls = [asyncio.ensure_future(own.poll()) for own in (fleet, later)]
 
         async def client(first):
-            return [await asked(cascade, 0.0, (row % 240,)) for row in range(first, 2400, clients)]
+            return [await answer_at(cascade, 0.0, (row % 240,)) for row in range(first, 1200, clients)]
 
         asyncio.get_running_loop().call_later(0.3, setattr, later.replicas[0], "fails", True)
         answers = await asyncio.gather(*map(client, range(clients)))
@@ -175,12 +167,12 @@ def test_a_stage_that_breaks_is_left_alone_and_its_replica_replaced(kind):
         fleet = kind("logits0", 1, {})
         cascade, _ = cascade_of(a_pool(DATA.models), [fleet, Fleet("logits1", 1, {})])
         poll = asyncio.ensure_future(fleet.poll())
-        well = [await asked(cascade, 0.0, (row,)) for row in range(20)]
+        well = [await answer_at(cascade, 0.0, (row,)) for row in range(20)]
         fleet.replicas[0].fails = True
         before = fleet.n_asked
-        broken = await asyncio.gather(*(asked(cascade, 0.01 * n, (n % 240,)) for n in range(1000)))
+        broken = await asyncio.gather(*(answer_at(cascade, 0.01 * n, (n % 240,)) for n in range(1000)))
         n_asked = fleet.n_asked - before
-        again = [await asked(cascade, 10.0, (row,)) for row in range(2)]
+        again = [await answer_at(cascade, 10.0, (row,)) for row in range(2)]
         poll.cancel()
         return well, broken, n_asked, again, fleet.n_ended
 

@@ -217,6 +217,7 @@ def test_invalid_arguments_end_with_one_line_and_exit_code_2(cauc, arguments, re
     assert reason in err
 
 
+@pytest.mark.slow
 def test_a_cluster_that_does_not_exist_is_reported_in_one_line(home):
     # In a process of its own: this one may have a Ray session, which would be used instead.
     command = [CAUC, "serve", "pool.yaml", "--policy", "rf.json", "--port", "0", "--address", "localhost:1"]

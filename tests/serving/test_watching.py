@@ -158,36 +158,6 @@ def test_a_log_takes_rows_of_idle_hours_wherever_they_stopped_and_none_of_busy_o
             assert np.array_equal(logged[name][stage][0], own[row])
 
 
-def test_a_stage_that_is_busy_is_left_alone():
-    """Stages that always have a request's rows get no other ones, which are dropped in the end."""
-    calls = []
-
-    async def main():
-        async def slow(call, batch):
-            calls.append(batch["row"].tolist())
-            await asyncio.sleep(0.05)
-
-        mine = [Stage("logits0"), Stage("logits1", before=slow), Stage("logits2", before=slow)]
-        cascade, counts = cascade_of(a_pool(DATA.models, shadow=1.0, timeout_s=60.0), mine)
-        late = np.flatnonzero(EXPECTED.stages == 2)
-        early = np.flatnonzero(EXPECTED.stages == 0)[:20]
-        stop = asyncio.get_running_loop().time() + PATIENCE_S + 2
-
-        async def keep_busy():
-            while asyncio.get_running_loop().time() < stop:
-                await ask(cascade, late[:8])
-
-        busy = [asyncio.create_task(keep_busy()) for _ in range(4)]
-        await asyncio.sleep(0.01)
-        cascade.shadows.offer(await ask(cascade, early), id_of(early), Recorder().agreements)
-        await asyncio.gather(*busy)
-        return counts, set(early.tolist())
-
-    counts, early = run_virtually(main())
-    assert counts.of("shadow_rows") == {"dropped": 20}
-    assert not any(early & set(rows) for rows in calls)
-
-
 def test_what_fails_or_is_too_much_is_dropped_and_nobody_hears_of_it():
     async def fail(call, batch):
         raise StageError("down", "gone")
