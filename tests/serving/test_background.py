@@ -70,7 +70,7 @@ class Alone(Service):
 
 def test_gauges_are_set_repeatedly_also_after_a_change(tmp_path):
     """Ray forgets a gauge that is not: what is in force would be shown for a moment only."""
-    pool, policy, other = load_pool(python_pool(tmp_path)), two_model_policy(0.7), two_model_policy(0.9)
+    pool, policy, newer = load_pool(python_pool(tmp_path)), two_model_policy(0.7), two_model_policy(0.9)
     clients = [LocalClient(spec, stage) for stage, spec in enumerate(pool.stages)]
     for client in clients:
         client.load(60.0)
@@ -87,12 +87,12 @@ def test_gauges_are_set_repeatedly_also_after_a_change(tmp_path):
         async with asyncio.timeout(120):
             await service.check_health()
             await until_set_twice(policy)
-            await service.set_policy(PolicyChange(policy=other.model_dump(mode="json")))
-            await until_set_twice(other)
+            await service.set_policy(PolicyChange(policy=newer.model_dump(mode="json")))
+            await until_set_twice(newer)
 
     asyncio.run(main())
     for client in clients:
         client.close()
     service.close()
     assert gauges().count((policy.id, 0)) == 1
-    assert gauges()[-2:] == [(other.id, 1)] * 2
+    assert gauges()[-2:] == [(newer.id, 1)] * 2

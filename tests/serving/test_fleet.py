@@ -5,8 +5,8 @@ Issue 33 removes fleets; until then, this shows that they work.
 
 import json
 import threading
-from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import yaml
@@ -17,39 +17,19 @@ from runs import python_pool, two_model_policy
 
 import cauc_ray
 
-pytestmark = pytest.mark.soak("full")
+
+@pytest.fixture
+def files(tmp_path):
+    """Serve the test's folder at a port; return the URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path))
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
 
 
-class PolicyServer(ThreadingHTTPServer):
-    """Serves a folder's files, and passes on to a cloud what is posted."""
-
-    def __init__(self, folder, cloud_url):
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.answer(200, (folder / self.path.strip("/")).read_bytes())
-
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                self.answer(*http("POST", cloud_url, body)[:2])
-
-            def answer(self, status, content):
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *_):
-                pass
-
-        super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
-
-    def close(self):
-        self.shutdown()
-        self.server_close()
-
-
-def test_an_edge_takes_signed_policies_only_and_reports_to_the_cloud(tmp_path):
+@pytest.mark.soak("full")
+def test_an_edge_takes_signed_policies_only_and_reports_to_the_cloud(tmp_path, files):
     private, pem = Ed25519PrivateKey.generate(), serialization.Encoding.PEM
     pkcs8, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     public = private.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
@@ -63,14 +43,11 @@ def test_an_edge_takes_signed_policies_only_and_reports_to_the_cloud(tmp_path):
 
     sign(second)
     (tmp_path / "cloud").mkdir()
-    with (
-        cauc_ray.serve(python_pool(tmp_path / "cloud"), first, port=0, local=True) as cloud,
-        closing(PolicyServer(tmp_path, f"{cloud.url}/v2/models/test/fleet")) as source,
-    ):
-        url = f"http://127.0.0.1:{source.server_port}"
+    with cauc_ray.serve(python_pool(tmp_path / "cloud"), first, port=0, local=True) as cloud:
+        reports = f"{cloud.url}/v2/models/test/fleet"
+        fleet = {"policy": f"{files}/policy.json", "public_key": "public.pem", "report": reports}
+        fleet |= {"state": "state", "name": "shop-17", "every_s": 0.05}
         pool = python_pool(tmp_path)
-        fleet = {"policy": f"{url}/policy.json", "public_key": "public.pem", "report": f"{url}/fleet", "state": "state"}
-        fleet |= {"name": "shop-17", "every_s": 0.05}
         pool.write_text(yaml.safe_dump(yaml.safe_load(pool.read_text()) | {"serving": {"fleet": fleet}}))
         with cauc_ray.serve(pool, first, port=0, local=True) as edge:
 
@@ -85,11 +62,10 @@ def test_an_edge_takes_signed_policies_only_and_reports_to_the_cloud(tmp_path):
             assert active() == second.id
             sign(third)
             until(lambda: active() == third.id)
-
             assert infer(edge.url, "test", {"x": [9.0] * 3})[0] == 200
 
-            def reported():
-                return json.loads(http("GET", f"{cloud.url}/v2/models/test/fleet")[1])["edges"].get("shop-17", {})
+            def report():
+                return json.loads(http("GET", reports)[1])["edges"].get("shop-17", {})
 
-            until(lambda: reported().get("counters", {}).get("requests") == {"200": 1})
-            assert reported()["policy_id"] == third.id
+            until(lambda: report().get("counters", {}).get("requests") == {"200": 1})
+            assert report()["policy_id"] == third.id

@@ -48,7 +48,7 @@ def client(service):
 
 
 @pytest.fixture
-def other(service):
+def http_client(service):
     """Return the HTTP client of the same service."""
     with over_http.InferenceServerClient(service.url.removeprefix("http://"), network_timeout=60) as client:
         yield client
@@ -75,10 +75,10 @@ def test_the_shipped_descriptor_is_compiled_from_the_proto_file(tmp_path):
 def test_names_and_numbers_are_those_that_tritonclient_has():
     for name, kinds in CALLS.items():
         theirs = over_grpc.service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name[name]
-        for ours, other in zip(
+        for ours, http_client in zip(
             (kind.DESCRIPTOR for kind in kinds), (theirs.input_type, theirs.output_type), strict=True
         ):
-            assert fields(ours) == fields(other)
+            assert fields(ours) == fields(http_client)
 
 
 def fields(message):
@@ -88,13 +88,13 @@ def fields(message):
     }
 
 
-def test_an_unmodified_triton_client_gets_the_metadata_of_http(client, other):
+def test_an_unmodified_triton_client_gets_the_metadata_of_http(client, http_client):
     assert client.is_server_live()
     assert client.is_server_ready()
     (version,) = client.get_model_metadata("six").versions
     assert client.is_model_ready("six", version)
-    theirs, ours = other.get_model_metadata("six"), client.get_model_metadata("six")
-    assert client.get_server_metadata().version == other.get_server_metadata()["version"]
+    theirs, ours = http_client.get_model_metadata("six"), client.get_model_metadata("six")
+    assert client.get_server_metadata().version == http_client.get_server_metadata()["version"]
     assert (ours.name, ours.platform) == (theirs["name"], theirs["platform"])
     assert list(ours.versions) == theirs["versions"]
     for name in ("inputs", "outputs"):
@@ -108,12 +108,12 @@ def parameters_of(response):
     return {name: value for name, value in values.items() if name != "answer_id"}
 
 
-def test_answers_are_those_of_http_bit_for_bit(chain, client, other):
+def test_answers_are_those_of_http_bit_for_bit(chain, client, http_client):
     cap, ids = {"max_stage": 1}, chain.ids
     requested = [over_grpc.InferRequestedOutput(name) for name in NAMES]
     ours = client.infer("six", [ids_of(over_grpc, ids)], outputs=requested, request_id="7", parameters=cap)
     requested = [over_http.InferRequestedOutput(name, binary_data=True) for name in NAMES]
-    theirs = other.infer("six", [ids_of(over_http, ids)], outputs=requested, parameters=cap)
+    theirs = http_client.infer("six", [ids_of(over_http, ids)], outputs=requested, parameters=cap)
     for name in NAMES:
         assert ours.as_numpy(name).dtype == theirs.as_numpy(name).dtype
         assert np.array_equal(ours.as_numpy(name), theirs.as_numpy(name)), name
@@ -264,7 +264,7 @@ def test_a_token_is_required_in_the_metadata(chain, monkeypatch):
         over_grpc.InferenceServerClient(service.grpc) as client,
     ):
         assert client.is_model_ready("six")
-        for headers in (None, {"authorization": "Bearer other"}):
+        for headers in (None, {"authorization": "Bearer http_client"}):
             with pytest.raises(InferenceServerException) as error:
                 client.infer("six", [ids_of(over_grpc, chain.ids[:1])], headers=headers)
             assert error.value.status() == "StatusCode.UNAUTHENTICATED"

@@ -32,7 +32,7 @@ def of_kind(kind):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "reason"),
     [
         ({}, "give a policy, a threshold or a budget"),
         ({"policies": "x"}, "unknown key 'policies'"),
@@ -52,10 +52,10 @@ def of_kind(kind):
         (["policy"], "invalid change of policy"),
     ],
 )
-def test_a_change_that_cannot_be_is_refused_in_one_line(change, says):
+def test_a_change_that_cannot_be_is_refused_in_one_line(change, reason):
     with pytest.raises((PolicyError, ConfigError)) as error:
         PolicyChange.of(change).applied(RF)
-    assert says in str(error.value)
+    assert reason in str(error.value)
     assert "\n" not in str(error.value)
 
 

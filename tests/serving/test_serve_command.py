@@ -79,9 +79,9 @@ def cauc(home, monkeypatch, capsys):
             monkeypatch.setenv("CAUC_POLICY_TOKEN", policy_token)
         with pytest.raises(SystemExit) as ended:
             main(list(arguments))
-        said = capsys.readouterr()
-        assert said.err.count("\n") <= 1
-        return ended.value.code, said.out, said.err
+        captured = capsys.readouterr()
+        assert captured.err.count("\n") <= 1
+        return ended.value.code, captured.out, captured.err
 
     return run
 
@@ -182,9 +182,9 @@ def test_what_models_print_is_logged_with_the_name_of_their_stage(tmp_path, ray_
         until(lambda: all(f"stage '{name}': a batch of 3 rows" in errors_of(tmp_path) for name in ("small", "large")))
         service.ended(signal.SIGTERM)
     for name in ("small", "large"):
-        first, *others = [line for line in errors_of(tmp_path) if line.startswith(f"stage '{name}': ")]
+        first, *later = [line for line in errors_of(tmp_path) if line.startswith(f"stage '{name}': ")]
         assert "loaded in process" in first
-        assert others == [f"stage '{name}': a batch of 3 rows"]
+        assert later == [f"stage '{name}': a batch of 3 rows"]
 
 
 @pytest.mark.soak("faults")

@@ -1,4 +1,4 @@
-"""A replica of a stage by itself: when Serve is told to replace it."""
+"""A replica of a stage by itself: when it has Serve replace it."""
 
 import asyncio
 import os

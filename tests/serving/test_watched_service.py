@@ -27,25 +27,25 @@ class Watched:
 
     def __init__(self, folder):
         same = synthetic.chain(11, N_SAME)
-        other = synthetic.chain(12, N_OTHER, strengths=(0.0, 0.0, 0.5))
+        changed = synthetic.chain(12, N_OTHER, strengths=(0.0, 0.0, 0.5))
         self.ids = {
             "same": [f"same-{row}" for row in range(N_SAME)],
-            "other": [f"other-{row}" for row in range(N_OTHER)],
+            "changed": [f"changed-{row}" for row in range(N_OTHER)],
         }
         for stage, model in enumerate(same.models):
             write_logits(
                 folder / "LOGITS",
                 model,
                 "test",
-                example_ids=[*self.ids["same"], *self.ids["other"]],
-                labels=np.concatenate([same.labels, other.labels]),
-                logits=[*same.logits[stage], *other.logits[stage]],
+                example_ids=[*self.ids["same"], *self.ids["changed"]],
+                labels=np.concatenate([same.labels, changed.labels]),
+                logits=[*same.logits[stage], *changed.logits[stage]],
                 costs=None,
             )
-        self.labels = dict(zip([*self.ids["same"], *self.ids["other"]], [*same.labels, *other.labels], strict=True))
+        self.labels = dict(zip([*self.ids["same"], *self.ids["changed"]], [*same.labels, *changed.labels], strict=True))
         fitting = (synthetic.chain(13, 1500), synthetic.chain(13, 1500, shift=1))
         self.policy = fit_rf(*fitting, ThresholdRule(budget=12.0))
-        self.other = fit_rf(*fitting, ThresholdRule(budget=9.0))
+        self.changed = fit_rf(*fitting, ThresholdRule(budget=9.0))
         self.same = same
         path = saved_pool(folder, serving={"batch_size": 16, "timeout_s": 20})
         content = yaml.safe_load(path.read_text())
@@ -118,26 +118,26 @@ def test_new_rows_raise_no_alarm_a_new_policy_begins_anew_and_changed_models_are
     assert content["cost"][0] == pytest.approx(expected.costs.mean())
     correct = expected.predictions == watched.same.labels
     for place, stage in enumerate(content["stages"]):
-        here = expected.stages == place
-        assert (stage["n"], stage["n_labelled"]) == (here.sum(), here.sum())
-        assert stage["accepted_accuracy"][0] == pytest.approx(correct[here].mean())
-        assert stage["n_compared"] <= (0 if place == 2 else here.sum())
+        of_stage = expected.stages == place
+        assert (stage["n"], stage["n_labelled"]) == (of_stage.sum(), of_stage.sum())
+        assert stage["accepted_accuracy"][0] == pytest.approx(correct[of_stage].mean())
+        assert stage["n_compared"] <= (0 if place == 2 else of_stage.sum())
 
     try:
         message = feedback_of(service, watched.ids["same"][:5])
-        cauc_ray.set_policy(watched.other, url=service.url)
+        cauc_ray.set_policy(watched.changed, url=service.url)
         content = watch_until(service, lambda watch: watch["policy_id"] != policy_id)
         assert (content["holds"], content["n"], content["n_labelled"]) == (True, 0, 0)
         status, late = call(service, "feedback", {**message, "label": [0] * 5})
         assert (status, late["counted"], late["rows"]) == (200, 0, 5)
-        assert f"policy {watched.other.id} is active" in late["says"]
+        assert f"policy {watched.changed.id} is active" in late["says"]
         cauc_ray.set_policy(url=service.url, threshold=0.5)
         content = watch_until(service, lambda watch: watch["holds"] is None)
         assert "no reference to compare" in content["says"]
     finally:
         cauc_ray.set_policy(watched.policy, url=service.url)
 
-    send_traffic(watched, service, watched.ids["other"])
+    send_traffic(watched, service, watched.ids["changed"])
     content = watch_until(service, lambda watch: watch["holds"] is False)
     assert content["n"] <= N_OTHER
     assert content["says"].startswith("has drifted: ")
@@ -146,7 +146,7 @@ def test_new_rows_raise_no_alarm_a_new_policy_begins_anew_and_changed_models_are
 @pytest.mark.soak("faults")
 def test_a_raised_alarm_outlives_the_routers_and_ends_with_the_policy(watched, ray_session):
     with cauc_ray.serve(watched.pool, watched.policy, port=0, name="six") as service:
-        send_traffic(watched, service, watched.ids["other"])
+        send_traffic(watched, service, watched.ids["changed"])
         raised = watch_until(service, lambda watch: watch["holds"] is False)
         killed = set(replicas_of("Router"))
         for pid in killed:
@@ -159,6 +159,6 @@ def test_a_raised_alarm_outlives_the_routers_and_ends_with_the_policy(watched, r
         drifted = {feature["name"] for feature in content["features"] if not feature["holds"]}
         assert drifted
         assert drifted <= {feature["name"] for feature in raised["features"] if not feature["holds"]}
-        for policy in (watched.other, watched.policy):
+        for policy in (watched.changed, watched.policy):
             cauc_ray.set_policy(policy, url=service.url)
             watch_until(service, lambda watch, policy_id=policy.id: watch["policy_id"] == policy_id and watch["holds"])
