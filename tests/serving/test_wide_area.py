@@ -9,6 +9,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -35,11 +36,10 @@ SEED = 20
 
 @dataclass(frozen=True)
 class Answer:
-    """A request's rows, when it was sent, how long its answer took, and the answer."""
+    """A request's rows, when it was sent, and the answer."""
 
     rows: np.ndarray
     sent_at_s: float
-    took_s: float
     status: int
     content: dict
 
@@ -118,7 +118,7 @@ class Clients:
             sent_at_s = time.monotonic()
             columns = {"example_id": self._ids[rows].tolist()}
             status, content = infer(self._url, "edge", columns, ("prediction", "stage", "confidence", "degraded"))
-            self.answers.append(Answer(rows, sent_at_s, time.monotonic() - sent_at_s, status, content))
+            self.answers.append(Answer(rows, sent_at_s, status, content))
 
     def until_answered(self, n):
         n += len(self.answers)
@@ -129,12 +129,15 @@ class Clients:
 @pytest.mark.timeout(600 + 4 * N_CUTS * CUT_S)
 @pytest.mark.parametrize("shell", [["--local"], []], ids=["local", "ray"])
 def test_whatever_the_link_does_every_row_is_answered_once_and_right(tmp_path, shell):
-    deployed, cuts = Deployment(tmp_path, shell), []
+    deployed = Deployment(tmp_path, shell)
     expected = deployed.expected
 
-    def is_whole(answer):
-        """Say whether an answer needed the cloud and had it."""
-        return bool((expected.stages[answer.rows] == 2).any()) and not answer.degraded
+    def cloud_answers(after_s):
+        """Say whether a request that was sent after a time needed the cloud and had it."""
+        return any(
+            answer.sent_at_s > after_s and (expected.stages[answer.rows] == 2).any() and not answer.degraded
+            for answer in list(clients.answers)
+        )
 
     with ExitStack() as ending:
         cloud = deployed.cloud()
@@ -146,12 +149,10 @@ def test_whatever_the_link_does_every_row_is_answered_once_and_right(tmp_path, s
             with Clients(edge.url, deployed.ids) as clients:
                 for _ in range(N_CUTS):
                     clients.until_answered(N_BETWEEN)
-                    cut_at_s = time.monotonic()
                     link.cut()
                     time.sleep(CUT_S)
                     link.restore()
-                    cuts.append((cut_at_s, time.monotonic()))
-                    until(lambda: any(is_whole(one) and one.sent_at_s > cuts[-1][1] for one in list(clients.answers)))
+                    until(partial(cloud_answers, time.monotonic()))
                 clients.until_answered(N_BETWEEN)
         assert edge.process.poll() is None
         code, *_ = edge.ended(signal.SIGTERM)
@@ -177,15 +178,3 @@ def test_whatever_the_link_does_every_row_is_answered_once_and_right(tmp_path, s
     assert np.array_equal(answers["prediction"][degraded], deployed.without_cloud[rows[degraded]])
     computed = Counter(row for line in deployed.computed.read_text().splitlines() for row in json.loads(line))
     assert set(deployed.ids[whole[expected.stages[whole] == 2]]) <= set(computed)
-
-    sent_at_s, took_s = (np.array([getattr(one, name) for one in clients.answers]) for name in ("sent_at_s", "took_s"))
-    in_cut = np.array([any(start < at < end for start, end in cuts) for at in sent_at_s])
-    figures = {
-        "requests": len(sent_at_s),
-        "rows_computed": sum(computed.values()),
-        "connections": link.n_connections,
-        "degraded_share": float(degraded.mean()),
-        "quantiles_s": np.quantile(took_s, [0.5, 0.9, 0.99, 1.0]).round(3).tolist(),
-        "quantiles_in_cuts_s": np.quantile(took_s[in_cut], [0.5, 0.99, 1.0]).round(3).tolist(),
-    }
-    print(json.dumps(figures, indent=1))
