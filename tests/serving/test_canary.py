@@ -139,7 +139,7 @@ def test_the_same_policy_cannot_be_its_own_candidate(canaries, service):
 
 
 def test_feedback_and_costs_are_evidence_but_for_answers_whose_policy_was_chosen(canaries, service):
-    n_answers = canaries.traffic(service, seeded(3), n_requests=40, size=10)
+    n_answers = canaries.traffic(service, seeded(3), n_requests=100, size=10)
     pinned = {"example_id": canaries.ids[:50]}
     _, content = infer(service.url, f"six/versions/{canaries.better.id}", pinned, OUTPUTS)
     body = {name: content["parameters"][name] for name in ("policy_id", "answer_id")}
@@ -181,11 +181,11 @@ def checked_clients(canaries, service, n=2):
         running = [threads.submit(client, seed) for seed in range(n)]
         try:
             yield
+            until(lambda: len(answers) > 20)
         finally:
             stop.set()
     for request in running:
         request.result()
-    assert len(answers) > 20
     for rows, status, content in answers:
         assert status == 200, content
         outputs, trace = outputs_of(content), expected[content["parameters"]["policy_id"]]

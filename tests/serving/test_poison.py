@@ -1,22 +1,19 @@
 """What one client sends, or one replica does, harms no other client: in virtual time, and over HTTP."""
 
 import asyncio
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import yaml
-from asking import http, until
+from asking import until
 from fake_stages import Fleet, a_pool, cascade_of, columns_of
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import python_pool, two_model_policy
+from poisoned import SOFT, infer, poisoned, require_harmless
 from synthetic import chain
 from virtual_time import run_virtually
 
-import cauc_ray
 from cauc_ray.policies.fitting import ThresholdRule, fit_rf
 from cauc_ray.policies.trace import replay
 from cauc_ray.protocol.tensors import RequestError
@@ -180,54 +177,6 @@ def test_a_stage_that_breaks_is_left_alone_and_its_replica_replaced(kind):
         assert n_asked < 150  # asked from time to time
 
 
-def infer(url, x, datatype="FP32", binary=False, **parameters):
-    """Ask for rows x, lists of numbers or texts; return the status, and the content or the error."""
-    tensor = {"name": "x", "datatype": datatype, "shape": list(np.shape(x))}
-    raw = np.array(x, "<f4").tobytes() if binary else b""
-    tensor |= {"parameters": {"binary_data_size": len(raw)}} if binary else {"data": x}
-    text = json.dumps({"inputs": [tensor], "parameters": parameters}).encode()
-    headers = {"Inference-Header-Content-Length": str(len(text))} if binary else {}
-    status, body, _ = http("POST", f"{url}/v2/models/poisoned/infer", text + raw, **headers)
-    return status, json.loads(body)
-
-
-def poisoned(folder, replicas, large=("poisonable", {"column": 1}), timeout_s=30.0, call_timeout_s=60.0):
-    """Serve a stage that may be poisoned by x's first number, and one that may be by its second."""
-    serving = {"timeout_s": timeout_s}
-    pool = python_pool(folder, [("poisonable", {}), large], serving=serving, call_timeout_s=call_timeout_s)
-    content = yaml.safe_load(pool.read_text())
-    content |= {"on_failure": "degrade", "serving": {"max_queued_rows": 32}}
-    for stage in content["stages"]:
-        stage |= {"resources": {"num_cpus": 0.2}, "replicas": {"min": replicas}}
-    pool.write_text(yaml.safe_dump(content))
-    return cauc_ray.serve(pool, two_model_policy(0.9), port=0, name="poisoned")
-
-
-# What raises, ends its thread, returns NaN or too few rows; NaN as raw bytes; another shape and another type.
-SOFT = [([[float(code), 0.0]], {}) for code in (666, 667, 668, 669)]
-SOFT += [([[float("nan"), 0.0]], {"binary": True}), ([1.0], {}), ([["a", "b"]], {"datatype": "BYTES"})]
-
-
-def require_harmless(url, turns, bad):
-    """Send good rows and poison ones next to each other; return the status of each poison one.
-
-    bad: arguments of infer, in turn.
-    """
-    assert infer(url, [[1.0, 0.0]])[0] == 200  # before any good row is known, poison may be the stage's own fault: 503
-    good, poison = [], []
-    with ThreadPoolExecutor(16) as clients:
-        for turn in range(turns):
-            arguments, options = bad[turn % len(bad)]
-            poison.append(clients.submit(infer, url, arguments, **options))
-            good.append(clients.submit(infer, url, [[(-1.0) ** turn * (1.0 + turn / 100)] * 2]))
-    for turn, (status, content) in enumerate(request.result() for request in good):
-        assert (status, content["outputs"][0]["data"]) == (200, [turn % 2]), content
-        assert not content["parameters"]["degraded"]
-    statuses = [request.result()[0] for request in poison]
-    assert 200 not in statuses
-    return statuses
-
-
 @pytest.fixture(scope="module")
 def service(ray_session, tmp_path_factory):
     with poisoned(tmp_path_factory.mktemp("poisoned"), 2) as running:
@@ -266,21 +215,3 @@ def test_overload_is_refused_with_429_and_over_soon_after(service):
             request.result()
     assert {200, 429} <= set(statuses) <= {200, 429, 503}
     until(lambda: infer(service.url, [[1.0, 0.0]])[0] == 200)
-
-
-# Issue 33: after such a row, Serve may report the whole stage as one that could not be deployed.
-@pytest.mark.soak("faults")
-@pytest.mark.parametrize(("replicas", "code"), [(1, 670), (2, 671)], ids=["kills", "hangs"])
-def test_a_row_that_kills_or_hangs_its_process_harms_no_other(ray_session, tmp_path, replicas, code):
-    # Rows wait while a replica starts, which takes a busy machine long.
-    with poisoned(tmp_path, replicas, timeout_s=100.0, call_timeout_s=2.0) as service:
-        for turn in range(20):
-            assert infer(service.url, [[float(turn) + 1] * 2])[0] == 200
-        require_harmless(service.url, 200, [([[float(code), 0.0]], {})])
-
-
-@pytest.mark.soak("faults")
-def test_a_replica_that_always_fails_costs_no_answer(ray_session, tmp_path):
-    large = ("fails_in_one_process", {"path": str(tmp_path / "failed")})
-    with poisoned(tmp_path, 2, large) as service:
-        require_harmless(service.url, 160, [([[666.0, 0.0]], {})])

@@ -164,7 +164,7 @@ def test_a_stage_replica_that_is_killed_costs_no_answer(chain, service):
     expected = chain.expected("rf")
     for _, rows, status, content in answers:
         if status == 503:  # on a busy machine another replica may take longer than requests wait for one
-            assert content == {"error": "stage 'm1' is down: it has no replica"}
+            assert "stage 'm1' is down" in content["error"] or "stage 'm1' has not answered" in content["error"]
             continue
         assert status == 200, content
         require_replay(outputs_of(content), expected, rows)
