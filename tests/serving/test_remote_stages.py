@@ -7,6 +7,7 @@ import ssl
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import openai
 import pytest
 import synthetic
 from asking import infer, outputs_of, until
@@ -143,7 +144,7 @@ def test_rows_that_the_cloud_cannot_answer_fail_and_no_others(deployed, cloud):
     assert all("'nobody' is not in" in why for why in answers.failures.values())
 
 
-def test_questions_keep_their_choices_and_contexts_and_logits_their_kind(tmp_path):
+def test_questions_are_answered_as_a_remote_stage_and_as_decisions(tmp_path):
     def by_length(prompt, before):
         return chat_answer({"A": 1 / len(prompt), "B": 0.25, "C": 0.5})
 
@@ -163,6 +164,12 @@ def test_questions_keep_their_choices_and_contexts_and_logits_their_kind(tmp_pat
                     with pytest.raises(ConfigError, match="of kind log-probabilities, not raw; check logit_kind"):
                         stage.load()(batch)
             answers = stage.load()(batch)
+            choices = [{"value": value} for value in ("u", "v", "w")]
+            questions = [{"type": "choice", "instructions": "c?", "choices": choices}]
+            with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
+                (decision,) = client.decisions.create(model="large", input="text", questions=questions).answers
+    assert decision.choice == "w"
+    assert sum(option.probability for option in decision.probabilities) == pytest.approx(1)
     assert not answers.failures
     assert np.array_equal(answers.logits, direct.logits)
     assert answers.n_options.tolist() == direct.n_options.tolist() == [2, 3, 3]
