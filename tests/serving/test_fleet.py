@@ -1,66 +1,40 @@
-"""A fleet's edge, end to end: it takes signed policies from a web server, and reports to the cloud.
-
-Issue 33 removes fleets; until then, this shows that they work.
-"""
+"""A fleet's edge: it takes signed policies from a web server, and reports to the cloud. Issue 33 removes fleets."""
 
 import json
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing
 
 import pytest
-import yaml
 from asking import http, infer, until
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from fleet_source import Key, Source, with_fleet
 from runs import python_pool, two_model_policy
 
 import cauc_ray
 
 
-@pytest.fixture
-def files(tmp_path):
-    """Serve the test's folder at a port; return the URL."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path))
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
 @pytest.mark.soak("full")
-def test_an_edge_takes_signed_policies_only_and_reports_to_the_cloud(tmp_path, files):
-    private, pem = Ed25519PrivateKey.generate(), serialization.Encoding.PEM
-    pkcs8, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    public = private.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
-    (tmp_path / "public.pem").write_bytes(public)
-    (tmp_path / "private.pem").write_bytes(private.private_bytes(pem, pkcs8, plain))
-    policy_file, first, second, third = tmp_path / "policy.json", *map(two_model_policy, (0.7, 0.8, 0.6))
-
-    def sign(policy):
-        policy.save(policy_file)
-        cauc_ray.sign_policy(policy_file, key=tmp_path / "private.pem")
-
-    sign(second)
-    (tmp_path / "cloud").mkdir()
-    with cauc_ray.serve(python_pool(tmp_path / "cloud"), first, port=0, local=True) as cloud:
+def test_an_edge_takes_signed_policies_only_and_reports_to_the_cloud(tmp_path):
+    first, second, third = map(two_model_policy, (0.7, 0.8, 0.6))
+    key, cloud_folder = Key(tmp_path), tmp_path / "cloud"
+    cloud_folder.mkdir()
+    with (
+        closing(Source()) as source,
+        cauc_ray.serve(python_pool(cloud_folder), first, port=0, local=True) as cloud,
+    ):
         reports = f"{cloud.url}/v2/models/test/fleet"
-        fleet = {"policy": f"{files}/policy.json", "public_key": "public.pem", "report": reports}
-        fleet |= {"state": "state", "name": "shop-17", "every_s": 0.05}
-        pool = python_pool(tmp_path)
-        pool.write_text(yaml.safe_dump(yaml.safe_load(pool.read_text()) | {"serving": {"fleet": fleet}}))
+        source.files = key.signed(second)
+        follows = {"policy": f"{source.url}/policy.json", "public_key": "public.pem", "report": reports}
+        pool = with_fleet(python_pool(tmp_path), **follows)
         with cauc_ray.serve(pool, first, port=0, local=True) as edge:
 
             def active():
                 return json.loads(http("GET", f"{edge.url}/v2/models/test/policy")[1])["policy_id"]
 
             until(lambda: active() == second.id)
-            content = policy_file.read_bytes()
-            policy_file.write_bytes(content.replace(b'"threshold": 0.8', b'"threshold": 0.1'))
-            assert policy_file.read_bytes() != content
+            content, signature = key.signed(third)
+            source.files = (content.replace(b'"threshold": 0.6', b'"threshold": 0.1'), signature)
             until(lambda: 'outcome="refused"' in http("GET", f"{edge.url}/metrics")[1].decode())
             assert active() == second.id
-            sign(third)
+            source.files = content, signature
             until(lambda: active() == third.id)
             assert infer(edge.url, "test", {"x": [9.0] * 3})[0] == 200
 
