@@ -580,18 +580,6 @@ def test_a_replica_that_computes_for_too_long_is_overdue_and_one_that_was_idle_i
     assert scheduler.stages[0].overdue(10.0, 121.0) == [0]
 
 
-def test_what_a_bad_replica_still_had_under_way_does_not_give_its_stage_up():
-    scheduler = one_block([limits(8)], 400)
-    at, calls = scheduler.stages[0], []
-    while not at.take_bad():
-        while (call := scheduler.next_call(0.0)) is not None:
-            calls.append(call)
-        ended(scheduler, calls.pop(0), failed("no device"), 0.0)
-    for call in calls:  # they had ended before anybody knew
-        ended(scheduler, call, failed("no device"), 0.0)
-    assert not at.never_succeeds
-
-
 def test_more_are_expected_while_fewer_are_open_than_lately():
     now = 0.0
     crowd = OpenRequests(lambda: now)

@@ -78,7 +78,7 @@ def test_a_served_process_has_imported_neither_ray_nor_arrow_nor_scipy(tmp_path,
         require_served(service, policy)
     modules = json.loads((tmp_path / "modules").read_text())
     assert "cauc_ray" in modules
-    assert not ABSENT & set(modules)
+    assert not (ABSENT | {"fastapi", "grpc", "google"}) & set(modules)
 
 
 @pytest.fixture(scope="module")

@@ -113,14 +113,6 @@ def test_rows_of_a_replica_that_hangs_are_asked_of_another(n_replicas):
     assert 1 <= fleets[0].n_ended <= 2
 
 
-@pytest.mark.parametrize("n_replicas", [2, 3])
-def test_a_replica_that_always_fails_is_replaced_and_its_rows_answered_by_another(n_replicas):
-    requests = [(0.02 * n, (n % GOOD,)) for n in range(500)]
-    results, fleets = run_virtually(served(requests, {}, n_replicas, failing=(0,)))
-    require_right(requests, results, {})
-    assert fleets[0].n_ended == 1
-
-
 @pytest.mark.parametrize("clients", [3, 40])
 def test_no_answer_lacks_a_stage_for_one_of_its_replicas_that_breaks(clients):
     """Whatever its calls are when it is found bad, the others answer their rows."""

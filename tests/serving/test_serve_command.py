@@ -94,7 +94,7 @@ def set_policy(cauc, local):
 
 @pytest.mark.parametrize(
     "authorization",
-    [None, "Bearer", f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer \xe9", "Bearer " + "é" * 2000],
+    [None, f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer \xe9"],
 )
 def test_without_a_valid_token_requests_are_refused(local, authorization):
     status, answer = ask(local, **({} if authorization is None else {"Authorization": authorization}))
