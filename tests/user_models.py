@@ -8,8 +8,6 @@ import signal
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 
 import numpy as np
 
@@ -51,23 +49,6 @@ def tells_modules(batch, path):
     """Answer as by_x does, and write what the process has imported by then."""
     with open(path, "w") as file:
         json.dump(sorted({name.partition(".")[0] for name in sys.modules}), file)
-
-
-def asks(url, timeout_s):
-    """Answer with what a server does, which must be there when the model is loaded."""
-
-    def answered(x):
-        with urllib.request.urlopen(url, json.dumps(x).encode(), timeout=timeout_s) as answer:
-            return np.array(json.load(answer))
-
-    def answer(batch):
-        try:
-            return answered(batch["x"].tolist())
-        except urllib.error.URLError as error:
-            raise error.reason if isinstance(error.reason, OSError) else error from None
-
-    answer({"x": np.zeros(1)})
-    return answer
 
 
 def saved_while(logits, model, fails, hangs):
@@ -140,9 +121,9 @@ def loads_slowly(seconds, log=os.devnull):
 
 @before(by_x)
 def hangs_on(batch, x):
-    """Answer as by_x does, but not for a minute on a batch that holds a value."""
+    """Answer as by_x does, but hang on a batch that holds a value."""
     if (batch["x"] == x).any():
-        time.sleep(60.0)
+        time.sleep(600.0)
 
 
 @before(by_x)
@@ -324,14 +305,14 @@ def one_too_many_on(question):
     return answer
 
 
-POISON = {666: "raises", 667: "exits", 668: "nan", 669: "shape", 670: "kills", 671: "hangs"}
+POISON = {666: "raises", 667: "exits", 668: "nan", 669: "shape", 670: "kills", 671: "hangs", 672: "slow"}
 
 
-def poisonable():
-    """Answer with the first of x's numbers, and 0; but do what POISON says where that is one of its keys."""
+def poisonable(column=0):
+    """Answer with a column of x's numbers, and 0; but do what POISON says where that is one of its keys."""
 
     def answer(batch):
-        x = np.asarray(batch["x"], dtype=np.float64)[:, 0]
+        x = np.asarray(batch["x"], dtype=np.float64)[:, column]
         kinds = [POISON.get(one) for one in x.tolist()]
         if "raises" in kinds:
             raise ValueError("cannot look at it")
@@ -341,6 +322,8 @@ def poisonable():
             os._exit(3)
         if "hangs" in kinds:
             time.sleep(600)
+        if "slow" in kinds:
+            time.sleep(1.0)
         logits = np.stack([x, np.zeros_like(x)], axis=1)
         logits[[kind == "nan" for kind in kinds]] = np.nan
         return logits[1:] if "shape" in kinds else logits

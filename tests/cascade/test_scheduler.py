@@ -68,9 +68,10 @@ def ended(scheduler, call, answer, now):
     return take(scheduler.done)
 
 
-def take(found):
-    taken = list(found)
-    found.clear()
+def take(owners):
+    """Return what is in a list, and empty it."""
+    taken = list(owners)
+    owners.clear()
     return taken
 
 
@@ -223,8 +224,8 @@ class Simulation:
 
     def fails(self, call):
         """Return how the replica of a call fails it whatever its rows, None if it does not."""
-        known = self.scheduler.stages[call.stage].known_good is not None
-        n = self.n_calls[call.stage] = self.n_calls[call.stage] + known
+        has_answered = self.scheduler.stages[call.stage].known_good is not None
+        n = self.n_calls[call.stage] = self.n_calls[call.stage] + has_answered
         n_left, way = self.way.get(call.replica, (PLENTY, ""))
         if n_left < 0:
             return way
@@ -232,7 +233,7 @@ class Simulation:
 
     def end(self, call):
         """End a call as a worker does, which finds out by itself which rows fail."""
-        where = self.rows_of(call)
+        rows = self.rows_of(call)
         if call.good_row is not None:
             self.has_good_row.add(call.replica)
         knows = call.probe or call.replica in self.has_good_row
@@ -248,8 +249,8 @@ class Simulation:
             bad = bad if failures else failed("no device", "replica" if knows else "unknown")
             self.scheduler.ended(call, bad, None, self.now)
             return
-        here = [self.stops[block][i] == call.stage for block, i in where]
-        if any(self.deadly[block][i] and own for (block, i), own in zip(where, here, strict=True)):
+        stops_here = [self.stops[block][i] == call.stage for block, i in rows]
+        if any(self.deadly[block][i] and stops for (block, i), stops in zip(rows, stops_here, strict=True)):
             at_work = self.scheduler.stages[call.stage].calls_at(call.replica)[: 1 + self.prepares]
             self.calls.append(call)
             if call in at_work:  # a call that waits kills nobody yet, but one that is being prepared may
@@ -259,8 +260,8 @@ class Simulation:
         failures = {
             position: reason
             for reason, marked in marks.items()
-            for position, ((block, i), own) in enumerate(zip(where, here, strict=True))
-            if marked[block][i] and own
+            for position, ((block, i), stops) in enumerate(zip(rows, stops_here, strict=True))
+            if marked[block][i] and stops
         }
         raised = [position for position, reason in failures.items() if reason == "poison"]
         if call.replica in self.way and len(failures) < len(call):
@@ -272,11 +273,11 @@ class Simulation:
         if len(failures) < len(call):
             self.has_good_row.add(call.replica)
         self.sizes[call.stage].append(len(call))
-        accepted = [own and position not in failures for position, own in enumerate(here)]
-        answers = [100 * block + i for block, i in where]
-        goes_on = Source([w for w, own in zip(where, here, strict=True) if not own])
+        accepted = [stops and position not in failures for position, stops in enumerate(stops_here)]
+        answers = [100 * block + i for block, i in rows]
+        deferred = Source([row for row, stops in zip(rows, stops_here, strict=True) if not stops])
         answered = result(answers, accepted, failures=failures, raised=raised)
-        self.scheduler.ended(call, answered, goes_on, self.now)
+        self.scheduler.ended(call, answered, deferred, self.now)
 
     def take_done(self):
         while self.scheduler.done:
@@ -353,7 +354,7 @@ def test_deferred_rows_are_gathered_into_full_batches(seed, n_stages):
         assert sum(size < 16 for size in sizes) <= 5
 
 
-def test_a_partial_batch_waits_for_its_time_and_no_longer():
+def test_a_partial_batch_waits_for_its_time_unless_nothing_can_be_added():
     scheduler = one_block([limits(10, batch_wait_s=5.0)] * 2, 10)
     call = scheduler.next_call(0.0)
     ended(scheduler, call, result(range(10), [True] * 6 + [False] * 4), 1.0)
@@ -362,17 +363,12 @@ def test_a_partial_batch_waits_for_its_time_and_no_longer():
     assert scheduler.next_call(5.9) is None
     assert len(scheduler.next_call(6.0)) == 4
 
-
-def test_a_partial_batch_does_not_wait_when_nothing_can_be_added():
-    scheduler = one_block([limits(10, batch_wait_s=5.0)] * 2, 3)
+    scheduler = one_block([limits(10, batch_wait_s=5.0)], 3)
     scheduler.n_reads = 1  # a block that is still being read can add rows
     scheduler.end_input()
     assert scheduler.next_call(0.0) is None
     scheduler.n_reads = 0
-    call = scheduler.next_call(0.0)
-    assert len(call) == 3
-    ended(scheduler, call, result(range(3), [True, True, False]), 0.0)
-    assert len(scheduler.next_call(0.0)) == 1
+    assert len(scheduler.next_call(0.0)) == 3
 
 
 def test_the_last_rows_are_shared_out_among_the_replicas():
@@ -499,28 +495,23 @@ def test_a_replica_kept_free_for_a_suspect_takes_rows_again_once_the_suspect_is_
     assert {scheduler.next_call(0.0).replica for _ in range(2)} == {11, 12}
 
 
-def fail_until_replaced(scheduler, now, **how):
-    """Fail a stage's calls until its replica is found bad. Returns the time and the number of calls."""
-    n = 0
-    while not (bad := scheduler.stages[0].take_bad()) and not scheduler.stages[0].never_succeeds:
-        call, now, n = scheduler.next_call(now), now + 10.0, n + 1
-        if call is not None:
-            ended(scheduler, call, failed("no device"), now)
-        assert n < 1000
-    for replica in bad:
-        scheduler.replica_lost(0, replica, "bad", now, own_fault=False)
-    return now, n
-
-
-def test_a_stage_that_never_succeeds_is_never_succeeds_after_its_replica_was_replaced():
+def test_a_stage_whose_calls_all_fail_is_given_up_after_its_replica_was_replaced():
     scheduler = one_block([limits(16)], 200)
-    now, _ = fail_until_replaced(scheduler, 0.0)
-    assert not scheduler.stages[0].never_succeeds
-    scheduler.stages[0].add_replica(1)
-    now, n = fail_until_replaced(scheduler, now)
-    assert scheduler.stages[0].never_succeeds
-    assert n >= CALLS_TO_GIVE_UP
-    assert not scheduler.stages[0].failed  # no row is given up: nothing shows that it is to blame
+    stage, now, n_failed = scheduler.stages[0], 0.0, 0
+    for replacement in (1, 2):
+        assert not stage.never_succeeds
+        while not (bad := stage.take_bad()) and not stage.never_succeeds:
+            call, now = scheduler.next_call(now), now + 10.0
+            if call is not None:
+                ended(scheduler, call, failed("no device"), now)
+                n_failed += 1
+            assert now < 10_000
+        for replica in bad:
+            scheduler.replica_lost(0, replica, "bad", now, own_fault=False)
+            stage.add_replica(replacement)
+    assert stage.never_succeeds
+    assert n_failed >= CALLS_TO_GIVE_UP
+    assert not stage.failed  # no row is given up: nothing shows that it is to blame
 
 
 def test_a_bad_replica_is_replaced_at_once_however_many_rows_wait():
@@ -529,16 +520,16 @@ def test_a_bad_replica_is_replaced_at_once_however_many_rows_wait():
     ended(scheduler, good, result(range(4), [True] * 4), 0.0)
     n_failed = 0
     at_bad = [bad]
-    while not (found := scheduler.stages[0].take_bad()):
+    while not (replaced := scheduler.stages[0].take_bad()):
         at_bad += [call for call in iter(lambda: scheduler.next_call(1.0), None) if call.replica == bad.replica]
-        known = scheduler.stages[0].known_good is not None
-        ended(scheduler, at_bad.pop(0), failed("no device", "replica" if known else "unknown"), 1.0)
+        fault = "unknown" if scheduler.stages[0].known_good is None else "replica"
+        ended(scheduler, at_bad.pop(0), failed("no device", fault), 1.0)
         n_failed += 1
-    assert list(found) == [bad.replica]
+    assert list(replaced) == [bad.replica]
     assert n_failed <= CALLS_PER_REPLICA + FAILURES_TO_REPLACE
 
 
-def test_a_stage_whose_calls_alone_end_their_replicas_is_never_succeeds():
+def test_a_stage_is_given_up_after_deaths_with_one_call_at_a_time():
     scheduler = one_block([limits(1)], 60)
     isolated = 0
     for death in range(100):
@@ -551,13 +542,23 @@ def test_a_stage_whose_calls_alone_end_their_replicas_is_never_succeeds():
     assert isolated == DEATHS_TO_GIVE_UP
 
 
-def test_many_replicas_that_are_killed_at_once_say_nothing_of_their_calls():
-    scheduler = one_block([limits(1)], 60, replicas=3 * DEATHS_TO_GIVE_UP)
-    for replica in range(3 * DEATHS_TO_GIVE_UP):
-        assert scheduler.next_call(0.0).replica == replica
-    for replica in range(3 * DEATHS_TO_GIVE_UP):
+def test_deaths_of_many_replicas_at_once_or_with_their_nodes_accuse_no_call():
+    n = 3 * DEATHS_TO_GIVE_UP
+    scheduler = one_block([limits(1)], 60, replicas=n)
+    assert [scheduler.next_call(0.0).replica for _ in range(n)] == list(range(n))
+    for replica in range(n):
         scheduler.replica_lost(0, replica, "died", 0.0)
     assert not scheduler.stages[0].never_succeeds
+
+    scheduler = one_block([limits(1)], 1, replicas=8)
+    for replica in range(7):
+        assert scheduler.next_call(0.0).replica == replica
+        scheduler.replica_lost(0, replica, "its node died", 0.0, own_fault=False)
+        assert not scheduler.done
+    call = scheduler.next_call(0.0)
+    assert (call.replica, call.failed_on, call.isolated) == (7, (), False)
+    (block,) = ended(scheduler, call, result([1], [True]), 0.0)
+    assert not block.failures
 
 
 def test_the_backlog_is_in_seconds_of_work():
@@ -577,30 +578,6 @@ def test_a_replica_that_computes_for_too_long_is_overdue_and_one_that_was_idle_i
     ended(scheduler, first, result(range(4), [True] * 4), 110.0)
     assert scheduler.stages[0].overdue(10.0, 120.0) == []  # the second has had the replica since 110
     assert scheduler.stages[0].overdue(10.0, 121.0) == [0]
-
-
-def test_replicas_that_die_with_their_node_are_no_fault_of_a_row():
-    scheduler = one_block([limits(1)], 1, replicas=8)
-    for replica in range(7):
-        assert scheduler.next_call(0.0).replica == replica
-        scheduler.replica_lost(0, replica, "its node died", 0.0, own_fault=False)
-        assert not scheduler.done
-    call = scheduler.next_call(0.0)
-    assert (call.replica, call.failed_on, call.isolated) == (7, (), False)
-    (block,) = ended(scheduler, call, result([1], [True]), 0.0)
-    assert not block.failures
-
-
-def test_what_a_bad_replica_still_had_under_way_does_not_give_its_stage_up():
-    scheduler = one_block([limits(8)], 400)
-    at, calls = scheduler.stages[0], []
-    while not at.take_bad():
-        while (call := scheduler.next_call(0.0)) is not None:
-            calls.append(call)
-        ended(scheduler, calls.pop(0), failed("no device"), 0.0)
-    for call in calls:  # they had ended before anybody knew
-        ended(scheduler, call, failed("no device"), 0.0)
-    assert not at.never_succeeds
 
 
 def test_more_are_expected_while_fewer_are_open_than_lately():

@@ -21,7 +21,8 @@ from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 
 CAUC = Path(sys.executable).with_name("cauc")
-DEADLINE_S = 120.0
+# Ends what hangs; nothing is decided by it.
+DEADLINE_S = 240.0
 
 
 class Chain:
@@ -35,7 +36,7 @@ class Chain:
             "rf": fit_rf(chains["calibration"], chains["validation"], ThresholdRule()),
             "base": fit_base(chains["calibration"], chains["validation"]),
         }
-        self.other = fit_rf(synthetic.chain(strengths=(1.0, 2.4)), rule=ThresholdRule(threshold=0.8))
+        self.two_models = fit_rf(synthetic.chain(strengths=(1.0, 2.4)), rule=ThresholdRule(threshold=0.8))
         path = saved_pool(folder, serving={"batch_size": 16, "timeout_s": 20})
         content = yaml.safe_load(path.read_text())
         content["serving"] = {"router": {"replicas": {"min": 2}, "resources": {"num_cpus": 0.5}}}
@@ -103,8 +104,8 @@ def in_force(service):
 
 def put_policy(service, content, **headers):
     """Ask for a change of the policy; return the status, the content and the tag of the version."""
-    status, text, told = http("PUT", f"{service.url}/v2/models/six/policy", content, **headers)
-    return status, json.loads(text), told["ETag"]
+    status, text, answered = http("PUT", f"{service.url}/v2/models/six/policy", content, **headers)
+    return status, json.loads(text), answered["ETag"]
 
 
 class Command:
@@ -114,11 +115,11 @@ class Command:
     """
 
     def __init__(self, folder, *arguments, policy="policy.json", cauc=CAUC, errors=subprocess.PIPE, **environment):
-        own = {name: value for name, value in os.environ.items() if not name.startswith("CAUC_")}
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("CAUC_")}
         self.process = subprocess.Popen(
             [cauc, "serve", "pool.yaml", "--policy", policy, "--json", *arguments],
             cwd=folder,
-            env=own | environment,
+            env=variables | environment,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -146,13 +147,13 @@ class Command:
         return self.process.returncode, out, err
 
     def processes(self):
-        """Return all processes that have come of it and still run."""
+        """Return all of its child processes that still run."""
         try:
             return psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
 
-    def kill(self):
+    def close(self):
         """Leave nothing, whatever a test has not ended."""
         for process in [*self.processes(), self.process]:
             process.kill()

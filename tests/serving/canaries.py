@@ -1,13 +1,13 @@
 """A saved chain that is served with several policies, and clients that report which answers were right."""
 
 import json
-import time
+from collections import Counter
 from contextlib import contextmanager
 
 import numpy as np
 import synthetic
 import yaml
-from asking import ask, http
+from asking import ask, http, until
 from runs import saved_pool
 
 import cauc_ray
@@ -17,7 +17,6 @@ from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 
 N = 4000
-DEADLINE_S = 90.0
 # Of an answer, as feedback wants them.
 OUTPUTS = ("prediction", "confidence", "stage")
 
@@ -29,9 +28,8 @@ class Canaries:
         self.folder, self.test = folder, synthetic.chain(21, N)
         self.ids = [f"row-{row}" for row in range(N)]
         for stage, model in enumerate(self.test.models):
-            logits = list(self.test.logits[stage])
-            own = {"example_ids": self.ids, "labels": self.test.labels, "logits": logits, "costs": None}
-            write_logits(folder / "LOGITS", model, "test", **own)
+            table = {"example_ids": self.ids, "labels": self.test.labels, "logits": list(self.test.logits[stage])}
+            write_logits(folder / "LOGITS", model, "test", **table, costs=None)
         rule = ThresholdRule(budget=6.0)
         self.policy = fit_rf(synthetic.chain(22, 1500), synthetic.chain(22, 1500, shift=1), rule)
         self.better, self.worse = self.policy.with_threshold(0.9), self.policy.with_threshold(0.0)
@@ -50,34 +48,35 @@ class Canaries:
             yield service
 
     def accuracy(self, policy):
-        found = replay(policy, self.test)
-        return float((found.predictions == self.test.labels).mean())
+        return float((replay(policy, self.test).predictions == self.test.labels).mean())
 
     def traffic(self, service, rng, *, n_requests=10, size=40, labelled=True):
-        """Ask for rows drawn at random, report their labels, and return the ids of the policies that answered."""
-        had = []
+        """Ask for rows drawn at random, report their labels, and count the answers of each policy by its id."""
+        n_answers = Counter()
         for _ in range(n_requests):
             rows = rng.integers(N, size=size)
-            outputs, parameters = ask(
-                service, [self.ids[row] for row in rows], None, ("prediction", "confidence", "stage")
-            )
-            had.append(parameters["policy_id"])
+            outputs, parameters = ask(service, [self.ids[row] for row in rows], None, OUTPUTS)
+            n_answers[parameters["policy_id"]] += 1
             if labelled:
-                own = {name: parameters[name] for name in ("policy_id", "answer_id")}
-                said = {name: values.tolist() for name, values in outputs.items()}
-                body = {**own, **said, "label": self.test.labels[rows].tolist()}
+                answer = {name: parameters[name] for name in ("policy_id", "answer_id")}
+                answer |= {name: values.tolist() for name, values in outputs.items()}
+                body = {**answer, "label": self.test.labels[rows].tolist()}
                 status, content, _ = http("POST", f"{service.url}/v2/models/six/feedback", body)
                 assert status == 200, content
-        return had
+        return n_answers
 
-    def until_decided(self, service, rng, **options):
-        """Send traffic until there is a decision by rule; return its receipt, and how many rows were sent."""
-        deadline, n = time.monotonic() + DEADLINE_S, 0
-        while True:
-            n += 40 * len(self.traffic(service, rng, **options))
-            if (found := policies(service)["receipts"]) and found[-1]["by"] == "rule":
-                return found[-1], n
-            assert time.monotonic() < deadline, policies(service)["candidates"]
+    def decision(self, service, rng, **options):
+        """Send traffic until there is a decision by rule; return its receipt."""
+        receipts = []
+
+        def decided():
+            nonlocal receipts
+            self.traffic(service, rng, **options)
+            receipts = policies(service)["receipts"]
+            return receipts and receipts[-1]["by"] == "rule"
+
+        until(decided)
+        return receipts[-1]
 
 
 def policies(service):

@@ -96,7 +96,7 @@ class Counts(ServingMetrics):
         self._seen: Counter[tuple[str, ...]] = Counter()
         super().__init__(self._noted, "m", stages, "")
 
-    def _noted(self, name, kind, tags, says, boundaries):
+    def _noted(self, name, kind, tags, description, boundaries):
         return lambda labels: lambda amount: self._seen.update({(name, *labels.values()): amount})
 
     def of(self, name):
@@ -104,8 +104,8 @@ class Counts(ServingMetrics):
         self.flush()
         return {
             tags[0] if len(tags) == 1 else tags: n
-            for (which, _, *more), n in self._seen.items()
-            if which == f"cauc_serve_{name}" and (tags := tuple(tag for tag in more if tag))
+            for (metric, _, *more), n in self._seen.items()
+            if metric == f"cauc_serve_{name}" and (tags := tuple(tag for tag in more if tag))
         }
 
 
@@ -132,7 +132,7 @@ def cascade_of(pool: Pool, stages: Sequence[Stage], log: Any = None) -> tuple[Ca
 
 def columns_of(logits: Sequence[np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:
     """Return rows' columns: their number and each stage's logits for them."""
-    return {"row": rows, **{f"logits{stage}": own[rows] for stage, own in enumerate(logits)}}
+    return {"row": rows, **{f"logits{stage}": of_stage[rows] for stage, of_stage in enumerate(logits)}}
 
 
 async def together(*coroutines: Any) -> list[Any]:

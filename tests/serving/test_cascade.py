@@ -1,3 +1,5 @@
+"""A cascade of a service in virtual time: answers are those of the replay, or degraded, or refused."""
+
 import asyncio
 
 import numpy as np
@@ -13,7 +15,6 @@ from routed import routed
 from synthetic import chain
 from virtual_time import run_virtually
 
-from cauc_ray.cascade import request_queue
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Answers
 from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
@@ -33,7 +34,7 @@ def fitted(method, data=DATA, threshold=0.8):
 POLICIES = {method: fitted(method) for method in ("base", "rf")}
 
 
-def stages(n=3, **options):
+def make_stages(n=3, **options):
     return [Stage(f"logits{stage}", **options) for stage in range(n)]
 
 
@@ -57,14 +58,14 @@ def test_answers_are_those_of_the_replay_however_requests_are_cut(method, sizes,
         await asyncio.sleep(float(waits.uniform(0, 1e-3)))
 
     async def main():
-        mine = stages(before=before)
-        cascade, counts = cascade_of(a_pool(NAMES, batch_wait_s=0.001), mine)
+        stages = make_stages(before=before)
+        cascade, counts = cascade_of(a_pool(NAMES, batch_wait_s=0.001), stages)
         answers = await asyncio.gather(
             *(answered(cascade, policy, rows, asks_for=frozenset({"scores"})) for rows in requests)
         )
-        return mine, counts, answers
+        return stages, counts, answers
 
-    mine, counts, answers = run_virtually(main())
+    stages, counts, answers = run_virtually(main())
     for rows, answer in zip(requests, answers, strict=True):
         assert np.array_equal(answer.predictions, expected.predictions[rows])
         assert np.array_equal(answer.confidences, expected.confidences[rows])
@@ -72,10 +73,10 @@ def test_answers_are_those_of_the_replay_however_requests_are_cut(method, sizes,
         assert np.array_equal(answer.costs, expected.costs[rows])
         assert not answer.degraded.any()
         assert (answer.vectors["scores"].argmax(axis=1) == answer.predictions).all()
-    for stage, own in enumerate(mine):
-        seen = [row for batch in own.batches for row in batch]
-        assert sorted(seen) == sorted(np.flatnonzero(expected.stages >= stage))  # nothing twice, nothing for nothing
-        assert max(map(len, own.batches), default=0) <= 8
+    for stage, calls in enumerate(one.batches for one in stages):
+        rows = [row for batch in calls for row in batch]
+        assert sorted(rows) == sorted(np.flatnonzero(expected.stages >= stage))  # nothing twice, nothing for nothing
+        assert max(map(len, calls), default=0) <= 8
         assert counts.of("rows").get((NAMES[stage], "accepted"), 0) == (expected.stages == stage).sum()
     assert sum(counts.of("cost").values()) == pytest.approx(expected.costs.sum())
 
@@ -85,21 +86,21 @@ def test_deferred_rows_of_many_requests_are_gathered():
         await asyncio.sleep(0.01)
 
     async def main():
-        mine = stages(before=before)
-        cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=0.05), mine)
+        stages = make_stages(before=before)
+        cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=0.05), stages)
         await asyncio.gather(*(answered(cascade, POLICIES["rf"], np.array([row])) for row in range(64)))
-        return mine
+        return stages
 
-    mine = run_virtually(main())
+    stages = run_virtually(main())
     deferred = int((replay(POLICIES["rf"], DATA).stages[:64] >= 1).sum())
     assert deferred > 16
-    assert len(mine[0].batches) == 8
-    assert len(mine[1].batches) <= -(-deferred // 8) + 2
+    assert len(stages[0].batches) == 8
+    assert len(stages[1].batches) <= -(-deferred // 8) + 2
 
 
 def test_a_client_that_is_alone_does_not_wait_for_others():
     async def main():
-        cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=5.0), stages())
+        cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=5.0), make_stages())
         for row in range(5):
             await asyncio.wait_for(answered(cascade, POLICIES["base"], np.array([row])), 1.0)
 
@@ -112,11 +113,11 @@ def test_a_request_keeps_its_policy_to_the_end_and_may_share_calls_with_another(
     assert (both[0].stages[:8] != both[1].stages[:8]).any()
 
     async def main():
-        mine = stages()
-        cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=0.05), mine)
+        stages = make_stages()
+        cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=0.05), stages)
         rows = np.arange(4), np.arange(4, 8)
         answers = await asyncio.gather(answered(cascade, POLICIES["rf"], rows[0]), answered(cascade, other, rows[1]))
-        assert mine[0].batches[0] == list(range(8))
+        assert stages[0].batches[0] == list(range(8))
         return zip(answers, both, rows, strict=True)
 
     for answer, expected, rows in run_virtually(main()):
@@ -129,14 +130,14 @@ def test_a_cap_stops_rows_with_the_answer_so_far():
     rows = np.arange(40)
 
     async def main(last):
-        mine = stages()
-        cascade, counts = cascade_of(a_pool(NAMES), mine)
-        return mine, counts, await answered(cascade, policy, rows, last_stage=last)
+        stages = make_stages()
+        cascade, counts = cascade_of(a_pool(NAMES), stages)
+        return stages, counts, await answered(cascade, policy, rows, last_stage=last)
 
     for last in range(3):
-        mine, counts, answer = run_virtually(main(last))
+        stages, counts, answer = run_virtually(main(last))
         assert answer.stages.max() <= last
-        assert all(not own.batches for own in mine[last + 1 :])
+        assert not any(stage.batches for stage in stages[last + 1 :])
         step = policy.start(DATA.logits[0][rows])
         if last == 0:
             assert np.array_equal(answer.predictions, step.predictions)
@@ -144,13 +145,14 @@ def test_a_cap_stops_rows_with_the_answer_so_far():
         assert not answer.degraded.any()
 
 
-def hanging(stage):
-    async def before(call, batch):
-        await asyncio.sleep(60)
+async def hang(call, batch):
+    await asyncio.sleep(60)
 
-    mine = stages()
-    mine[stage].before = before
-    return mine
+
+def hanging(stage):
+    stages = make_stages()
+    stages[stage].before = hang
+    return stages
 
 
 def test_a_stage_that_hangs_degrades_the_request_or_fails_it():
@@ -185,41 +187,15 @@ def test_a_stage_that_hangs_degrades_the_request_or_fails_it():
         assert error.retry_after_s > 0
 
 
-def test_a_stage_is_asked_again_after_a_pause(monkeypatch):
-    monkeypatch.setattr(request_queue, "PAUSE_S", 0.1)
-    down = True
-
-    async def before(call, batch):
-        if down:
-            await asyncio.sleep(60)
-
-    async def main():
-        nonlocal down
-        mine = stages()
-        mine[1].before = before
-        cascade, _ = cascade_of(a_pool(NAMES, "degrade", timeout_s=0.2), mine)
-        rows = np.arange(30)
-        late = await answered(cascade, POLICIES["rf"], rows)
-        down = False
-        await asyncio.sleep(0.15)
-        await answered(cascade, POLICIES["rf"], rows[:4])  # some of it finds out that the stage is well
-        return late, await answered(cascade, POLICIES["rf"], rows)
-
-    late, well = run_virtually(main())
-    assert late.degraded.any()
-    assert not well.degraded.any()
-    assert np.array_equal(well.predictions, replay(POLICIES["rf"], DATA).predictions[:30])
-
-
 def test_a_call_that_fails_is_made_again_for_each_request_alone():
     async def before(call, batch):
         if 3 in batch["row"]:
             raise StageError("failed", "ValueError: no")
 
     async def main(on_failure, guilty_stage):
-        mine = stages()
-        mine[guilty_stage].before = before
-        cascade, _ = cascade_of(a_pool(NAMES, on_failure, batch_wait_s=0.05), mine)
+        stages = make_stages()
+        stages[guilty_stage].before = before
+        cascade, _ = cascade_of(a_pool(NAMES, on_failure, batch_wait_s=0.05), stages)
         return await together(*(answered(cascade, fitted("rf", threshold=2.0), np.array([row])) for row in range(8)))
 
     for on_failure, stage in (("fail", 0), ("fail", 1), ("degrade", 0)):
@@ -235,16 +211,20 @@ def test_a_stage_that_always_fails_is_not_called_for_every_row_and_the_reason_gi
         raise StageError("failed", "a logit is NaN")
 
     async def main():
-        mine = stages()
-        mine[1].before = before
-        cascade, _ = cascade_of(a_pool(NAMES, "degrade"), mine)
+        stages = make_stages()
+        stages[1].before = before
+        cascade, _ = cascade_of(a_pool(NAMES, "degrade"), stages)
         answer = await answered(cascade, POLICIES["rf"], np.arange(200))
-        mine[0].before = before
-        return mine, answer, await together(*(answered(cascade, POLICIES["rf"], np.array([row])) for row in range(200)))
+        stages[0].before = before
+        return (
+            stages,
+            answer,
+            await together(*(answered(cascade, POLICIES["rf"], np.array([row])) for row in range(200))),
+        )
 
-    mine, answer, refused = run_virtually(main())
+    stages, answer, refused = run_virtually(main())
     assert answer.degraded.sum() > 60
-    assert len(mine[1].batches) < 20
+    assert len(stages[1].batches) < 20
     assert {error.status for error in refused} == {503}
     assert all("a logit is NaN" in error.message for error in refused)  # the reason has the remedy
 
@@ -255,9 +235,9 @@ def test_rows_that_a_model_refuses():
         return Answers(answers.logits, failures={int(place): "it is no image" for place in places})
 
     async def main(on_failure, stage):
-        mine = stages()
-        mine[stage].alter = refuse
-        cascade, _ = cascade_of(a_pool(NAMES, on_failure, batch_wait_s=0.05), mine)
+        stages = make_stages()
+        stages[stage].alter = refuse
+        cascade, _ = cascade_of(a_pool(NAMES, on_failure, batch_wait_s=0.05), stages)
         policy = fitted("rf", threshold=2.0)
         return await together(answered(cascade, policy, np.arange(2)), answered(cascade, policy, np.arange(2, 4)))
 
@@ -270,33 +250,18 @@ def test_rows_that_a_model_refuses():
     assert partly.stages.tolist() == [0, 2]
 
 
-def test_too_much_to_do_is_refused_at_once_and_the_rest_answered():
-    async def before(call, batch):
-        await asyncio.sleep(0.02)
-
+@pytest.mark.parametrize("image", [np.zeros((1, 2), dtype=np.uint8), np.zeros((1, 3), dtype=np.float32)])
+def test_rows_of_different_types_or_shapes_do_not_share_a_call(image):
     async def main():
-        cascade, _ = cascade_of(a_pool(NAMES, max_queued_rows=40), stages(before=before))
-        return await together(*(answered(cascade, POLICIES["base"], np.array([row])) for row in range(100)))
-
-    results = run_virtually(main())
-    refused = [result for result in results if isinstance(result, RequestError)]
-    assert {error.status for error in refused} == {429}
-    assert 100 - 2 * 40 <= len(refused) < 70
-    assert all(error.retry_after_s for error in refused)
-
-
-@pytest.mark.parametrize("other", [np.zeros((1, 2), dtype=np.uint8), np.zeros((1, 3), dtype=np.float32)])
-def test_rows_of_other_types_or_shapes_do_not_share_a_call(other):
-    async def main():
-        mine = stages()
-        cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=0.05), mine)
+        stages = make_stages()
+        cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=0.05), stages)
         requests = []
         for row in range(6):
             columns = columns_of(DATA.logits, np.array([row]))
-            columns["image"] = other if row % 2 else np.zeros((1, 2), dtype=np.float32)
+            columns["image"] = image if row % 2 else np.zeros((1, 2), dtype=np.float32)
             requests.append(cascade.answer(POLICIES["base"], columns, 1, last_stage=0))
         await asyncio.gather(*requests)
-        return mine[0].batches
+        return stages[0].batches
 
     assert [sorted(batch) for batch in run_virtually(main())] == [[0, 2, 4], [1, 3, 5]]
 
@@ -315,16 +280,16 @@ def test_rows_behind_a_long_request_wait_for_what_is_at_the_replica_and_no_more(
                 await asyncio.sleep(takes_s)
             return takes_s
 
-        mine = stages(before=before)
-        cascade, _ = cascade_of(a_pool(NAMES, timeout_s=60.0), mine)
+        stages = make_stages(before=before)
+        cascade, _ = cascade_of(a_pool(NAMES, timeout_s=60.0), stages)
         policy = fitted("base", threshold=0.0)  # every row stops at the first stage
         columns = columns_of(DATA.logits, np.resize(np.arange(10, len(DATA)), 4096))
         long = asyncio.ensure_future(cascade.answer(policy, columns, 4096))
         await asyncio.sleep(after_s)
-        n_before, started = len(mine[0].batches), asyncio.get_running_loop().time()
+        n_before, started = len(stages[0].batches), asyncio.get_running_loop().time()
         await together(*(answered(cascade, policy, np.array([row])) for row in range(n_others)))
         took_s = asyncio.get_running_loop().time() - started
-        return mine[0].batches[n_before], took_s, len((await long).predictions)
+        return stages[0].batches[n_before], took_s, len((await long).predictions)
 
     next_batch, took_s, n = run_virtually(main())
     assert n == 4096
@@ -338,7 +303,7 @@ def test_a_queue_is_bounded_in_bytes():
         await asyncio.sleep(60)
 
     async def main():
-        cascade, _ = cascade_of(a_pool(NAMES), stages(before=before))
+        cascade, _ = cascade_of(a_pool(NAMES), make_stages(before=before))
         image = np.broadcast_to(np.zeros(1), (1, 250_000))  # 2 MB that take none here
         asks = []
         for row in range(4000):
@@ -359,12 +324,34 @@ def test_a_request_has_one_deadline_for_all_stages():
         await asyncio.sleep(1.9)
 
     async def main():
-        cascade, _ = cascade_of(a_pool(NAMES, timeout_s=2.0), stages(before=before))
+        cascade, _ = cascade_of(a_pool(NAMES, timeout_s=2.0), make_stages(before=before))
         started = asyncio.get_running_loop().time()
         await together(answered(cascade, fitted("rf", threshold=2.0), np.arange(4)))
         return asyncio.get_running_loop().time() - started
 
     assert run_virtually(main()) < 4.0
+
+
+@pytest.mark.parametrize("on_failure", ["degrade", "fail"])
+def test_a_request_s_own_timeout_ends_it_and_leaves_the_stage_up(on_failure):
+    rows = np.flatnonzero(replay(POLICIES["rf"], DATA).stages > 0)[:4]
+
+    async def slow(call, batch):
+        await asyncio.sleep(1.0)
+
+    async def main():
+        stages = make_stages()
+        stages[1].before = slow
+        cascade, _ = cascade_of(a_pool(NAMES, on_failure, timeout_s=5.0), stages)
+        impatient = (await together(answered(cascade, POLICIES["rf"], rows, timeout_s=0.5)))[0]
+        return impatient, await answered(cascade, POLICIES["rf"], rows)
+
+    impatient, patient = run_virtually(main())
+    if on_failure == "fail":
+        assert (impatient.status, "the request's timeout" in impatient.message) == (503, True)
+    else:
+        assert (impatient.degraded.all(), impatient.stages.max()) == (True, 0)
+    assert not patient.degraded.any()
 
 
 # Rows that go to any stage, next to others that take them in turn.
@@ -384,46 +371,46 @@ def test_rows_of_every_policy_are_answered_as_in_the_replay(begins):
         return await cascade.answer(policy, columns_of(R_DATA.logits, rows), len(rows))
 
     async def main():
-        mine = stages(4)
-        cascade, _ = cascade_of(a_pool(R_NAMES, batch_wait_s=0.01), mine)
+        stages = make_stages(4)
+        cascade, _ = cascade_of(a_pool(R_NAMES, batch_wait_s=0.01), stages)
         answers = await asyncio.gather(*(ask(cascade, *request, rng.uniform(0, 0.1)) for request in requests))
-        return answers, mine
+        return answers, stages
 
-    answers, mine = run_virtually(main())
+    answers, stages = run_virtually(main())
     for answer, (policy, rows) in zip(answers, requests, strict=True):
         expected = replay(policy, R_DATA)
         for name in ("predictions", "confidences", "stages", "costs"):
             assert np.array_equal(getattr(answer, name), getattr(expected, name)[rows])
-    assert sum(len(own.batches) for own in mine) < 400  # of some 1,000 rows' calls: they share them
+    assert sum(len(stage.batches) for stage in stages) < 400  # of some 1,000 rows' calls: they share them
 
 
-def test_rows_of_a_stage_that_fails_keep_the_answer_that_they_have_and_are_refused_without_one():
+def test_rows_of_a_stage_that_is_down_are_degraded_or_refused_without_an_answer():
     policy = routed(R_FITTED)
     expected = replay(policy, R_DATA)
     first = 1 + R_DATA.logits[0].argmax(axis=1) % 3
-    sure = np.flatnonzero((first == 1) & (expected.stages == 1))[:4]
-    onward = np.flatnonzero((first == 1) & (expected.stages != 1))[:4]  # to the third stage, around the corner
-    there = np.flatnonzero(first == 3)[:4]
-
-    assert all(len(rows) > 0 for rows in (sure, onward, there))
+    accepted = np.flatnonzero((first == 1) & (expected.stages == 1))[:4]
+    deferred = np.flatnonzero((first == 1) & (expected.stages != 1))[:4]  # to the third stage
+    unanswered = np.flatnonzero(first == 3)[:4]
+    requests = (accepted, deferred, unanswered)
+    assert all(len(rows) > 0 for rows in requests)
 
     async def main():
-        cascade, _ = cascade_of(a_pool(R_NAMES, "degrade", timeout_s=0.5), stages(4))
+        cascade, _ = cascade_of(a_pool(R_NAMES, "degrade", timeout_s=0.5), make_stages(4))
         cascade.replicas(3, [])
-        asked = (cascade.answer(policy, columns_of(R_DATA.logits, rows), len(rows)) for rows in (sure, onward, there))
-        return await together(*asked)
+        answers = (cascade.answer(policy, columns_of(R_DATA.logits, rows), len(rows)) for rows in requests)
+        return await together(*answers)
 
-    known, kept, refused = run_virtually(main())
-    assert not known.degraded.any()
-    assert kept.degraded.all()
-    assert (kept.stages == 1).all()
+    whole, degraded, refused = run_virtually(main())
+    assert not whole.degraded.any()
+    assert degraded.degraded.all()
+    assert (degraded.stages == 1).all()
     assert isinstance(refused, RequestError)
     assert refused.status == 503
 
 
 def test_no_stage_can_be_the_last_one_where_stages_are_not_called_in_turn():
     async def main():
-        cascade, _ = cascade_of(a_pool(R_NAMES), stages(4))
+        cascade, _ = cascade_of(a_pool(R_NAMES), make_stages(4))
         columns = columns_of(R_DATA.logits, np.arange(3))
         return (await together(cascade.answer(routed(R_FITTED), columns, 3, last_stage=1)))[0]
 
@@ -447,7 +434,7 @@ def test_a_request_is_a_span_of_its_caller_with_one_for_each_stage():
     policy = POLICIES["rf"]
 
     async def main():
-        cascade, _ = cascade_of(a_pool(DATA.models), stages())
+        cascade, _ = cascade_of(a_pool(DATA.models), make_stages())
         return await cascade.answer(policy, columns_of(DATA.logits, np.arange(40)), 40)
 
     answer = asyncio.run(main())
@@ -456,12 +443,12 @@ def test_a_request_is_a_span_of_its_caller_with_one_for_each_stage():
     spans.report({"traceparent": caller}, first_ns - 1000, answer, {"rows": 40, "policy_id": policy.id})
     import test_cascade  # as the configuration names it
 
-    found = {span.name: span for span in test_cascade.EXPORTER.get_finished_spans()}
-    request = found["cauc.infer"]
+    spans = {span.name: span for span in test_cascade.EXPORTER.get_finished_spans()}
+    request = spans["cauc.infer"]
     assert f"{request.context.trace_id:032x}" == "ab" * 16
     assert f"{request.parent.span_id:016x}" == "cd" * 8
     assert request.attributes["cauc.policy_id"] == policy.id
-    of_stages = [found[f"cauc.stage {name}"] for name in DATA.models]
+    of_stages = [spans[f"cauc.stage {name}"] for name in DATA.models]
     for span in of_stages:
         assert span.parent.span_id == request.context.span_id
         assert request.start_time < span.start_time <= span.end_time <= request.end_time

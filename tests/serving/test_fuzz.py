@@ -7,20 +7,20 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
 import pytest
 import yaml
 from asking import http as ask
+from asking import until
 from hypothesis import settings
 from runs import python_pool, two_model_policy
 
 import cauc_ray
 
 INFER, POLICY = "/v2/models/fuzzed/infer", "/v2/models/fuzzed/policy"
-MOST_BYTES, DEADLINE_S = 200_000, 30
+MOST_BYTES, DEADLINE_S = 200_000, 120
 # A request costs what hundreds of calls of a function do: of a profile's examples these tests take so small a part.
 MOST = settings.default.max_examples
 TEXT = json.dumps(
@@ -49,7 +49,7 @@ def service(tmp_path_factory):
         yield running
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_every_address_does_what_the_openapi_page_says(service, tmp_path):
     """Schemathesis asks every address for what the page says and for what it does not, and checks the answers."""
     with urllib.request.urlopen(f"{service.url}/openapi.json", timeout=60) as answer:
@@ -91,26 +91,25 @@ def raw(service, sent):
     return connection
 
 
-def test_clients_that_are_slow_or_go_away_keep_nobody_waiting(service, caplog):
+def test_clients_that_are_slow_or_leave_keep_nobody_waiting(service, caplog):
     caplog.set_level(logging.INFO, logger="cauc_ray")
     lines = [f"POST {INFER} HTTP/1.1", "Host: x", f"Content-Length: {len(BODY)}"]
     whole = "\r\n".join([*lines, *map(": ".join, LENGTH.items()), "", ""]).encode() + BODY
     slow = [raw(service, whole[: 20 + 5 * number]) for number in range(20)]
-    leaving = [raw(service, whole if number % 2 else whole[:-10]) for number in range(40)]
-    time.sleep(0.2)
-    for leaves in leaving:
-        leaves.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # without a farewell
-        leaves.close()
+
+    def one_is_missed():
+        for sent in (whole, whole[:-10]):
+            with raw(service, sent) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        return '"status": 499' in caplog.text
+
+    until(one_is_missed)
     for _ in range(5):
         require_well(service)
     for number, connection in enumerate(slow):
         with connection:
             connection.sendall(whole[20 + 5 * number :])
             assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
-    deadline = time.monotonic() + DEADLINE_S
-    while '"status": 499' not in caplog.text:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
     # They were no fault of the service.
     assert '"status": 500' not in caplog.text
     assert "Traceback" not in caplog.text

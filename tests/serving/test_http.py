@@ -52,9 +52,9 @@ def test_an_unmodified_triton_client_gets_the_answers_of_the_replay(chain, clien
     ids.set_data_from_numpy(np.array([one.encode() for one in chain.ids], dtype=object), binary_data=binary)
     # In JSON, rows with fewer options cannot be padded with -inf.
     names = [one["name"] for one in metadata["outputs"] if binary or one["name"] != "logits"]
-    wanted = [InferRequestedOutput(name, binary_data=binary) for name in names]
+    requested = [InferRequestedOutput(name, binary_data=binary) for name in names]
     more = {"request_compression_algorithm": "gzip" if binary else None, "priority": int(binary)}
-    result = client.infer("six", [ids], outputs=wanted, request_id="7", **more)
+    result = client.infer("six", [ids], outputs=requested, request_id="7", **more)
     expected = chain.expected("rf")
     assert np.array_equal(result.as_numpy("prediction"), expected.predictions)
     assert np.array_equal(result.as_numpy("stage"), expected.stages)
@@ -92,11 +92,11 @@ def test_a_request_may_carry_its_own_cap(chain, service):
         ({"max_cost": float(costs[1]) * 0.999}, 0),
         ({"max_cost": 1e9, "max_stage": 1}, 1),
     ):
-        outputs, told = ask(service, deferred, parameters)
+        outputs, response = ask(service, deferred, parameters)
         assert (outputs["stage"] == last).all()
         assert outputs["cost"] == pytest.approx(costs[last])
-        assert told["degraded"] is False
-    for parameters, says in (
+        assert response["degraded"] is False
+    for parameters, reason in (
         ({"max_stage": 3}, "max_stage must be 0 to 2 or one of m0, m1, m2, got 3"),
         ({"max_stage": "m9"}, "max_stage must be 0 to 2"),
         ({"max_stage": True}, "max_stage"),
@@ -108,10 +108,10 @@ def test_a_request_may_carry_its_own_cap(chain, service):
     ):
         inputs = [{"name": "example_id", "shape": [1], "datatype": "BYTES", "data": [chain.ids[0]]}]
         status, error = refused(service, {"inputs": inputs, "parameters": parameters})
-        assert (status, says in error) == (400, True), error
+        assert (status, reason in error) == (400, True), error
 
 
-def test_what_is_malformed_gets_a_sentence_and_a_4xx(chain, service):
+def test_malformed_requests_are_refused_with_a_4xx_in_one_line(chain, service):
     one = {"name": "example_id", "shape": [1], "datatype": "BYTES", "data": [chain.ids[0]]}
     for body, status, reason in (
         (b"\xff\xfe", 400, "JSON"),
@@ -131,7 +131,7 @@ def test_what_is_malformed_gets_a_sentence_and_a_4xx(chain, service):
     for body in ({"policy": {**content, "cost_unit": "USD"}}, {"x": 1}, []):
         assert refused(service, body, path="/v2/models/six/policy", method="PUT")[0] in (400, 409)
     with pytest.raises(PolicyError, match="the policy is for m0, m1; the service runs m0, m1, m2"):
-        cauc_ray.set_policy(chain.other, url=service.url)
+        cauc_ray.set_policy(chain.two_models, url=service.url)
     assert in_force(service) == chain.policies["rf"].id
     assert ask(service, chain.ids[:1])  # it is as well as before
 
@@ -146,22 +146,22 @@ def test_requests_are_counted_and_their_ids_echoed(chain, service):
         assert re.search(rf'^cauc_serve_{name}{{.*model="six".*}} [1-9]', text, re.M), name
 
 
-def test_what_is_read_and_written_in_another_process_is_the_same(chain, service, monkeypatch):
+def test_long_requests_are_read_and_written_in_another_process_alike(chain, service, monkeypatch):
     inputs = [{"name": "example_id", "shape": [len(chain.ids)], "datatype": "BYTES", "data": chain.ids.tolist()}]
-    wanted = {
+    body = {
         "inputs": inputs,
         "outputs": [{"name": name} for name in ("prediction", "prediction_label", "probabilities")],
     }
-    _, here, _ = http("POST", f"{service.url}/v2/models/six/infer", wanted)
+    _, expected, _ = http("POST", f"{service.url}/v2/models/six/infer", body)
     monkeypatch.setattr(inference, "LONG_JSON", 100)
     monkeypatch.setattr(inference, "LONG_OUTPUT", 100)
-    status, there, _ = http("POST", f"{service.url}/v2/models/six/infer", wanted)
+    status, answer, _ = http("POST", f"{service.url}/v2/models/six/infer", body)
     assert status == 200
-    assert json.loads(there)["outputs"] == json.loads(here)["outputs"]
-    assert refused(service, {**wanted, "inputs": [{**inputs[0], "shape": [1]}]})[0] == 400
+    assert json.loads(answer)["outputs"] == json.loads(expected)["outputs"]
+    assert refused(service, {**body, "inputs": [{**inputs[0], "shape": [1]}]})[0] == 400
 
 
-def test_the_openapi_description_has_the_addresses_and_outputs_that_there_are(service):
+def test_the_openapi_description_lists_the_addresses_and_outputs_of_the_service(service):
     described = json.loads(http("GET", f"{service.url}/openapi.json")[1])
     assert "http://" not in json.dumps(described)
     outputs = json.loads(http("GET", f"{service.url}/v2/models/six")[1])["outputs"]
@@ -181,17 +181,17 @@ def test_a_budget_and_a_threshold_change_the_policy_in_force(chain, service):
     cheapest, largest = policy.stages[0].cost, sum(stage.cost for stage in policy.stages)
     try:
         for budget in (cheapest, (cheapest + largest) / 3):
-            told = cauc_ray.set_policy(url=service.url, budget=budget)
-            wanted = policy.with_budget(budget)
-            assert told["policy_id"] == wanted.id
+            report = cauc_ray.set_policy(url=service.url, budget=budget)
+            expected = policy.with_budget(budget)
+            assert report["policy_id"] == expected.id
             outputs, _ = ask(service, chain.ids)
-            assert np.array_equal(outputs["stage"], replay(wanted, chain.test).stages)
-        told = cauc_ray.set_policy(url=service.url, threshold=2.0)
+            assert np.array_equal(outputs["stage"], replay(expected, chain.test).stages)
+        report = cauc_ray.set_policy(url=service.url, threshold=2.0)
         outputs, _ = ask(service, chain.ids)
         assert (outputs["stage"] == 2).all()
         with pytest.raises(PolicyError, match="cheapest operating point"):
             cauc_ray.set_policy(url=service.url, budget=cheapest / 2)
-        assert in_force(service) == told["policy_id"]
+        assert in_force(service) == report["policy_id"]
     finally:
         cauc_ray.set_policy(policy, url=service.url)
 

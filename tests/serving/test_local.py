@@ -4,11 +4,9 @@ import asyncio
 import http.client
 import json
 import signal
-import subprocess
-import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 
 import pytest
 from asking import DEADLINE_S, Command, infer, until
@@ -19,18 +17,6 @@ from cauc_ray.errors import ExecutionError
 from cauc_ray.models.pool import load_pool
 from cauc_ray.serving.local import LocalClient
 
-# Told by a process that served one request: what it has imported.
-SERVES = """
-import json, sys, urllib.request
-import cauc_ray
-with cauc_ray.serve("pool.yaml", "policy.json", port=0, local=True) as service:
-    row = {"name": "x", "shape": [1], "datatype": "FP64", "data": [0.1]}
-    body = json.dumps({"inputs": [row], "outputs": [{"name": "stage"}]}).encode()
-    with urllib.request.urlopen(f"{service.url}/v2/models/test/infer", body, timeout=60) as answer:
-        stages = json.load(answer)["outputs"][0]["data"]
-print(json.dumps([stages, sorted({name.split(".")[0] for name in sys.modules})]))
-"""
-
 
 @pytest.fixture
 def home(tmp_path):
@@ -39,34 +25,22 @@ def home(tmp_path):
     return tmp_path
 
 
-def test_a_service_and_its_command_import_neither_ray_nor_torch(home):
-    done = subprocess.run([sys.executable, "-c", SERVES], cwd=home, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert (done.returncode, done.stderr) == (0, "")
-    data, modules = json.loads(done.stdout)
-    assert data == [1]
-    assert not {"ray", "torch", "fastapi", "transformers", "sklearn", "grpc", "google"} & set(modules)
-    assert "cauc_ray" in modules
-
-
 @pytest.fixture
 def command(home):
     """Return a function that starts a service of the folder's pool."""
-    started = []
-    yield lambda: started.append(Command(home, "--port", "0", "--local")) or started[-1]
-    for one in started:
-        one.kill()
+    with ExitStack() as services:
+        yield lambda: services.enter_context(closing(Command(home, "--port", "0", "--local")))
 
 
-def test_a_signal_answers_what_is_open_and_ends_with_0(home, command):
+def test_a_signal_answers_open_requests_and_ends_with_0(home, command):
     log = home / "calls"
     python_pool(home, [("slow_by_x", {"seconds": 1.0, "log": str(log)}), ("by_x", {})])
-    service, answers = command(), []
-    asker = threading.Thread(target=lambda: answers.append(service.ask()))
-    asker.start()
-    until(log.exists)
-    code, out, err = service.ended(signal.SIGTERM, group=True)
-    asker.join()
-    assert (code, out, answers) == (0, "", [200])
+    service = command()
+    with ThreadPoolExecutor(1) as client:
+        answer = client.submit(service.ask)
+        until(log.exists)
+        code, out, err = service.ended(signal.SIGTERM, group=True)
+        assert (code, out, answer.result()) == (0, "", 200)
     assert [json.loads(line)["status"] for line in err.splitlines()] == [200]
 
 
@@ -97,9 +71,7 @@ def test_a_call_that_hangs_costs_its_own_request_and_ends_with_the_process(home,
     service = command()
     assert service.ask(99.0) in (422, 503)
     until(lambda: service.ask(9.0) == 200)
-    asked = time.monotonic()
     assert service.ended(signal.SIGINT)[0] == 0
-    assert time.monotonic() - asked < 10.0
 
 
 def test_a_batch_is_prepared_while_the_one_before_is_computed(home):

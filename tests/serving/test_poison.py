@@ -1,23 +1,19 @@
 """What one client sends, or one replica does, harms no other client: in virtual time, and over HTTP."""
 
 import asyncio
-import json
-import time
-import urllib.error
-import urllib.request
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import yaml
+from asking import until
 from fake_stages import Fleet, a_pool, cascade_of, columns_of
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import python_pool, two_model_policy
+from poisoned import SOFT, infer, poisoned, require_harmless
 from synthetic import chain
 from virtual_time import run_virtually
 
-import cauc_ray
 from cauc_ray.policies.fitting import ThresholdRule, fit_rf
 from cauc_ray.policies.trace import replay
 from cauc_ray.protocol.tensors import RequestError
@@ -30,7 +26,7 @@ GOOD = 200
 RAISING = ("raises", "nan", "shape")
 
 
-async def asked(cascade, at_s, rows):
+async def answer_at(cascade, at_s, rows):
     await asyncio.sleep(at_s)
     rows = np.array(rows)
     try:
@@ -48,7 +44,7 @@ async def served(requests, poison, n_replicas, failing=(), hangs_s=6.0, **servin
     polls = []
     for fleet in fleets:
         polls.append(asyncio.ensure_future(fleet.poll()))
-    results = await asyncio.gather(*(asked(cascade, *one) for one in requests))
+    results = await asyncio.gather(*(answer_at(cascade, *one) for one in requests))
     left = [(at.in_work, at.health.paused) for at in cascade.scheduler.stages]
     for poll in polls:
         poll.cancel()
@@ -96,47 +92,25 @@ def test_every_good_row_is_answered_next_to_poison_and_a_broken_replica(asks, po
     require_right(asks, results, poison)
 
 
-@pytest.mark.parametrize("n_replicas", [1, 2])
-@pytest.mark.parametrize("kind", RAISING)
-def test_a_client_that_sends_poison_from_the_start_harms_nobody(kind, n_replicas):
-    requests, poison = two_clients(kind, 10)
-    results, _ = run_virtually(served(requests, poison, n_replicas))
+@pytest.mark.parametrize(("kind", "n_replicas"), [("kills", 1), ("kills", 2), ("kills", 3), ("hangs", 1), ("hangs", 2)])
+def test_an_input_that_ends_or_hangs_replicas_is_found_and_refused(kind, n_replicas):
+    requests, poison = two_clients(kind, 12, same=True)
+    if kind == "hangs":  # good rows first: a call that hangs is found by what is known of others
+        requests = [(0.02 * n, (n,)) for n in range(50)] + [(at_s + 1.0, rows) for at_s, rows in requests]
+    results, fleets = run_virtually(served(requests, poison, n_replicas, timeout_s=15.0, hangs_s=2.0))
     require_right(requests, results, poison)
-
-
-@pytest.mark.parametrize(("n_replicas", "most_deaths"), [(1, 2), (2, 2), (3, 2)])
-def test_an_input_that_ends_replicas_is_found_and_refused(n_replicas, most_deaths):
-    requests, poison = two_clients("kills", 20, same=True)
-    results, fleets = run_virtually(served(requests, poison, n_replicas, timeout_s=10.0))
-    require_right(requests, results, poison)
-    assert 1 <= fleets[0].n_ended <= most_deaths
+    assert kind == "hangs" or 1 <= fleets[0].n_ended <= 2
 
 
 @pytest.mark.parametrize("n_replicas", [2, 3])
 def test_rows_of_a_replica_that_hangs_are_asked_of_another(n_replicas):
-    requests = [(0.02 * n, (n % GOOD,)) for n in range(1000)]
+    requests = [(0.02 * n, (n % GOOD,)) for n in range(700)]
     requests += [(5.0, (GOOD,))]
     poison = {GOOD: "hangs"}
     results, fleets = run_virtually(served(requests, poison, n_replicas, timeout_s=10.0))
     require_right(requests[:-1], results[:-1], poison)
     assert isinstance(results[-1], RequestError)
     assert 1 <= fleets[0].n_ended <= 2
-
-
-@pytest.mark.parametrize("n_replicas", [1, 2])
-def test_an_input_that_hangs_is_found_and_refused(n_replicas):
-    requests, poison = two_clients("hangs", 20, same=True)
-    served_so_far = [(at_s + 1.0, rows) for at_s, rows in requests] + [(0.02 * n, (n,)) for n in range(50)]
-    results, _ = run_virtually(served(served_so_far, poison, n_replicas, timeout_s=15.0, hangs_s=2.0))
-    require_right(served_so_far, results, poison)
-
-
-@pytest.mark.parametrize("n_replicas", [2, 3])
-def test_a_replica_that_always_fails_is_replaced_and_its_rows_answered_by_another(n_replicas):
-    requests = [(0.02 * n, (n % GOOD,)) for n in range(500)]
-    results, fleets = run_virtually(served(requests, {}, n_replicas, failing=(0,)))
-    require_right(requests, results, {})
-    assert fleets[0].n_ended == 1
 
 
 @pytest.mark.parametrize("clients", [3, 40])
@@ -147,16 +121,16 @@ def test_no_answer_lacks_a_stage_for_one_of_its_replicas_that_breaks(clients):
         fleet = Fleet("logits0", 2, {})
         later = Fleet("logits1", 2, {})
         cascade, _ = cascade_of(a_pool(DATA.models, "degrade"), [fleet, later])
-        polls = [asyncio.ensure_future(own.poll()) for own in (fleet, later)]
+        polls = [asyncio.ensure_future(stage.poll()) for stage in (fleet, later)]
 
         async def client(first):
-            return [await asked(cascade, 0.0, (row % 240,)) for row in range(first, 2400, clients)]
+            return [await answer_at(cascade, 0.0, (row % 240,)) for row in range(first, 1200, clients)]
 
         asyncio.get_running_loop().call_later(0.3, setattr, later.replicas[0], "fails", True)
         answers = await asyncio.gather(*map(client, range(clients)))
         for poll in polls:
             poll.cancel()
-        return [one for own in answers for one in own], later.n_ended
+        return [answer for of_client in answers for answer in of_client], later.n_ended
 
     answers, n_ended = run_virtually(main())
     assert not [one for one in answers if isinstance(one, RequestError) or one.degraded.any()]
@@ -176,12 +150,12 @@ def test_a_stage_that_breaks_is_left_alone_and_its_replica_replaced(kind):
         fleet = kind("logits0", 1, {})
         cascade, _ = cascade_of(a_pool(DATA.models), [fleet, Fleet("logits1", 1, {})])
         poll = asyncio.ensure_future(fleet.poll())
-        well = [await asked(cascade, 0.0, (row,)) for row in range(20)]
+        well = [await answer_at(cascade, 0.0, (row,)) for row in range(20)]
         fleet.replicas[0].fails = True
         before = fleet.n_asked
-        broken = await asyncio.gather(*(asked(cascade, 0.01 * n, (n % 240,)) for n in range(1000)))
+        broken = await asyncio.gather(*(answer_at(cascade, 0.01 * n, (n % 240,)) for n in range(1000)))
         n_asked = fleet.n_asked - before
-        again = [await asked(cascade, 10.0, (row,)) for row in range(2)]
+        again = [await answer_at(cascade, 10.0, (row,)) for row in range(2)]
         poll.cancel()
         return well, broken, n_asked, again, fleet.n_ended
 
@@ -195,77 +169,41 @@ def test_a_stage_that_breaks_is_left_alone_and_its_replica_replaced(kind):
         assert n_asked < 150  # asked from time to time
 
 
-def infer(url, x, datatype="FP32", binary=False):
-    """Ask for one row x, a list of numbers or texts; return the status, and the prediction or the error."""
-    tensor = {"name": "x", "datatype": datatype, "shape": [1, *np.shape(x)]}
-    raw = np.array(x, "<f4").tobytes() if binary else b""
-    tensor |= {"parameters": {"binary_data_size": len(raw)}} if binary else {"data": [x]}
-    text = json.dumps({"inputs": [tensor]}).encode()
-    headers = {"Inference-Header-Content-Length": str(len(text))} if binary else {}
-    request = urllib.request.Request(f"{url}/v2/models/poisoned/infer", text + raw, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=150) as answer:
-            return answer.status, json.loads(answer.read())["outputs"][0]["data"][0]
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())["error"]
-
-
-def poisoned(folder, replicas, large=("poisonable", {}), declared=False, timeout_s=30.0, **stage):
-    """Serve a stage that may be poisoned, and another.   replicas: of both."""
-    pool = python_pool(folder, [("poisonable", {}), large], serving={"timeout_s": timeout_s}, **stage)
-    content = yaml.safe_load(pool.read_text())
-    if declared:
-        content["inputs"] = {"x": {"datatype": "FP32", "shape": [2]}}
-    for stage in content["stages"]:
-        stage |= {"resources": {"num_cpus": 0.2}, "replicas": {"min": replicas}}
-    pool.write_text(yaml.safe_dump(content))
-    return cauc_ray.serve(pool, two_model_policy(0.9), port=0, name="poisoned")
-
-
-# What raises, ends, returns NaN or too few rows; NaN as raw bytes; another shape and another type than good rows have.
-SOFT = [([[float(code), 0.0]], {}) for code in (666, 667, 668, 669)]
-SOFT += [([[float("nan"), 0.0]], {"binary": True}), ([1.0], {}), ([["a", "b"], "BYTES"], {})]
-
-
-def require_harmless(url, seconds, bad):
-    """Ask for a good row and for a poison one, 20 times a second each; return what the poison ones come to.
-
-    bad: arguments of infer, in turn.
-    """
-    assert infer(url, [1.0, 0.0])[0] == 200  # before any good row is known, poison may be the stage's own fault: 503
-    started, good, poison = time.monotonic(), [], []
-    with ThreadPoolExecutor(int(40 * seconds)) as clients:
-        for turn in range(int(20 * seconds)):
-            arguments, options = bad[turn % len(bad)]
-            poison.append(clients.submit(infer, url, *arguments, **options))
-            good.append(clients.submit(infer, url, [(-1.0) ** turn * (1.0 + turn / 100), 1.0]))
-            time.sleep(max(0.0, started + 0.05 * (turn + 1) - time.monotonic()))
-    assert [one.result() for one in good] == [(200, turn % 2) for turn in range(len(good))]
-    found = [one.result() for one in poison]
-    assert not [answer for status, answer in found if status == 200]
-    return found
+@pytest.fixture(scope="module")
+def service(ray_session, tmp_path_factory):
+    with poisoned(tmp_path_factory.mktemp("poisoned"), 2) as running:
+        yield running
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "declared"), [(1, True), (2, False)])
-def test_a_service_answers_next_to_poison(ray_session, tmp_path, replicas, declared):
-    with poisoned(tmp_path, replicas, declared=declared) as service:
-        found = require_harmless(service.url, 8, SOFT)
-    assert {status for status, _ in found} == {400, 422}, found
+def test_a_service_answers_good_rows_next_to_poison(service):
+    assert set(require_harmless(service.url, 70, SOFT)) == {400, 422}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "code"), [(1, 670), (2, 671)])
-def test_an_input_that_ends_or_hangs_its_process_harms_no_other(ray_session, tmp_path, replicas, code):
-    # Rows wait while a replica starts, which takes a busy machine long.
-    with poisoned(tmp_path, replicas, timeout_s=100.0, call_timeout_s=2.0) as service:
-        for turn in range(20):
-            assert infer(service.url, [float(turn) + 1, 0.0])[0] == 200
-        require_harmless(service.url, 10, [([[float(code), 0.0]], {})])
+def test_a_row_that_a_later_stage_cannot_answer_is_degraded_and_one_beyond_its_deadline_refused(service):
+    status, content = infer(service.url, [[0.01, 666.0]])
+    assert (status, content["parameters"]["degraded"]) == (200, True), content
+    assert "cannot look at it" in content["parameters"]["reason"]
+    status, content = infer(service.url, [[0.01, 0.0]])
+    assert (status, content["parameters"]["degraded"]) == (200, False)
+    status, content = infer(service.url, [[672.0, 0.0]], timeout=200_000)
+    assert (status, "timeout" in content["error"]) == (503, True)
 
 
 @pytest.mark.slow
-def test_a_replica_that_always_fails_costs_no_answer(ray_session, tmp_path):
-    large = ("fails_in_one_process", {"path": str(tmp_path / "failed")})
-    with poisoned(tmp_path, 2, large) as service:
-        require_harmless(service.url, 8, [([[666.0, 0.0]], {})])
+def test_overload_is_refused_with_429_and_over_soon_after(service):
+    """Each batch takes a second, and clients go on until one of them is refused."""
+    statuses, refused = [], threading.Event()
+
+    def client():
+        while not refused.is_set():
+            statuses.append(infer(service.url, [[672.0, 0.0]] * 8)[0])
+            if statuses[-1] == 429:
+                refused.set()
+
+    with ThreadPoolExecutor(24) as clients:
+        for request in [clients.submit(client) for _ in range(24)]:
+            request.result()
+    assert {200, 429} <= set(statuses) <= {200, 429, 503}
+    until(lambda: infer(service.url, [[1.0, 0.0]])[0] == 200)

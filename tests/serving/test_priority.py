@@ -43,12 +43,12 @@ def test_rows_that_wait_together_go_by_priority_whatever_their_requests_sizes(re
     async def main():
         stages, cascade, _ = served()
         asked = zip(rows, requests, strict=True)
-        answers = await together(*(ask(cascade, own, priority) for own, (_, priority) in asked))
+        answers = await together(*(ask(cascade, rows_of_request, priority) for rows_of_request, (_, priority) in asked))
         return stages[0].batches, answers
 
     batches, answers = run_virtually(main())
-    for own, answer in zip(rows, answers, strict=True):
-        assert np.array_equal(answer.predictions, EXPECTED.predictions[own])
+    for rows_of_request, answer in zip(rows, answers, strict=True):
+        assert np.array_equal(answer.predictions, EXPECTED.predictions[rows_of_request])
     if ends[-1] <= len(DATA):
         assert [len(batch) for batch in batches[:-1]] == [BATCH] * (len(batches) - 1)
         assert (np.diff(of_row[np.concatenate(batches)]) >= 0).all()
@@ -57,18 +57,18 @@ def test_rows_that_wait_together_go_by_priority_whatever_their_requests_sizes(re
 def test_one_that_comes_later_overtakes_at_every_stage():
     async def main():
         _, cascade, _ = served()
-        many = [asyncio.create_task(ask(cascade, np.arange(at, at + 4))) for at in range(0, 160, 4)]
+        crowd = [asyncio.create_task(ask(cascade, np.arange(at, at + 4))) for at in range(0, 160, 4)]
         await asyncio.sleep(3.5 * CALL_S)
         began = asyncio.get_running_loop().time()
         late = np.flatnonzero(EXPECTED.stages == 2)[-1:]
         await ask(cascade, late, 1)
         took_s = asyncio.get_running_loop().time() - began
-        left = sum(not task.done() for task in many)
-        await asyncio.gather(*many)
+        left = sum(not task.done() for task in crowd)
+        await asyncio.gather(*crowd)
         return took_s, left
 
     took_s, left = run_virtually(main())
-    assert took_s < 10 * CALL_S  # at each stage: what a replica has already, and its own call
+    assert took_s < 10 * CALL_S  # at each stage: what a replica has already, and its rows_of_request call
     assert left > 10
 
 
@@ -76,10 +76,10 @@ def test_a_full_queue_refuses_the_lowest_priority_first():
     async def main():
         _, cascade, _ = served(max_queued_rows=20)
         rows = np.array_split(np.arange(40), 10)
-        first = [asyncio.create_task(ask(cascade, own, 3)) for own in rows[:5]]
+        first = [asyncio.create_task(ask(cascade, rows_of_request, 3)) for rows_of_request in rows[:5]]
         await asyncio.sleep(CALL_S / 2)  # some are computed, and the others wait
-        waiting = [asyncio.create_task(ask(cascade, own, 3)) for own in rows[5:7]]
-        high = [asyncio.create_task(ask(cascade, own, 1)) for own in rows[7:]]
+        waiting = [asyncio.create_task(ask(cascade, rows_of_request, 3)) for rows_of_request in rows[5:7]]
+        high = [asyncio.create_task(ask(cascade, rows_of_request, 1)) for rows_of_request in rows[7:]]
         more = await together(ask(cascade, np.arange(40, 60), 3), ask(cascade, np.arange(40, 61), 1))
         return await together(*first, *waiting), await together(*high), more
 

@@ -49,8 +49,8 @@ def test_declared_probabilities_are_answered_as_in_the_replay_and_undeclared_one
     assert np.array_equal(answers["prediction"], expected.predictions)
     assert np.array_equal(answers["confidence"].astype(np.float32), expected.confidences.astype(np.float32))
     ids = np.array(chain.example_ids)[~expected.accepted]
-    for own in (ids[:1], ids[1:20]):
-        status, content = infer(service.url, "kinds", {"example_id": own.tolist()})
+    for part in (ids[:1], ids[1:20]):
+        status, content = infer(service.url, "kinds", {"example_id": part.tolist()})
         assert status == 503
     assert "'m1'" in content["error"]
     assert "logit_kind: probabilities" in content["error"]

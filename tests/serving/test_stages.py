@@ -1,4 +1,4 @@
-"""A replica of a stage by itself: when Serve is told to replace it."""
+"""A replica of a stage by itself: when it has Serve replace it."""
 
 import asyncio
 import os
@@ -16,6 +16,7 @@ from cauc_ray.cascade.bundles import Part
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.fitting import ThresholdRule, fit_base
+from cauc_ray.serving import scaling
 from cauc_ray.serving.on_serve import StageServer
 from cauc_ray.serving.request_state import StageCall
 
@@ -99,3 +100,16 @@ def test_a_model_that_can_wait_is_loaded_again_until_it_can_be(tmp_path):
     gone.unlink()
     until(lambda: isinstance(asyncio.run(server.facts())[1], ModelFacts))
     assert asyncio.run(server.facts())[0] == name
+
+
+def test_a_stage_gets_the_replicas_that_its_routers_need_together(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(scaling, "time", SimpleNamespace(monotonic=lambda: now))
+    needs = scaling.Needs()
+    needs.note("a", 1.2)
+    needs.note("b", 0.9)
+    metrics = {scaling.NEEDED: {"replica-1": needs.total(), "replica-2": 0.4}}
+    assert scaling.replicas_for(SimpleNamespace(aggregated_metrics=metrics))[0] == 3
+    assert scaling.replicas_for(SimpleNamespace(aggregated_metrics=None))[0] == 1
+    now += scaling.FRESH_S  # neither router has called since
+    assert needs.total() == 0

@@ -5,8 +5,8 @@ import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,10 +14,6 @@ import psutil
 import pytest
 from asking import Command, http, until
 from runs import python_pool, two_model_policy
-
-pytestmark = pytest.mark.slow
-
-STOP_S = 10.0
 
 
 class Service(Command):
@@ -46,21 +42,22 @@ class Service(Command):
     def n_calls(self):
         return len(self.log.read_text().split()) if self.log.exists() else 0
 
-    def stop(self, *signals, group):
-        """Send signals one after another; return how it ends, and the processes that are left.
-
-        It must be over in ten seconds, open requests included.
-        """
-        started, asked = self.processes(), time.monotonic()
-        ended = self.ended(*signals, group=group)
-        assert time.monotonic() - asked < STOP_S
-        left = [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-        return *ended, left
+    def require_clean_stop(self, *signals, group):
+        """Send signals one after another: it ends with 0 and no word, and leaves no process and no file."""
+        started = self.processes()
+        code, out, err = self.ended(*signals, group=group)
+        # On a busy machine it reports what it waits for.
+        lines = [line for line in err.splitlines() if not line.startswith("cauc: starting: ")]
+        assert (code, out, lines, list(filter(lives, started)), self.files()) == (0, "", [], [], [])
 
     def files(self):
         """Return what there is of files and shared memory that no process has open."""
         shared = sorted(set(os.listdir("/dev/shm")) - self.shared_memory)
         return [*self.ray_folder.iterdir(), *(name for name in shared if not in_use(f"/dev/shm/{name}"))]
+
+
+def lives(process):
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def in_use(path):
@@ -78,11 +75,12 @@ def in_use(path):
 def service(tmp_path):
     one = Service(tmp_path)
     yield one
-    one.kill()
+    one.close()
     subprocess.run(["rm", "-rf", str(one.ray_folder)], check=True)
 
 
-def test_a_start_is_not_ready_until_it_is_and_a_stop_of_the_group_answers_what_is_open(service):
+@pytest.mark.slow
+def test_a_start_is_not_ready_until_it_is_and_a_stop_of_the_group_answers_open_requests(service):
     statuses = [None]
     while statuses[-1] != 200:
         assert service.process.poll() is None
@@ -93,45 +91,41 @@ def test_a_start_is_not_ready_until_it_is_and_a_stop_of_the_group_answers_what_i
     assert set(statuses[:-1]) <= {None, 404, 503}
     assert {service.ready() for _ in range(30)} == {200}
 
-    answers, n_before = [], service.n_calls()
-    asker = threading.Thread(target=lambda: answers.append(service.ask()))
-    asker.start()
-    until(lambda: service.n_calls() > n_before)
-    assert service.said["model"] == "test"
-    assert service.stop(signal.SIGTERM, group=True) == (0, "", "", [])
-    asker.join()
-    assert answers == [200]
-    assert service.files() == []
+    n_before = service.n_calls()
+    with ThreadPoolExecutor(1) as client:
+        answer = client.submit(service.ask)
+        until(lambda: service.n_calls() > n_before)
+        assert service.said["model"] == "test"
+        service.require_clean_stop(signal.SIGTERM, group=True)
+        assert answer.result() == 200
 
 
 MOMENTS = {
     "at once": lambda service: any(service.ray_folder.iterdir()),  # from here on it is expected to be orderly
     "while Ray starts": lambda service: any("raylet" in process.name() for process in service.processes()),
     "while stages load": lambda service: service.ready() is not None,
-    "once it runs": lambda service: service.ready() == 200,
+    "once it runs": lambda service: service.said and service.ready() == 200,
 }
 
 
 @pytest.mark.parametrize(
     ("moment", "signals", "group"),
     [
-        ("at once", [signal.SIGTERM], False),
-        ("while Ray starts", [signal.SIGTERM, signal.SIGTERM], True),
-        ("while stages load", [signal.SIGTERM], False),
-        ("once it runs", [signal.SIGINT, signal.SIGTERM], True),
+        pytest.param("at once", [signal.SIGTERM], False, marks=pytest.mark.soak("faults")),
+        pytest.param("while Ray starts", [signal.SIGTERM, signal.SIGTERM], True, marks=pytest.mark.soak("faults")),
+        pytest.param("while stages load", [signal.SIGTERM], False, marks=pytest.mark.slow),
+        pytest.param("once it runs", [signal.SIGINT, signal.SIGTERM], True, marks=pytest.mark.soak("faults")),
     ],
 )
 def test_a_stop_at_any_moment_leaves_nothing(service, moment, signals, group):
     until(lambda: MOMENTS[moment](service))
-    if moment == "once it runs":
-        assert service.said
-    assert service.stop(*signals, group=group) == (0, "", "", [])
-    assert service.files() == []
+    service.require_clean_stop(*signals, group=group)
 
 
-def test_what_is_killed_leaves_no_process(service):
+@pytest.mark.soak("faults")
+def test_a_command_that_is_killed_leaves_no_process(service):
     """Nothing can be deleted then, but nothing goes on either."""
     until(lambda: service.ready() == 200)
     started = service.processes()
     service.process.kill()
-    until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in started))
+    until(lambda: not any(map(lives, started)))

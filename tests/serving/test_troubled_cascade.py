@@ -113,7 +113,7 @@ class Troubled:
         return Stage(f"logits{number}", before=before, alter=alter)
 
 
-async def asked(cascade, ask):
+async def timed_answer(cascade, ask):
     """Return the request's answer or error and the seconds that it took; None where its client gave up."""
     clock = asyncio.get_running_loop().time
     await asyncio.sleep(ask.at_s)
@@ -128,7 +128,8 @@ async def asked(cascade, ask):
     return result, clock() - started
 
 
-async def told(story):
+async def results_of(story):
+    """Live through a story; return its results, what is left of it, an answer afterwards, and the counts."""
     troubled = Troubled(story)
     pool = a_pool(DATA.models, story.on_failure, timeout_s=TIMEOUT_S, max_queued_rows=story.max_queued)
     cascade, counts = cascade_of(pool, troubled.stages)
@@ -138,7 +139,7 @@ async def told(story):
         troubled.stages[stage].tell(n)
 
     changes = [change(*one) for one in story.replicas]
-    results = (await asyncio.gather(*(asked(cascade, ask) for ask in story.asks), *changes))[: len(story.asks)]
+    results = (await asyncio.gather(*(timed_answer(cascade, ask) for ask in story.asks), *changes))[: len(story.asks)]
     left = [(at.n_waiting, [call for call in at.calls() if not call.probe]) for at in cascade.scheduler.stages]
     troubled.over = True
     for stage in troubled.stages:
@@ -149,8 +150,8 @@ async def told(story):
 
 
 @given(story=STORIES)
-def test_every_request_ends_in_time_right_or_marked_and_leaves_nothing_behind(story):
-    results, left, afterwards, _ = run_virtually(told(story))
+def test_every_request_ends_in_time_right_degraded_or_refused_and_leaves_nothing_behind(story):
+    results, left, afterwards, _ = run_virtually(results_of(story))
     assert left == [(0, [])] * 3
     for ask, (result, took_s) in zip(story.asks, results, strict=True):
         rows = np.array(ask.rows)
@@ -167,10 +168,10 @@ def test_every_request_ends_in_time_right_or_marked_and_leaves_nothing_behind(st
             assert (result.stages[~whole] < EXPECTED_STAGES[rows][~whole]).all()
             assert (result.predictions == PREDICTIONS[result.stages, rows]).all()
             assert (story.on_failure == "degrade") or whole.all()
-    require_whole(afterwards)
+    require_not_degraded(afterwards)
 
 
-def require_whole(answer):
+def require_not_degraded(answer):
     assert not answer.degraded.any()
     assert (answer.stages == EXPECTED_STAGES[WELL]).all()
 
@@ -195,16 +196,16 @@ def story_of(troubles, n_replicas=1, on_failure="fail", start_s=0.0):
     ids=str,
 )
 def test_a_stage_is_whole_again_soon_after_its_trouble(story, on_failure):
-    _, left, afterwards, _ = run_virtually(told(story_of(**story, on_failure=on_failure)))
+    _, left, afterwards, _ = run_virtually(results_of(story_of(**story, on_failure=on_failure)))
     assert left == [(0, [])] * 3
-    require_whole(afterwards)
+    require_not_degraded(afterwards)
 
 
 def test_a_probe_is_given_up_in_time_at_any_moment():
     """Whichever way the sum of two times is rounded."""
     for start_s in np.random.default_rng(0).uniform(0, 12, 60).tolist():
         story = story_of(["down", "hangs"], on_failure="degrade", start_s=start_s)
-        require_whole(run_virtually(told(story))[2])
+        require_not_degraded(run_virtually(results_of(story))[2])
 
 
 def stages_at(replicas, takes_s, hangs=()):
@@ -221,7 +222,9 @@ def stages_at(replicas, takes_s, hangs=()):
 
 async def steadily(cascades, per_s, seconds):
     """Ask for a row each so often, of one cascade after the other; return what each comes to, and how soon."""
-    pool = [asked(cascades[n % len(cascades)], Ask(n / per_s, (n % 240,), None)) for n in range(int(per_s * seconds))]
+    pool = [
+        timed_answer(cascades[n % len(cascades)], Ask(n / per_s, (n % 240,), None)) for n in range(int(per_s * seconds))
+    ]
     return await asyncio.gather(*pool)
 
 
@@ -239,27 +242,16 @@ def test_overload_is_refused_at_once_and_what_is_taken_is_answered_in_time(route
     assert max(took_s for result, took_s in results if getattr(result, "status", 200) == 429) < 0.01
     statuses = np.array([result.status if isinstance(result, RequestError) else 200 for result, _ in results])
     assert (statuses == 200).sum() > 0.7 * capacity * 10
-    # Until it is known how long calls take, too much is taken, and late.
-    known = statuses[len(statuses) * 4 // 10 :]
-    assert (known == 503).sum() < 0.2 * (known == 200).sum()
-
-
-def test_calls_that_take_most_of_their_time_are_made_on_all_replicas_at_once():
-    async def main():
-        pool = a_pool(DATA.models, timeout_s=TIMEOUT_S)
-        cascade, _ = cascade_of(pool, stages_at(4, 0.9 * TIMEOUT_S))
-        for _ in range(4):
-            results = await asyncio.gather(*(asked(cascade, Ask(0.0, (row,), None)) for row in range(32)))
-        return results
-
-    assert not any(isinstance(result, RequestError) for result, _ in run_virtually(main()))
+    # Until the time of calls is measured, too much is taken, and late.
+    later = statuses[len(statuses) * 4 // 10 :]
+    assert (later == 503).sum() < 0.2 * (later == 200).sum()
 
 
 @pytest.mark.parametrize("turns", range(8))
 def test_a_client_that_gives_up_at_any_moment_leaves_no_call_behind(turns):
     async def main():
         cascade, _ = cascade_of(a_pool(DATA.models, timeout_s=TIMEOUT_S), stages_at(1, 0.05))
-        given_up = asyncio.ensure_future(asked(cascade, Ask(0.0, (0,), None)))
+        given_up = asyncio.ensure_future(timed_answer(cascade, Ask(0.0, (0,), None)))
         for _ in range(turns):
             await asyncio.sleep(0)
         given_up.cancel()

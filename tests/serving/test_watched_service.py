@@ -1,15 +1,14 @@
-"""A service that watches itself: new rows stay quiet, changed models do not. What several replicas do, on Ray Serve."""
+"""A service that watches its answers for drift: new rows raise no alarm, changed models do."""
 
 import json
 import os
 import signal
-import time
 
 import numpy as np
 import pytest
 import synthetic
 import yaml
-from asking import ask, http
+from asking import ask, http, until
 from replicas import replicas_of
 from runs import saved_pool
 
@@ -21,7 +20,6 @@ from cauc_ray.policies.trace import replay
 
 # Rows of the same models as validation's, and of models whose first two have become worse.
 N_SAME, N_OTHER = 800, 500
-DEADLINE_S = 60.0
 
 
 class Watched:
@@ -29,25 +27,25 @@ class Watched:
 
     def __init__(self, folder):
         same = synthetic.chain(11, N_SAME)
-        other = synthetic.chain(12, N_OTHER, strengths=(0.0, 0.0, 0.5))
+        changed = synthetic.chain(12, N_OTHER, strengths=(0.0, 0.0, 0.5))
         self.ids = {
             "same": [f"same-{row}" for row in range(N_SAME)],
-            "other": [f"other-{row}" for row in range(N_OTHER)],
+            "changed": [f"changed-{row}" for row in range(N_OTHER)],
         }
         for stage, model in enumerate(same.models):
             write_logits(
                 folder / "LOGITS",
                 model,
                 "test",
-                example_ids=[*self.ids["same"], *self.ids["other"]],
-                labels=np.concatenate([same.labels, other.labels]),
-                logits=[*same.logits[stage], *other.logits[stage]],
+                example_ids=[*self.ids["same"], *self.ids["changed"]],
+                labels=np.concatenate([same.labels, changed.labels]),
+                logits=[*same.logits[stage], *changed.logits[stage]],
                 costs=None,
             )
-        self.labels = dict(zip([*self.ids["same"], *self.ids["other"]], [*same.labels, *other.labels], strict=True))
+        self.labels = dict(zip([*self.ids["same"], *self.ids["changed"]], [*same.labels, *changed.labels], strict=True))
         fitting = (synthetic.chain(13, 1500), synthetic.chain(13, 1500, shift=1))
         self.policy = fit_rf(*fitting, ThresholdRule(budget=12.0))
-        self.other = fit_rf(*fitting, ThresholdRule(budget=9.0))
+        self.changed = fit_rf(*fitting, ThresholdRule(budget=9.0))
         self.same = same
         path = saved_pool(folder, serving={"batch_size": 16, "timeout_s": 20})
         content = yaml.safe_load(path.read_text())
@@ -68,12 +66,6 @@ def service(watched):
         yield running
 
 
-@pytest.fixture(scope="module")
-def two_routers(watched, ray_session):
-    with cauc_ray.serve(watched.pool, watched.policy, port=0, name="six") as running:
-        yield running
-
-
 def call(service, path, content=None):
     """Return the status and content of a request: GET, or POST of some JSON."""
     url, method = f"{service.url}/v2/models/six/{path}", "GET" if content is None else "POST"
@@ -82,114 +74,91 @@ def call(service, path, content=None):
 
 
 def feedback_of(service, ids):
-    """Ask for rows; return what feedback says of the answers, all but the labels."""
+    """Ask for rows; return a feedback message of the answers, all but the labels."""
     outputs, parameters = ask(service, ids, None, ("prediction", "confidence", "stage"))
-    own = {name: parameters[name] for name in ("policy_id", "answer_id")}
-    return {**own, **{name: values.tolist() for name, values in outputs.items()}}
+    answer = {name: parameters[name] for name in ("policy_id", "answer_id")}
+    return {**answer, **{name: values.tolist() for name, values in outputs.items()}}
 
 
-def traffic(watched, service, ids, size=20):
-    """Ask for rows and tell their labels, and return what the feedback was answered."""
-    told = []
+def send_traffic(watched, service, ids, size=20):
+    """Ask for rows and send their labels; return the answers to that feedback."""
+    reports = []
     for start in range(0, len(ids), size):
         part = ids[start : start + size]
-        said = feedback_of(service, part)
-        label = [int(watched.labels[one]) for one in part]
-        status, content = call(service, "feedback", {**said, "label": label})
+        labels = [int(watched.labels[example]) for example in part]
+        status, content = call(service, "feedback", {**feedback_of(service, part), "label": labels})
         assert status == 200, content
-        told.append(content)
-    return told
+        reports.append(content)
+    return reports
 
 
-def seen(service, ready):
-    """Return what is watched once that is as it should be, at the latest when time is over."""
-    deadline = time.monotonic() + DEADLINE_S
-    while True:
+def watch_until(service, ready):
+    """Return the service's watch report once it is ready."""
+    content = {}
+
+    def is_ready():
+        nonlocal content
         status, content = call(service, "watch")
         assert status == 200, content
-        if ready(content) or time.monotonic() > deadline:
-            return content
-        time.sleep(0.2)
+        return ready(content)
+
+    until(is_ready)
+    return content
 
 
-def test_new_rows_are_quiet_another_policy_begins_anew_and_changed_models_are_announced(watched, service):
+def test_new_rows_raise_no_alarm_a_new_policy_begins_anew_and_changed_models_are_announced(watched, service):
     policy_id = watched.policy.id
-    told = traffic(watched, service, watched.ids["same"])
-    assert {(one["policy_id"], one["says"]) for one in told} == {(policy_id, None)}
-    assert sum(one["counted"] for one in told) == N_SAME
-    content = seen(service, lambda content: content["n"] == N_SAME == content["n_labelled"] and content["n_compared"])
+    reports = send_traffic(watched, service, watched.ids["same"])
+    assert {(report["policy_id"], report["says"]) for report in reports} == {(policy_id, None)}
+    assert sum(report["counted"] for report in reports) == N_SAME
+    content = watch_until(service, lambda watch: watch["n"] == N_SAME == watch["n_labelled"] and watch["n_compared"])
     expected = replay(watched.policy, watched.same)
     assert (content["holds"], content["says"], content["routers"]) == (True, "is valid", 1)
     assert content["policy_id"] == policy_id
     assert content["cost"][0] == pytest.approx(expected.costs.mean())
     correct = expected.predictions == watched.same.labels
     for place, stage in enumerate(content["stages"]):
-        here = expected.stages == place
-        assert (stage["n"], stage["n_labelled"]) == (here.sum(), here.sum())
-        assert stage["accepted_accuracy"][0] == pytest.approx(correct[here].mean())
-        assert stage["n_compared"] <= (0 if place == 2 else here.sum())
+        of_stage = expected.stages == place
+        assert (stage["n"], stage["n_labelled"]) == (of_stage.sum(), of_stage.sum())
+        assert stage["accepted_accuracy"][0] == pytest.approx(correct[of_stage].mean())
+        assert stage["n_compared"] <= (0 if place == 2 else of_stage.sum())
 
     try:
-        said = feedback_of(service, watched.ids["same"][:5])
-        cauc_ray.set_policy(watched.other, url=service.url)
-        content = seen(service, lambda content: content["policy_id"] != policy_id)
+        message = feedback_of(service, watched.ids["same"][:5])
+        cauc_ray.set_policy(watched.changed, url=service.url)
+        content = watch_until(service, lambda watch: watch["policy_id"] != policy_id)
         assert (content["holds"], content["n"], content["n_labelled"]) == (True, 0, 0)
-        status, late = call(service, "feedback", {**said, "label": [0] * 5})
+        status, late = call(service, "feedback", {**message, "label": [0] * 5})
         assert (status, late["counted"], late["rows"]) == (200, 0, 5)
-        assert f"policy {watched.other.id} is active" in late["says"]
+        assert f"policy {watched.changed.id} is active" in late["says"]
         cauc_ray.set_policy(url=service.url, threshold=0.5)
-        content = seen(service, lambda content: content["holds"] is None)
+        content = watch_until(service, lambda watch: watch["holds"] is None)
         assert "no reference to compare" in content["says"]
     finally:
         cauc_ray.set_policy(watched.policy, url=service.url)
 
-    traffic(watched, service, watched.ids["other"])
-    content = seen(service, lambda content: not content["holds"])
-    assert content["holds"] is False
+    send_traffic(watched, service, watched.ids["changed"])
+    content = watch_until(service, lambda watch: watch["holds"] is False)
     assert content["n"] <= N_OTHER
     assert content["says"].startswith("has drifted: ")
 
 
-@pytest.mark.slow
-def test_a_raised_alarm_outlives_the_routers_and_ends_with_the_policy(watched, two_routers):
-    policy_id = cauc_ray.set_policy(watched.other, url=two_routers.url)["policy_id"]
-    cauc_ray.set_policy(watched.policy, url=two_routers.url)
-    traffic(watched, two_routers, watched.ids["other"])
-    raised = seen(two_routers, lambda content: content["holds"] is False)
-    assert raised["holds"] is False
-    before = replicas_of("Router")
-    for pid in before:
-        os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + DEADLINE_S
-    while len(set(replicas_of("Router")) - set(before)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    content = seen(two_routers, lambda content: content["routers"] == 2)
-    assert (content["holds"], content["n"]) == (False, 0)
-    assert content["says"].startswith("has drifted: ")
-    kept = {one["name"] for one in content["features"] if not one["holds"]}
-    assert kept
-    assert kept <= {one["name"] for one in raised["features"] if not one["holds"]}
-
-    cauc_ray.set_policy(watched.other, url=two_routers.url)
-    content = seen(two_routers, lambda content: content["policy_id"] == policy_id)
-    assert content["holds"] is True
-    cauc_ray.set_policy(watched.policy, url=two_routers.url)
-    content = seen(two_routers, lambda content: content["policy_id"] == watched.policy.id and content["holds"])
-    assert content["holds"] is True
-
-
-@pytest.mark.slow
-def test_a_fleet_s_reports_to_any_router_are_shown_by_all_and_feedback_is_counted_once(watched, two_routers):
-    before = seen(two_routers, lambda content: True)["n_labelled"]
-    policy_id = call(two_routers, "policy")[1]["policy_id"]
-    message = {"policy_id": policy_id, "prediction": [1], "confidence": [0.9], "stage": [2], "label": [1]}
-    batch = {"id": "1", "messages": [message]}
-    report = {"edge": "a", "life": "0", "policy_id": policy_id, "feedback": batch}
-    for sequence in range(12):
-        status, told = call(two_routers, "fleet", {**report, "sequence": sequence})
-        assert (status, told["counted"]) == (200, None if sequence else 1)
-    for _ in range(6):
-        status, told = call(two_routers, "fleet")
-        assert (status, told["edges"]["a"]["sequence"]) == (200, 11)
-    assert seen(two_routers, lambda content: content["n_labelled"] > before)["n_labelled"] == before + 1
+@pytest.mark.soak("faults")
+def test_a_raised_alarm_outlives_the_routers_and_ends_with_the_policy(watched, ray_session):
+    with cauc_ray.serve(watched.pool, watched.policy, port=0, name="six") as service:
+        send_traffic(watched, service, watched.ids["changed"])
+        raised = watch_until(service, lambda watch: watch["holds"] is False)
+        killed = set(replicas_of("Router"))
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: len(set(replicas_of("Router")) - killed) == 2)
+        until(lambda: call(service, "watch")[0] == 200)
+        content = watch_until(service, lambda watch: watch["routers"] == 2)
+        assert (content["holds"], content["n"]) == (False, 0)
+        assert content["says"].startswith("has drifted: ")
+        drifted = {feature["name"] for feature in content["features"] if not feature["holds"]}
+        assert drifted
+        assert drifted <= {feature["name"] for feature in raised["features"] if not feature["holds"]}
+        for policy in (watched.changed, watched.policy):
+            cauc_ray.set_policy(policy, url=service.url)
+            watch_until(service, lambda watch, policy_id=policy.id: watch["policy_id"] == policy_id and watch["holds"])

@@ -29,7 +29,7 @@ COSTS = np.array([stage.cost for stage in POLICY.stages])
 
 
 class Recorder:
-    """Remembers what it is told of agreements, and of what was watched."""
+    """Records agreements, and of what was watched."""
 
     def __init__(self):
         self.stages, self.agreed, self.seen = [], [], []
@@ -54,35 +54,35 @@ async def ask(cascade, rows, **options):
 def shadowed(share):
     """Answer requests of five rows one after another, offer each for comparison, and wait.
 
-    Returns what is counted, what agreements are told, the rows that the stages had, and the answers.
+    Returns what is counted, the agreements, the rows that the stages had, and the answers.
     """
 
     async def main():
         mine = [Stage(f"logits{stage}") for stage in range(3)]
         cascade, counts = cascade_of(a_pool(DATA.models, shadow=share), mine)
-        told, answers = Recorder(), []
+        recorder, answers = Recorder(), []
         for rows in np.arange(len(DATA)).reshape(-1, 5):
             answers.append(await ask(cascade, rows))
             calls = [len(stage.batches) for stage in mine]
-            cascade.shadows.offer(answers[-1], id_of(rows), told.agreements)
+            cascade.shadows.offer(answers[-1], id_of(rows), recorder.agreements)
             assert calls == [len(stage.batches) for stage in mine]  # a client has its answer first
         await asyncio.sleep(PATIENCE_S + 1)
-        return counts, told, [sum(map(len, stage.batches)) for stage in mine], answers
+        return counts, recorder, [sum(map(len, stage.batches)) for stage in mine], answers
 
     return run_virtually(main())
 
 
 def test_all_early_answers_are_compared_with_what_the_whole_cascade_makes_of_them():
-    counts, told, had, answers = shadowed(1.0)
+    counts, recorder, n_rows, answers = shadowed(1.0)
     early = EXPECTED.stages < 2
     agreed = EXPECTED.predictions == TRACE.predictions[:, -1]
-    assert sorted(zip(told.stages, told.agreed, strict=True)) == sorted(
+    assert sorted(zip(recorder.stages, recorder.agreed, strict=True)) == sorted(
         zip(EXPECTED.stages[early].tolist(), agreed[early].tolist(), strict=True)
     )
     assert 0 < agreed[early].mean() < 1
     assert counts.of("shadow_rows") == {"compared": early.sum()}
     # A row goes on from where it stopped; what that costs is counted apart, and no answer is another.
-    assert had == [len(DATA)] * 3
+    assert n_rows == [len(DATA)] * 3
     assert sum(counts.of("cost").values()) == pytest.approx(EXPECTED.costs.sum())
     assert sum(counts.of("shadow_cost").values()) == pytest.approx(COSTS.sum() * len(DATA) - EXPECTED.costs.sum())
     assert sum(n for (_, outcome), n in counts.of("rows").items() if outcome == "accepted") == len(DATA)
@@ -91,16 +91,16 @@ def test_all_early_answers_are_compared_with_what_the_whole_cascade_makes_of_the
 
 
 def test_a_share_is_chosen_at_random_and_always_the_same():
-    counts, told, _, _ = shadowed(0.25)
+    counts, recorder, _, _ = shadowed(0.25)
     n_early = int((EXPECTED.stages < 2).sum())
     n = counts.of("shadow_rows")["compared"]
     assert abs(n - n_early / 4) < 4 * (n_early * 0.25 * 0.75) ** 0.5
-    again, told_again, _, _ = shadowed(0.25)
-    assert (again.of("shadow_rows"), told_again.agreed) == (counts.of("shadow_rows"), told.agreed)
-    none, told, had, _ = shadowed(0.0)
+    again, recorder_again, _, _ = shadowed(0.25)
+    assert (again.of("shadow_rows"), recorder_again.agreed) == (counts.of("shadow_rows"), recorder.agreed)
+    none, recorder, n_rows, _ = shadowed(0.0)
     assert none.of("shadow_rows") == {}
-    assert had[0] == len(DATA)
-    assert had[2] == (EXPECTED.stages == 2).sum()
+    assert n_rows[0] == len(DATA)
+    assert n_rows[2] == (EXPECTED.stages == 2).sum()
 
 
 class Log:
@@ -143,49 +143,19 @@ def test_a_log_takes_rows_of_idle_hours_wherever_they_stopped_and_none_of_busy_o
         await asyncio.gather(*busy)
         await asyncio.sleep(1.0)
         assert (log.rows, log.counts["incomplete"]) == ({}, len(dropped))
-        kept = {}
+        taken = {}
         for rows in np.arange(100, 400).reshape(-1, 10):
-            kept |= await sample(rows)
+            taken |= await sample(rows)
         await asyncio.sleep(PATIENCE_S)
         assert log.counts["incomplete"] == len(dropped)
-        return log.rows, dropped, kept
+        return log.rows, dropped, taken
 
-    logged, dropped, kept = run_virtually(main())
+    logged, dropped, taken = run_virtually(main())
     assert set(EXPECTED.stages[list(dropped.values())]) == {0, 1, 2}
-    assert logged.keys() == kept.keys()
-    for name, row in kept.items():
-        for stage, own in enumerate(DATA.logits):
-            assert np.array_equal(logged[name][stage][0], own[row])
-
-
-def test_a_stage_that_is_busy_is_left_alone():
-    """Stages that always have a request's rows get no other ones, which are dropped in the end."""
-    calls = []
-
-    async def main():
-        async def slow(call, batch):
-            calls.append(batch["row"].tolist())
-            await asyncio.sleep(0.05)
-
-        mine = [Stage("logits0"), Stage("logits1", before=slow), Stage("logits2", before=slow)]
-        cascade, counts = cascade_of(a_pool(DATA.models, shadow=1.0, timeout_s=60.0), mine)
-        late = np.flatnonzero(EXPECTED.stages == 2)
-        early = np.flatnonzero(EXPECTED.stages == 0)[:20]
-        stop = asyncio.get_running_loop().time() + PATIENCE_S + 2
-
-        async def keep_busy():
-            while asyncio.get_running_loop().time() < stop:
-                await ask(cascade, late[:8])
-
-        busy = [asyncio.create_task(keep_busy()) for _ in range(4)]
-        await asyncio.sleep(0.01)
-        cascade.shadows.offer(await ask(cascade, early), id_of(early), Recorder().agreements)
-        await asyncio.gather(*busy)
-        return counts, set(early.tolist())
-
-    counts, early = run_virtually(main())
-    assert counts.of("shadow_rows") == {"dropped": 20}
-    assert not any(early & set(rows) for rows in calls)
+    assert logged.keys() == taken.keys()
+    for name, row in taken.items():
+        for stage, logits in enumerate(DATA.logits):
+            assert np.array_equal(logged[name][stage][0], logits[row])
 
 
 def test_what_fails_or_is_too_much_is_dropped_and_nobody_hears_of_it():
@@ -195,12 +165,12 @@ def test_what_fails_or_is_too_much_is_dropped_and_nobody_hears_of_it():
     async def main():
         mine = [Stage("logits0"), Stage("logits1", before=fail), Stage("logits2")]
         cascade, counts = cascade_of(a_pool(DATA.models, shadow=1.0), mine)
-        told, early = Recorder(), np.flatnonzero(EXPECTED.stages == 0)
-        cascade.shadows.offer(await ask(cascade, early[:10]), id_of(early), told.agreements)
+        recorder, early = Recorder(), np.flatnonzero(EXPECTED.stages == 0)
+        cascade.shadows.offer(await ask(cascade, early[:10]), id_of(early), recorder.agreements)
         await asyncio.sleep(1)
-        assert (counts.of("shadow_rows"), told.agreed) == ({"dropped": 10}, [])
+        assert (counts.of("shadow_rows"), recorder.agreed) == ({"dropped": 10}, [])
         for _ in range(3 + MOST_WAITING // 20):
-            cascade.shadows.offer(await ask(cascade, early[:20]), id_of(early), told.agreements)
+            cascade.shadows.offer(await ask(cascade, early[:20]), id_of(early), recorder.agreements)
         assert counts.of("shadow_rows")["dropped"] == 10 + 60
         return counts
 
@@ -223,10 +193,10 @@ def tell(watch, request, policy_id=POLICY.id):
 
 
 def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_anew(caplog, monkeypatch):
-    # Whether Serve's logger passes on what it is told is up to Serve, once a test has run it in this process.
+    # Whether Serve's logger passes on what it gets is up to Serve, once a test has run it in this process.
     monkeypatch.setattr(watching, "logger", logging.getLogger(__name__))
-    told = Recorder()
-    watch = Watching(POLICY, POLICY.id, told, 1, MemoryStore(), "alarm")
+    recorder = Recorder()
+    watch = Watching(POLICY, POLICY.id, recorder, 1, MemoryStore(), "alarm")
     tell(watch, answered(np.arange(50)))
     tell(watch, answered(np.arange(50), last_stage=1))
     tell(watch, answered(np.arange(50)), "another")
@@ -244,13 +214,13 @@ def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_ane
             watch.outcomes(POLICY.id, none, np.full(4000, 0.9), none == 1)
             assert not watch.settle().watched.holds
     assert [record.message.startswith(f"policy {POLICY.id} has drifted: ") for record in caplog.records] == [True]
-    assert not told.seen[-1].holds
+    assert not recorder.seen[-1].holds
     assert report_of(POLICY, POLICY.id, [watch.settle()])["holds"] is False
-    other = POLICY.with_threshold(0.5)
-    watch.begin(other, other.id)
-    tell(watch, answered(np.arange(50)), other.id)
+    newer = POLICY.with_threshold(0.5)
+    watch.begin(newer, newer.id)
+    tell(watch, answered(np.arange(50)), newer.id)
     assert watch.settle().watched is None
-    assert report_of(other, other.id, [watch.settle()])["holds"] is None
+    assert report_of(newer, newer.id, [watch.settle()])["holds"] is None
     watch.begin(POLICY, POLICY.id)
     assert watch.settle().watched.holds
 
@@ -276,8 +246,8 @@ def test_a_flood_is_watched_in_part():
     assert sum(sums.n for sums in watch.settle().watched.stages) == watching.MOST_KEPT + len(DATA)
 
 
-@pytest.mark.parametrize("away", ["hangs", "down"])
-def test_a_stage_that_is_away_is_no_drift(away):
+@pytest.mark.parametrize("fault", ["hangs", "down"])
+def test_an_outage_of_a_stage_is_no_drift(fault):
     """Only early answers are the policy's own meanwhile, and they come before those that were asked for with them."""
     data = chain(3, n=1500, shift=3)
 
@@ -306,7 +276,7 @@ def test_a_stage_that_is_away_is_no_drift(away):
 
         asking = asyncio.gather(*(asked(row) for row in range(len(data))))
         for second in range(100):
-            trouble = away if second % 30 >= 10 else None
+            trouble = fault if second % 30 >= 10 else None
             await asyncio.sleep(1)
             seen = watch.settle().watched
         await asking
@@ -330,7 +300,7 @@ def test_feedback_is_read_and_answers_that_were_cut_short_are_separated():
     last = Feedback.read(body(stage=[0, 2]), POLICY, 10)
     assert len(last.given_by(POLICY)) == 2
     # The answers of a replay are all its own, also as the float32 that a client is given.
-    said = Feedback(
+    feedback = Feedback(
         POLICY.id,
         "",
         np.arange(len(DATA)),
@@ -339,7 +309,7 @@ def test_feedback_is_read_and_answers_that_were_cut_short_are_separated():
         DATA.labels > 0,
         DATA.labels,
     )
-    assert len(said.given_by(POLICY)) == len(DATA)
+    assert len(feedback.given_by(POLICY)) == len(DATA)
 
 
 def test_feedback_of_a_row_counts_once_at_whichever_router(monkeypatch):
@@ -353,7 +323,7 @@ def test_feedback_of_a_row_counts_once_at_whichever_router(monkeypatch):
     routers[0].forget("p")
     assert len(routers[1].new(whole)) == 2
     monkeypatch.setattr(watching, "MOST_REMEMBERED", 1)
-    one, answers = Reported(store, "life"), [Feedback.read(body(answer_id=each * 32), POLICY, 10) for each in "23"]
+    one, answers = Reported(store, "life"), [Feedback.read(body(answer_id=digit * 32), POLICY, 10) for digit in "23"]
     assert [len(one.new(answer)) for answer in (*answers, answers[0])] == [2, 2, 2]  # the oldest is dropped
 
 
