@@ -77,10 +77,10 @@ def command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: object) -> tuple[object, str, str]:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as end:
             main([str(argument) for argument in arguments])
-        said = capsys.readouterr()
-        return ended.value.code, said.out, said.err
+        output = capsys.readouterr()
+        return end.value.code, output.out, output.err
 
     return run
 
@@ -90,7 +90,14 @@ def ray_session():
     """One Ray session of this machine for all tests that need no particular cluster."""
     import ray
 
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    try:
+        ray.init(address="local", num_cpus=8, **quiet)
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+        ray.shutdown()  # Ray 2.60 gives a node 30 s, which is too short on a machine that is busy at this moment
+        ray.init(address="local", num_cpus=8, **quiet)
     yield
     ray.shutdown()
 
