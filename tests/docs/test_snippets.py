@@ -28,7 +28,7 @@ from pages import BLOCK, PAGES, ROOT
 from sklearn.datasets import make_classification
 
 import cauc_ray
-from cauc_ray.cli.command import VERBS, parse
+from cauc_ray.cli.command import VERBS, main, parse
 from cauc_ray.data.writing import TableInfo
 from cauc_ray.schemas import SCHEMAS
 
@@ -111,7 +111,8 @@ def test_snippets_run_in_order(page, folder, request, monkeypatch):
 
     mpl.use("Agg")
     names = {"__name__": "__main__"}
-    if NEEDS_RAY.search(page.read_text()):
+    needs_ray = NEEDS_RAY.search(page.read_text()) is not None
+    if needs_ray:
         monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("ray_address"))
     monkeypatch.syspath_prepend(folder)
     port = free_port()
@@ -125,9 +126,27 @@ def test_snippets_run_in_order(page, folder, request, monkeypatch):
                 services.enter_context(served(text, port))
             elif snippet.runs and snippet.language == "python":
                 exec(compile(text, path_of(page), "exec"), names)
+            elif snippet.runs and snippet.language == "sh" and not needs_ray and is_all_cauc(text):
+                run_here(text)
             elif snippet.runs and snippet.language == "sh":
                 done = subprocess.run([*SHELL, text], capture_output=True, text=True, timeout=200)
                 assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+
+
+def lines_of(text):
+    return [words for line in text.replace("\\\n", " ").splitlines() if (words := shlex.split(line, comments=True))]
+
+
+def is_all_cauc(text):
+    return all(words[0] == "cauc" for words in lines_of(text))
+
+
+def run_here(text):
+    """Run commands of `cauc` in this process, which has imported what each would import."""
+    for words in lines_of(text):
+        with pytest.raises(SystemExit) as end:
+            main(words[1:])
+        assert end.value.code == 0, words
 
 
 def free_port():
@@ -179,7 +198,7 @@ def commands(page):
     written += re.findall(r"`cauc ([a-z][^`…]*)`", BLOCK.sub("", page.read_text()))
     for text in written:
         words = shlex.split(text, comments=True)
-        if "VERB" not in words and "--help" not in words:
+        if "VERB" not in words and "--help" not in words and words[-1] != "-o":
             yield words
 
 
