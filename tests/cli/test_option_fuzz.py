@@ -247,6 +247,7 @@ def test_combinations_of_options_keep_the_commands_contract(cauc, verb):
 
 
 @pytest.mark.soak("full")
+@pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("verb", VERBS)
 def test_many_combinations_of_options_keep_the_commands_contract(cauc, verb):
