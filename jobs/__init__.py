@@ -1,1 +1,1 @@
-"""What a cluster is given to do: scripts over the library, each with a config, one output folder and an end."""
+"""Jobs for a cluster: configs of verbs, scripts over the library, benchmarks and faults."""

@@ -52,7 +52,7 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         estimators: (name, classifier) pairs, cheapest first. Each has predict_proba, else decision_function. They are
             cloned and fitted, but for fitted ones in sklearn.frozen.FrozenEstimator, which stay as they are.
         costs: of a call of each, in their order or by name.
-        method: "base" or "rf".
+        method: as of cauc_ray.fit(), such as "base" or "rf".
         budget: mean cost per row that the threshold is chosen for.
         threshold: one to use as it is.
         price: of a unit of cost, in errors, which decides the threshold.

@@ -227,7 +227,9 @@ def _parsers() -> tuple[_Parser, list[_Parser]]:
     for name, about in VERBS.items():
         within, _, word = name.rpartition(" ")
         if within not in groups:
-            outer = verbs.add_parser(within, help=about, allow_abbrev=False)
+            outer = verbs.add_parser(
+                within, help="change a service's policy, or sign a policy file", allow_abbrev=False
+            )
             groups[within] = outer.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
         verb = groups[within].add_parser(
             word,

@@ -140,7 +140,7 @@ def killed(*titles: str, stage: int | None = None, every: bool = False) -> Strik
 
 
 def model_fault(does: str, *stages: int, seconds: float = 0.0, **order: Any) -> Strike:
-    """Have models of stages misbehave: see models.give_order; for some seconds, in all calls."""
+    """Have models of stages misbehave: see cascade.give_order; for some seconds, in all calls."""
 
     def strike(scene: Scene) -> bool:
         return all(give_order(scene.notes, stage, does=does, until=time.time() + seconds, **order) for stage in stages)

@@ -1,45 +1,133 @@
-"""What the site generates from the code: the command's verbs and the schemas of files.
+"""Writes the generated parts of the pages: the command's verbs, keys of files, methods, and the Python functions.
 
-A page has `<!-- verbs -->`, `<!-- configs -->` or `<!-- schema: NAME -->` where a generated part goes.
+`python docs/references.py` writes them anew, between `<!-- generated: NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+import cauc_ray
 from cauc_ray import sample_logits
 from cauc_ray.cli.command import VERBS as ABOUT
 from cauc_ray.cli.command import add_options
 from cauc_ray.cli.verbs import VERBS
+from cauc_ray.policies.methods import METHODS
 from cauc_ray.schemas import CONFIGS, SCHEMAS
 
+PAGES = Path(__file__).parent
 _KINDS = {"string": "text", "integer": "whole number", "number": "number", "path": "path"}
-_MARK = re.compile(r"<!-- (verbs|configs|schema: ([a-z]+)) -->")
+_PART = re.compile(r"(<!-- generated: ([\w.: ]+) -->\n)(?:.*?)(^<!-- end -->)", re.DOTALL | re.MULTILINE)
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put generated parts where a page asks for them."""
-    return _MARK.sub(lambda found: "\n".join(_generated(found[1], found[2])), markdown)
+def written(page: str) -> str:
+    """Return a page with its generated parts as the code has them now."""
+    return _PART.sub(lambda match: f"{match[1]}{_text(match[2])}\n{match[3]}", page)
 
 
-def _generated(what: str, name: str) -> Iterator[str]:
+def _text(name: str) -> str:
+    return "\n".join([*_generated(*name.split(": ")), ""])
+
+
+def _generated(what: str, name: str = "") -> Iterator[str]:
     if what == "verbs":
         for verb in VERBS:
             yield from _verb(verb)
     elif what == "configs":
         for verb in CONFIGS:
-            schema, own = SCHEMAS[verb](), inspect.get_annotations(VERBS[verb].options)
-            schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda key: key[0] not in own))
+            schema, declared = SCHEMAS[verb](), inspect.get_annotations(VERBS[verb].options)
+            schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda key: key[0] not in declared))
             yield from _schema(schema, f"cauc {verb}", level=2)
+    elif what == "methods":
+        yield from _methods()
+    elif what == "python":
+        yield from _python(name)
     else:
         yield from _schema(SCHEMAS[name](), None, level=2)
+
+
+def _methods() -> Iterator[str]:
+    yield from (
+        "",
+        "| method | paradigm | `cauc fit`, `run` and `serve` take it | install |",
+        "| --- | --- | --- | --- |",
+    )
+    for method in METHODS.values():
+        state = f"no: it {method.unpublished}" if method.unpublished else "yes"
+        embedding = ", with `--embedding`" if method.needs_embedding and not method.unpublished else ""
+        extra = f"`cauc-ray[{method.extra}]`" if method.packages else ""
+        yield f"| `{method.name}` | {method.paradigm} | {state}{embedding} | {extra} |"
+
+
+def _python(names: str) -> Iterator[str]:
+    """Yield an object's signature and docstring, then those of the members that follow its name."""
+    path, *members = names.split()
+    module, _, name = path.rpartition(".")
+    content = getattr(importlib.import_module(module), name)
+    yield from _documented(content, path if module == cauc_ray.__name__ else name, level=3)
+    for member in members:
+        yield from _documented(inspect.getattr_static(content, member), f"{name}.{member}", level=4)
+
+
+def _documented(content: Any, name: str, level: int) -> Iterator[str]:
+    yield from ("", f"{'#' * level} {name}", "")
+    if isinstance(content, property | cached_property):
+        content = content.fget if isinstance(content, property) else content.func
+    content = getattr(content, "__func__", content)  # of a class method
+    if inspect.isfunction(content) or "__init__" in vars(content):
+        yield from ("```text", *_signature(content, name), "```", "")
+    yield from _sections(inspect.getdoc(content) or "")
+
+
+def _signature(content: Any, name: str) -> Iterator[str]:
+    parameters = [each for each in inspect.signature(content).parameters.values() if each.name not in ("self", "cls")]
+    returns = inspect.get_annotations(content).get("return") if inspect.isfunction(content) else None
+    end = "" if returns is None else f" -> {returns}"
+    if not parameters:
+        yield f"{name}(){end}"
+        return
+    yield f"{name}("
+    is_starred = False
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_starred:
+            is_starred = True
+            yield "    *,"
+        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        annotation = "" if parameter.annotation is parameter.empty else f": {parameter.annotation}"
+        value = repr(parameter.default)
+        default = "" if parameter.default is parameter.empty else f" = {'…' if value.startswith('<') else value}"
+        yield f"    {prefix}{parameter.name}{annotation}{default},"
+    yield f"){end}"
+
+
+def _sections(docstring: str) -> Iterator[str]:
+    """Yield a docstring's text, its sections as lists, and its examples as code."""
+    for part in re.split(r"\n\n(?=[A-Z]\w+:\n)", docstring):
+        title, _, body = part.partition(":\n")
+        if not title.isalpha():
+            title, body = "", part
+        else:
+            yield from ("", f"**{title}**", "")
+        body = textwrap.dedent(body)
+        if title in ("Args", "Attributes", "Raises"):
+            for item in re.split(r"\n(?=\S)", body):
+                key, _, meaning = " ".join(item.split()).partition(": ")
+                yield f"- `{key}`: {meaning}"
+        else:
+            yield from re.sub(
+                r"((?:^(?:>>>|\.\.\.).*\n?(?:^\S.*\n?)*)+)", r"```pycon\n\1\n```", body, flags=re.MULTILINE
+            ).split("\n")
 
 
 def _verb(name: str) -> Iterator[str]:
@@ -58,7 +146,7 @@ def _verb(name: str) -> Iterator[str]:
 def _spelling(action: argparse.Action) -> str:
     value = "" if action.nargs == 0 else action.metavar or "|".join(map(str, action.choices or ()))
     shown = f"{', '.join(action.option_strings)} {value}".strip()
-    return f"`{shown}`"
+    return f"`{_cell(shown)}`"
 
 
 def _schema(schema: Mapping[str, Any], title: str | None, level: int) -> Iterator[str]:
@@ -167,3 +255,16 @@ def _type(value: Mapping[str, Any]) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def main() -> None:
+    """Write every page whose generated parts have changed."""
+    for page in sorted(PAGES.rglob("*.md")):
+        before = page.read_text(encoding="utf-8")
+        if (after := written(before)) != before:
+            page.write_text(after, encoding="utf-8")
+            print(page)
+
+
+if __name__ == "__main__":
+    main()

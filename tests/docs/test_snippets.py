@@ -24,19 +24,15 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from pages import BLOCK, PAGES, ROOT
 from sklearn.datasets import make_classification
 
 import cauc_ray
-from cauc_ray.cli.command import VERBS, parse
+from cauc_ray.cli.command import VERBS, main, parse
 from cauc_ray.data.writing import TableInfo
 from cauc_ray.schemas import SCHEMAS
 
-ROOT = Path(__file__).parents[1]
 SHELL = ("bash", "-euo", "pipefail", "-c")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(
-    r"(?:<!-- (not run|background)[^>]* -->\n+)?^( *)```(\w+)[^\n]*\n(.*?)^\2```", re.DOTALL | re.MULTILINE
-)
 POOL = """
 name: digits
 task: classification
@@ -64,7 +60,7 @@ def snippets(page):
         yield Snippet(language, "\n".join(lines), "not run" if page.name == "README.md" else how)
 
 
-def named(page):
+def path_of(page):
     return str(page.relative_to(ROOT))
 
 
@@ -94,20 +90,30 @@ def folder(request, prepared, tmp_path, monkeypatch):
     return here
 
 
-RUN = [page for page in PAGES if any(s.runs and s.language in ("python", "sh") for s in snippets(page))]
-LONG = ("tutorial.md", "jobs.md", "comparing.md")
+NOT_RUN = (ROOT / "docs" / "reference", ROOT / "deployments")
+RUN = [
+    page
+    for page in PAGES
+    if not page.is_relative_to(NOT_RUN[0]) and not page.is_relative_to(NOT_RUN[1])
+    if any(snippet.runs and snippet.language in ("python", "sh") for snippet in snippets(page))
+]
+# Jobs with a config, and sweeps by tasks, are shown nowhere else as a user runs them.
+MARKS = {"tutorial.md": pytest.mark.soak("pages"), "jobs.md": pytest.mark.slow, "comparing.md": pytest.mark.slow}
+NEEDS_RAY = re.compile(
+    r"cauc (?:run|collect|serve(?!.*--local)|demo|plan|paper)|--shards|--config|cauc_ray\.(?:run|serve|collect)\("
+)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.slow if page.name in LONG else ()) for page in RUN], ids=named
-)
-def test_snippets_run_in_order(page, folder, ray_address, monkeypatch):
+@pytest.mark.parametrize("page", [pytest.param(page, marks=MARKS.get(page.name, ())) for page in RUN], ids=path_of)
+def test_snippets_run_in_order(page, folder, request, monkeypatch):
     import matplotlib as mpl
 
     mpl.use("Agg")
     names = {"__name__": "__main__"}
-    monkeypatch.setenv("RAY_ADDRESS", ray_address)
+    needs_ray = NEEDS_RAY.search(page.read_text()) is not None
+    if needs_ray:
+        monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("ray_address"))
     monkeypatch.syspath_prepend(folder)
     port = free_port()
     with ExitStack() as services:
@@ -119,10 +125,28 @@ def test_snippets_run_in_order(page, folder, ray_address, monkeypatch):
             elif snippet.how == "background":
                 services.enter_context(served(text, port))
             elif snippet.runs and snippet.language == "python":
-                exec(compile(text, named(page), "exec"), names)
+                exec(compile(text, path_of(page), "exec"), names)
+            elif snippet.runs and snippet.language == "sh" and not needs_ray and is_all_cauc(text):
+                run_here(text)
             elif snippet.runs and snippet.language == "sh":
                 done = subprocess.run([*SHELL, text], capture_output=True, text=True, timeout=200)
                 assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+
+
+def lines_of(text):
+    return [words for line in text.replace("\\\n", " ").splitlines() if (words := shlex.split(line, comments=True))]
+
+
+def is_all_cauc(text):
+    return all(words[0] == "cauc" for words in lines_of(text))
+
+
+def run_here(text):
+    """Run commands of `cauc` in this process, which has imported what each would import."""
+    for words in lines_of(text):
+        with pytest.raises(SystemExit) as end:
+            main(words[1:])
+        assert end.value.code == 0, words
 
 
 def free_port():
@@ -160,7 +184,7 @@ def ray_address(ray_session):
     return ray.get_runtime_context().gcs_address
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", PAGES, ids=path_of)
 def test_commands_are_those_of_cauc(page):
     for words in commands(page):
         assert parse(words).verb in VERBS, words
@@ -174,11 +198,11 @@ def commands(page):
     written += re.findall(r"`cauc ([a-z][^`…]*)`", BLOCK.sub("", page.read_text()))
     for text in written:
         words = shlex.split(text, comments=True)
-        if "VERB" not in words and "--help" not in words:
+        if "VERB" not in words and "--help" not in words and words[-1] != "-o":
             yield words
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", PAGES, ids=path_of)
 def test_files_that_a_page_shows_are_valid(page):
     for snippet in snippets(page):
         if snippet.language == "json":
@@ -193,7 +217,7 @@ def test_files_that_a_page_shows_are_valid(page):
             else:
                 jsonschema.validate({**yaml.safe_load(POOL), **content}, SCHEMAS["pool"]())
         elif snippet.language == "python":
-            compile(snippet.text, named(page), "exec")
+            compile(snippet.text, path_of(page), "exec")
 
 
 LINKS = [(page, target) for page in PAGES for target in re.findall(r"\]\((?!http|#)([^)#\s]+)", page.read_text())]
@@ -204,20 +228,20 @@ def test_links_lead_somewhere(page, target):
     assert (page.parent / target).exists()
 
 
-@pytest.mark.parametrize("page", PAGES[:1], ids=named)
+@pytest.mark.parametrize("page", PAGES[:1], ids=path_of)
 def test_the_readmes_python_runs_as_it_stands(page, folder, capsys):
     X, y = make_classification(2000, n_informative=6, random_state=0)
     data = pd.DataFrame(X, columns=[f"x{column}" for column in range(X.shape[1])]).assign(churn=y)
     data.to_csv("customers.csv", index=False)
     for snippet in snippets(page):
         if snippet.language == "python":
-            exec(compile(snippet.text, named(page), "exec"), {})
+            exec(compile(snippet.text, path_of(page), "exec"), {})
     assert re.match(r"\[([01] ){4}[01]\]", capsys.readouterr().out)
 
 
 def test_every_page_is_in_the_sites_navigation():
     text = (ROOT / "mkdocs.yml").read_text()
-    for page in PAGES[1:]:
+    for page in (ROOT / "docs").rglob("*.md"):
         assert str(page.relative_to(ROOT / "docs")) in text
 
 

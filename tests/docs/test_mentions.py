@@ -1,0 +1,250 @@
+"""Files, modules, flags, verbs, extras and keys that pages, help texts, schemas and docstrings mention exist."""
+
+import ast
+import io
+import json
+import re
+import subprocess
+import tokenize
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from pages import BLOCK, PAGES, ROOT
+
+from cauc_ray.cli.command import VERBS as SUMMARIES
+from cauc_ray.cli.verbs import VERBS
+from cauc_ray.schemas import CONFIGS, SCHEMAS
+
+# Flags of other programs' commands that pages show or name.
+OTHER_FLAGS = {
+    *("--help", "--version", "--completion", "--config", "--json", "--debug"),  # every verb's
+    *("--no-deps", "--compile-bytecode", "--only-binary", "--require-hashes", "--extra", "--upgrade"),  # pip and uv
+    *(
+        "--set",
+        "--from-literal",
+        "--now",
+        "--config.file",
+        "--storage.tsdb.path",
+    ),  # helm, kubectl, systemctl, Prometheus
+    "--device",  # of vLLM's and Docker's commands
+}
+# Files that a reader has or makes, and which no page shows whole.
+READERS_FILES = {"examples/models", "mine.yaml", "old.json", "examples.csv"}
+# Names of data sets, of which columns and tables of measurements are.
+DATA_SETS = {"base_icl1", "task_icl0", "task_icl1"}
+SOURCE = re.compile(r"\.(?:py|toml|md|sh|yaml|yml|json|txt|in|service|jinja|html|css)$")
+FILE = re.compile(r"[\w.{}*-]+(?:/[\w.{}*-]+)*/?")
+MODULE = re.compile(r"(?<![\w./-])((?:cauc_ray|jobs)(?:\.[A-Za-z_]\w*)+)|-m (examples\.\w+)")
+
+
+@cache
+def tracked():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return tuple(listed.stdout.split("\n"))
+
+
+@cache
+def sources():
+    """Return the text of the code, and of what is deployed."""
+    folders = ("cauc_ray/", "jobs/", "examples/", "deployments/", "pyproject.toml")
+    kinds = (".py", ".yaml", ".toml", ".json", ".in", ".txt", "Dockerfile", ".service", ".tpl")
+    paths = [path for path in tracked() if path.startswith(folders) and path.endswith(kinds)]
+    return "\n".join((ROOT / path).read_text() for path in paths)
+
+
+@cache
+def words():
+    return frozenset(re.findall(r"\w+", sources()))
+
+
+@cache
+def flags():
+    from ray.scripts.scripts import cli
+
+    fields = [(name, field) for verb in VERBS.values() for name, field in verb.options.model_fields.items()]
+    spelled = {f"--{name.replace('_', '-')}" for name, _ in fields}
+    for _, field in fields:
+        spelled |= set(re.findall(r"'(--[\w-]+)'", str(field)))
+    scripts = set(re.findall(r"\"(--[\w-]+)\"", sources()))
+    for path in (ROOT / "jobs" / "bench").glob("*.py"):  # whose flags are parameters of functions
+        names = re.findall(r"\b(\w+): (?:bool|int|float|str)\b", path.read_text())
+        scripts |= {f"--{name.replace('_', '-')}" for name in names}
+    waiting, ray = [cli], set()
+    while waiting:
+        command = waiting.pop()
+        waiting += list(getattr(command, "commands", {}).values())
+        ray |= {flag for parameter in command.params for flag in parameter.opts}
+    return spelled - {"--slo-p99-s"} | scripts | ray | OTHER_FLAGS
+
+
+@cache
+def extras():
+    return set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+
+
+def ghosts(text, code="", folder=ROOT):
+    """Yield what a text mentions and does not exist.
+
+    Args:
+        text: Prose, with code between backticks.
+        code: Other code of the same page, which may make files and name columns.
+        folder: Where relative paths start, besides the repository and its rooms.
+    """
+    spans = re.findall(r"`([^`\n]+)`", text)
+    for match in MODULE.finditer(f"{text}\n{code}"):
+        name = match[1] or match[2]
+        if not exists_in_code(name) and not is_file(name, folder):
+            yield name
+    for flag in re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", f"{text}\n{code}"):
+        if flag not in flags():
+            yield flag
+    for names in re.findall(r"cauc-ray\[([\w,-]+)\]", f"{text}\n{code}"):
+        yield from set(names.split(",")) - extras()
+    for variable in re.findall(r"\bCAUC_[A-Z_]+\b", f"{text}\n{code}"):
+        if variable not in words():
+            yield variable
+    for verb in re.findall(r"`cauc ([a-z]+(?: (?:set|sign))?)\b", text):
+        if verb not in SUMMARIES and verb != "policy":
+            yield f"cauc {verb}"
+    for span in spans:
+        for token in span.split():
+            token = token.strip(",;:()'\"")
+            if FILE.fullmatch(token) and (
+                SOURCE.search(token) or re.match(r"(?:cauc_ray|jobs|docs|tests|examples)/", token)
+            ):
+                is_made = token in code or token in READERS_FILES or Path(token).name in sources()
+                if not is_made and not is_file(token, folder):
+                    yield token
+        if re.fullmatch(r"[a-z]+(?:_[a-z0-9]+)+", span) and span not in words() | DATA_SETS and span not in code:
+            if re.match(r"(?:ray_)?cauc_", span):  # a metric, whose name is put together; the dashboard's test has it
+                continue
+            yield span
+    for path in re.findall(r"(?<![\w/`.-])((?:jobs|examples|docs|cauc_ray|deployments|tests)/[\w./*-]*\w)", text):
+        if path not in READERS_FILES and not is_file(path, folder):
+            yield path
+
+
+def is_file(name, folder):
+    """Return whether a path, of which a part in capitals stands for any name, is one of the repository's or its end."""
+    pattern = re.sub(
+        r"\\\*|\{\w+\}|\b[A-Z]{3,}\b(?!\.md)",
+        r"[^/]+",
+        re.escape(name.rstrip("/")).replace(r"\{", "{").replace(r"\}", "}"),
+    )
+    near = (folder / name).exists() and folder != ROOT
+    return near or any(re.search(rf"(?:^|/){pattern}(?:/|$)", path) for path in tracked())
+
+
+def exists_in_code(name):
+    """Return whether a dotted name is a module, a member of one, or a text such as a logger's name."""
+    parts = name.split(".")
+    for n in range(len(parts), 0, -1):
+        homes = [f"{'/'.join(parts[:n])}.py", f"{'/'.join(parts[:n])}/__init__.py"]
+        home = next((home for home in homes if home in tracked()), None)
+        if home is not None:
+            return (
+                n == len(parts)
+                or re.search(
+                    rf'^ *(?:def |class |from .*|import .*|")?{parts[n]}\b', (ROOT / home).read_text(), re.MULTILINE
+                )
+                or f'"{name}"' in sources()
+            )
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_mention_only_what_exists(page):
+    text = page.read_text()
+    code = "\n".join(match[3] for match in BLOCK.findall(text))
+    assert set(ghosts(BLOCK.sub("", text), code, page.parent)) == set()
+
+
+def comments(path):
+    """Return the comments of a YAML file; of a Python file also the docstrings."""
+    source = path.read_text()
+    if path.suffix != ".py":
+        return "\n".join(re.findall(r"(?:^|\s)#\s(.*)", source))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = [ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return "\n".join([*lines, *filter(None, docstrings)])
+
+
+COMMENTED = [
+    path
+    for path in tracked()
+    if path.startswith(("jobs/", "examples/", "deployments/"))
+    and path.endswith((".py", ".yaml"))
+    and "chart/" not in path
+]
+
+
+def test_comments_and_docstrings_mention_only_what_exists():
+    wrong = {}
+    for path in COMMENTED:
+        text = comments(ROOT / path)
+        wrong[path] = [*ghosts(text, folder=(ROOT / path).parent), *ghost_members(text)]
+    assert {path: names for path, names in wrong.items() if names} == {}
+
+
+def ghost_members(text):
+    """Yield `see module.name` where no module of that name has the name."""
+    for module, name in re.findall(r"\bsee ([a-z_]+)\.([a-z_]+)\b", text):
+        homes = [path for path in tracked() if re.search(rf"(?:^|/){module}(?:\.py|/[^/]+\.py)$", path)]
+        if not any(Path(home).stem == name or re.search(rf"\b{name}\b", (ROOT / home).read_text()) for home in homes):
+            yield f"{module}.{name}"
+
+
+def test_help_texts_mention_only_what_exists():
+    texts = [*SUMMARIES.values(), *(verb.example for verb in VERBS.values())]
+    texts += [str(field.description) for verb in VERBS.values() for field in verb.options.model_fields.values()]
+    assert set(ghosts("\n".join(texts))) == set()
+
+
+@pytest.mark.xfail(strict=True, reason="issue 35: the options of a config have no flags, and -o is listed under Ray")
+def test_the_help_of_paper_groups_its_options():
+    page = (ROOT / "docs" / "reference" / "command.md").read_text()
+    section = page.partition("## cauc paper\n")[2].partition("\n## ")[0]
+    assert "--logits" in section
+    assert section.index("--output") < section.index("| Ray |")
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schemas_mention_only_what_exists(name):
+    texts = re.findall(r'"description": "((?:[^"\\]|\\.)*)"', json.dumps(SCHEMAS[name]()))
+    assert set(ghosts("\n".join(texts))) == set()
+
+
+@pytest.mark.parametrize("verb", CONFIGS)
+def test_pages_that_show_a_config_use_its_keys(verb):
+    for page in PAGES:
+        for _, _, language, text in BLOCK.findall(page.read_text()):
+            if language == "yaml" and re.match(rf"#.*cauc {verb} --config", text):
+                assert yaml.safe_load(text).keys() <= VERBS[verb].options.model_fields.keys()
+
+
+PLANTED = {
+    "a file": ("As `jobs/rayjob.yaml` shows.", "jobs/rayjob.yaml"),
+    "a file of a room": ("Tasks read blocks (`reader.py`).", "reader.py"),
+    "a path without backticks": ("see jobs/nightly.yaml for it", "jobs/nightly.yaml"),
+    "a module": ("`python -m jobs.benchmarks` prints ratios.", "jobs.benchmarks"),
+    "a function": ("Call `cauc_ray.forecast(...)`.", "cauc_ray.forecast"),
+    "a flag": ("Give `--slo-p98` as well.", "--slo-p98"),
+    "a verb": ("`cauc inspect FILE` shows it.", "cauc inspect"),
+    "an extra": ("`pip install 'cauc-ray[tpu]'`", "tpu"),
+    "a variable": ("Set `CAUC_SECRET`.", "CAUC_SECRET"),
+    "a key": ("A pool has `max_retries_here`.", "max_retries_here"),
+    "a schema": ("The schema is `cauc_ray/schemas/tune.schema.json`.", "cauc_ray/schemas/tune.schema.json"),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_planted_mistake_is_reported(kind, tmp_path):
+    sentence, mistake = PLANTED[kind]
+    page = tmp_path / "README.md"
+    page.write_text(f"{PAGES[0].read_text()}\n{sentence}\n")
+    assert mistake in set(ghosts(BLOCK.sub("", page.read_text())))
