@@ -53,6 +53,9 @@ LONGEST = (
     *("test_labelling", "test_learned_routers", "test_tabular", "test_openai", "test_stopping", "test_poison"),
 )
 
+# Ray's processes get it also where a test that starts the session has changed it.
+PYTHONPATH = os.environ["PYTHONPATH"]
+
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
@@ -91,13 +94,15 @@ def ray_session():
     import ray
 
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-    try:
-        ray.init(address="local", num_cpus=8, **quiet)
-    except Exception as error:
-        if "timed out during startup" not in str(error):
-            raise
-        ray.shutdown()  # Ray 2.60 gives a node 30 s, which is too short on a machine that is busy at this moment
-        ray.init(address="local", num_cpus=8, **quiet)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", PYTHONPATH)
+        try:
+            ray.init(address="local", num_cpus=8, **quiet)
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()  # Ray 2.60 gives a node 30 s, which is too short on a machine that is busy at this moment
+            ray.init(address="local", num_cpus=8, **quiet)
     yield
     ray.shutdown()
 
