@@ -39,22 +39,21 @@ def compared(table):
 
 
 def test_every_row_is_what_the_method_alone_gives(table, compared):
-    found = compared
-    assert [row["method"] for row in found.rows][:3] == ["single:m0", "single:m1", "single:m2"]
-    assert {row["method"] for row in found.rows[3:]} == set(QUICK) - {"single"}
+    assert [row["method"] for row in compared.rows][:3] == ["single:m0", "single:m1", "single:m2"]
+    assert {row["method"] for row in compared.rows[3:]} == set(QUICK) - {"single"}
     policy = cauc_ray.fit(table, models=MODELS)
     alone = cauc_ray.evaluate(table, policy).measures
-    own = found.row("base")["default"]
-    assert (own["accuracy"], own["cost"]) == (alone.accuracy.value, pytest.approx(alone.cost))
-    assert own["avoided"] == pytest.approx(1 - alone.stages[-1].reached / alone.n)
-    assert {key: found.row("base")[key] for key in own} == own  # its own threshold gives the budget
-    budget = found.about["budget"]
+    default = compared.row("base")["default"]
+    assert (default["accuracy"], default["cost"]) == (alone.accuracy.value, pytest.approx(alone.cost))
+    assert default["avoided"] == pytest.approx(1 - alone.stages[-1].reached / alone.n)
+    assert {key: compared.row("base")[key] for key in default} == default  # its default threshold gives the budget
+    budget = compared.about["budget"]
     assert policy.expected.cost == pytest.approx(budget)
-    given = cauc_ray.evaluate(table, cauc_ray.fit(table, models=MODELS, budget=5.0)).measures
+    at_budget = cauc_ray.evaluate(table, cauc_ray.fit(table, models=MODELS, budget=5.0)).measures
     row = compare(table, models=MODELS, methods=["base"], budget=5.0).row("base")
-    assert (row["accuracy"], row["cost"]) == (given.accuracy.value, pytest.approx(given.cost))
+    assert (row["accuracy"], row["cost"]) == (at_budget.accuracy.value, pytest.approx(at_budget.cost))
     rf = cauc_ray.evaluate(table, cauc_ray.fit(table, models=MODELS, method="rf", budget=budget)).measures
-    row = found.row("rf")
+    row = compared.row("rf")
     assert (row["accuracy"], row["macro_f1"]) == (rf.accuracy.value, pytest.approx(rf.macro_f1))
     assert row["cost"] == pytest.approx(rf.cost)
 
@@ -110,16 +109,16 @@ def test_shuffled_test_labels_change_no_fitted_number(table, compared, tmp_path)
             ids = [row["example_id"] for row in rows]
             write_logits(tmp_path, model, split, example_ids=ids, labels=labels, logits=logits)
     (tmp_path / "pool.json").write_text((table / "pool.json").read_text())
-    other = compare(tmp_path, models=MODELS, methods=QUICK)
-    assert other.about["budget"] == compared.about["budget"]
+    shuffled = compare(tmp_path, models=MODELS, methods=QUICK)
+    assert shuffled.about["budget"] == compared.about["budget"]
     for name in ("method", "setting", "validation_accuracy", "validation_cost"):
-        assert other.curves.column(name).equals(compared.curves.column(name))
-    for before, after in zip(compared.rows, other.rows, strict=True):
+        assert shuffled.curves.column(name).equals(compared.curves.column(name))
+    for before, after in zip(compared.rows, shuffled.rows, strict=True):
         assert after["setting"] == before["setting"]
         assert after["default"]["setting"] == before["default"]["setting"]
         if not METHODS.get(before["method"]) or not METHODS[before["method"]].sees_labels:
             assert after["cost"] == before["cost"]
-    assert other.row("base")["accuracy"] < compared.row("base")["accuracy"]  # they were shuffled
+    assert shuffled.row("base")["accuracy"] < compared.row("base")["accuracy"]  # they were shuffled
 
 
 def skewed(folder, n=600):
