@@ -66,22 +66,6 @@ def test_fit_evaluate_and_predictions(cauc, tmp_path):
     assert "accuracy" in cauc("evaluate", "LOGITS", "--policy", "policy.json")[1]
 
 
-def test_points_of_a_sweep_are_what_fit_and_evaluate_say(cauc):
-    code, out, _ = cauc("sweep", "LOGITS", *CHAIN, "--methods", "base,rf", "--points", 4, "-o", "s.parquet")
-    assert (code, "base" in out) == (0, True)
-    rows = pq.ParquetFile("s.parquet").read().to_pylist()
-    for method in ("base", "rf"):  # one may cost as much as all models, but they are compared at the same budgets
-        assert [row["budget"] for row in rows if row["method"] == method] == pytest.approx([1, 17 / 3, 31 / 3, 15])
-    for row in rows:
-        assert row["validation_cost"] <= row["budget"] * (1 + 1e-9)
-        fit = ["fit", "LOGITS", *CHAIN, "--method", row["method"], "--budget", row["budget"], "-o", "x.json", "--json"]
-        assert json.loads(cauc(*fit)[1])["threshold"] == row["threshold"]
-        result = json.loads(cauc("evaluate", "LOGITS", "--policy", "x.json", "--json")[1])
-        for key in ("accuracy", "macro_f1", "cost", "relative_cost"):
-            assert result[key] == pytest.approx(row[key], abs=1e-9)
-        assert 1 - result["stages"][-1]["reached"] / 400 == pytest.approx(row["avoided"])
-
-
 @pytest.mark.usefixtures("ray_session")
 def test_a_run_and_all_that_verbs_write_can_be_shown(cauc, tmp_path):
     (tmp_path / "LOGITS").unlink()

@@ -40,9 +40,7 @@ def cauc(home, tmp_path, command):
 @pytest.mark.parametrize(
     ("table", "options", "words"),
     [
-        ("LOGITS", {"calibrator": "offsets"}, "calibrated by temperature and offsets"),
         ("LOGITS", {"models": MODELS[:2], "calibrator": "isotonic"}, "calibrated by temperature and isotonic maps"),
-        ("LOGITS", {"certify": LIMIT}, "certified with 90 % confidence: at most 10 % of early answers are wrong"),
         ("LOGITS", {"method": "rf", "certify": LIMIT}, "certified with 90 % confidence"),
         (
             "LOGITS",
@@ -76,21 +74,16 @@ def test_the_command_writes_and_shows_what_python_fits(cauc, table, options, wor
     assert ("certified at most 10 %" in cauc(*evaluate)[1]) == ("certify" in options)
 
 
-@pytest.mark.parametrize("method", ["base", "rf"])
-def test_an_evaluation_sets_each_promise_next_to_what_came(cauc, method):
-    cauc("fit", "LOGITS", *CHAIN, "--method", method, "-o", "p.json")
+def test_an_evaluation_sets_each_promise_next_to_what_came(cauc):
+    cauc("fit", "LOGITS", *CHAIN, "-o", "p.json")
     result = json.loads(cauc("evaluate", "LOGITS", "--policy", "p.json", "--json")[1])
     *inner, last = result["stages"]
     assert last["guarantees"] is None
     for stage in inner:
-        of = stage["guarantees"]
-        assert of["coverage"] == pytest.approx(stage["answered"] / stage["reached"])
-        assert of["accepted_accuracy"] == pytest.approx(stage["accepted_accuracy"])
-        bound = result["threshold"] - of["epsilon"] / of["coverage"]
-        assert of["accepted_accuracy_bound"] == pytest.approx(bound)
-        assert bound <= stage["accepted_accuracy"] + 1e-9
-        assert of["threshold_regret_bound"] == pytest.approx(of["epsilon"] + of["fallback_variation"])
-        assert -1e-9 <= of["threshold_regret"] <= of["threshold_regret_bound"] + 1e-9
+        promise = stage["guarantees"]
+        assert promise["coverage"] == pytest.approx(stage["answered"] / stage["reached"])
+        assert promise["accepted_accuracy_bound"] <= promise["accepted_accuracy"] + 1e-9
+        assert promise["accepted_accuracy"] == pytest.approx(stage["accepted_accuracy"])
     early = result["early"]
     n_wrong = sum(stage["answered"] * (1 - stage["accepted_accuracy"]) for stage in inner)
     assert early["n"] == sum(stage["answered"] for stage in inner)
@@ -99,32 +92,29 @@ def test_an_evaluation_sets_each_promise_next_to_what_came(cauc, method):
     assert early["certified_risk"] is None
 
 
-def test_warnings_are_one_line_each_a_field_of_the_file_and_errors_where_asked(cauc, tmp_path):
-    fit = ["fit", "FEW", *CHAIN, "-o", "p.json"]
-    code, out, err = cauc(*fit)
+def test_guards_are_in_the_file_and_errors_where_asked(cauc, tmp_path):
+    code, out, err = cauc("fit", "FEW", *CHAIN, "-o", "p.json")
     guards = json.loads((tmp_path / "p.json").read_text())["guards"]
     fired = [guard for guard in guards if guard["fired"]]
     assert (code, 0 < len(fired) < len(guards)) == (0, True)
+    assert f"guards: {len(guards)} looked at, {len(fired)} warnings: " in out
     warned = [f"warning: {guard['name']}: {guard['says']}" for guard in fired]
     assert err.splitlines() == [f"cauc: {line}" for line in warned]
-    assert f"guards: {len(guards)} looked at, {len(fired)} warnings: " in out
     assert [line for line in cauc("show", "p.json")[1].splitlines() if line.startswith("warning: ")] == warned
     with pytest.raises(GuardError) as error:
         cauc_ray.fit("FEW", models=MODELS, strict=True)
     assert [guard.model_dump(mode="json") for guard in error.value.guards] == fired
-    write_table(tmp_path / "enough", n=2000, strengths=(3.0,))
-    code, out, _ = cauc("fit", "enough", "--strict", "-o", "strict.json")
-    assert (code, "guards: 3 looked at, no warnings\n" in out) == (0, True)
 
 
-@pytest.mark.parametrize("method", ["base", "rf"])
-@pytest.mark.parametrize("rule", [{}, {"budget": 20.0, "objective": "macro-f1"}, {"threshold": 0.8}], ids=str)
-def test_a_searched_policy_is_the_direct_fit_of_its_models(home, method, rule):
-    costs = {"m0": 30.0, "m1": 9.0, "m2": 2.0, "m3": 1.0} if rule else None
-    policy = cauc_ray.fit(home / "POOL", models=POOL, costs=costs, method=method, search=True, **rule)
-    assert policy.search.pool == tuple(reversed(POOL) if rule else POOL)  # ordered by the costs given
+@pytest.mark.parametrize(
+    "rule", [{"method": "base"}, {"method": "rf", "budget": 20.0, "objective": "macro-f1"}], ids=str
+)
+def test_a_searched_policy_is_the_direct_fit_of_its_models(home, rule):
+    costs = {"m0": 30.0, "m1": 9.0, "m2": 2.0, "m3": 1.0} if "budget" in rule else None
+    policy = cauc_ray.fit(home / "POOL", models=POOL, costs=costs, search=True, **rule)
+    assert policy.search.pool == tuple(reversed(POOL) if costs else POOL)  # ordered by the costs given
     assert policy.models == policy.search.chosen.models
-    direct = cauc_ray.fit(home / "POOL", models=policy.models, costs=costs, method=method, **rule)
+    direct = cauc_ray.fit(home / "POOL", models=policy.models, costs=costs, **rule)
     assert policy.model_copy(update={"search": None}) == direct
     assert policy.id == direct.id
     assert policy.search.chosen.cost == pytest.approx(policy.expected.cost)
@@ -146,10 +136,9 @@ def test_examples_that_only_other_models_failed_on_count_in_the_policy(tmp_path)
     assert policy.model_copy(update={"search": None}) == cauc_ray.fit(tmp_path, models=policy.models, method="rf")
 
 
-@pytest.mark.parametrize("calibrator", ["offsets", "temperature"])
-def test_a_replaced_model_is_calibrated_as_the_others_are(home, calibrator):
-    told = {"method": "rf", "calibrator": calibrator}
+def test_a_replaced_model_is_calibrated_as_the_others_are(home):
+    options = {"method": "rf", "calibrator": "offsets"}
     changed = cauc_ray.replace_model(
-        cauc_ray.fit(home / "LOGITS", models=["m0", "m2"], **told), home / "LOGITS", {"m0": "m1"}
+        cauc_ray.fit(home / "LOGITS", models=["m0", "m2"], **options), home / "LOGITS", {"m0": "m1"}
     )
-    assert changed == cauc_ray.fit(home / "LOGITS", models=["m1", "m2"], **told)
+    assert changed == cauc_ray.fit(home / "LOGITS", models=["m1", "m2"], **options)

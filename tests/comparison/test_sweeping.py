@@ -1,7 +1,6 @@
 """Budget sweeps: rows are the library's own figures, seeds draw disjoint splits, nothing is measured twice."""
 
 import json
-from dataclasses import replace
 from statistics import mean, stdev
 
 import numpy as np
@@ -16,7 +15,6 @@ from cauc_ray.api.options import SweepJobOptions
 from cauc_ray.comparison.comparing import compare
 from cauc_ray.comparison.sweeping import RESULTS, SUMMARY, grids, redraw
 from cauc_ray.comparison.tasks import run_sweep
-from cauc_ray.data.writing import write_logits
 from cauc_ray.policies.trace import Examples
 
 __all__ = ["in_process"]  # a fixture
@@ -101,39 +99,6 @@ def test_a_budget_below_the_cheapest_model_is_a_row_that_says_so(table, in_proce
     assert "budget 0.5 GFLOPs" in low["reason"]
     assert sweep.missing == ()
     assert "not met" in grids(sweep.summary)[0].markdown()
-
-
-def test_a_seed_fits_on_what_it_draws(table, in_process, tmp_path):
-    """What a table says whose splits somebody has drawn anew by hand."""
-    drawn = {name: Examples(chain(7, 200, shift=place)) for place, name in enumerate(SPLITS)}
-    named = {
-        name: replace(of.chain, example_ids=tuple(f"{name}-{example}" for example in of.chain.example_ids))
-        for name, of in drawn.items()
-    }
-    pool = [named["calibration"], named["validation"]]
-    order = np.random.default_rng(5).permutation(400)
-    parts = {"calibration": order[:200], "validation": order[200:]}
-    for split in SPLITS:
-        for place, model in enumerate(CHAIN):
-            rows = parts.get(split)
-            logits, labels, ids = (
-                (named[split].logits[place], named[split].labels, named[split].example_ids)
-                if rows is None
-                else (
-                    np.concatenate([each.logits[place] for each in pool])[rows],
-                    np.concatenate([each.labels for each in pool])[rows],
-                    [(*pool[0].example_ids, *pool[1].example_ids)[row] for row in rows],
-                )
-            )
-            write_logits(tmp_path / "hand", model, split, example_ids=list(ids), labels=labels, logits=list(logits))
-    change = {"methods": ["base", "margin", "random"], "seeds": [5], "redrawn": ["calibration", "validation"]}
-    sweep = run_sweep(config(table, **change), tmp_path / "out")
-    for budget in BUDGETS:
-        costs = [1.0, 4.0, 15.0]
-        same = compare(tmp_path / "hand", models=CHAIN, methods=change["methods"], costs=costs, budget=budget, seed=5)
-        for row in rows_of(sweep, chain="m0,m1,m2", budget=budget):
-            expected = same.row(row["method"])
-            assert (row["accuracy"], row["cost"]) == pytest.approx((expected["accuracy"], expected["cost"]))
 
 
 @given(

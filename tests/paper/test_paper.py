@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -107,21 +106,6 @@ def test_everything_is_written_once_and_says_the_same(made, root):
     assert json.loads((out / "paper.json").read_text()) == json.loads(json.dumps(paper.as_json()))
 
 
-def test_only_what_depends_on_a_changed_table_is_measured_again(root, in_process, tmp_path):
-    shutil.copytree(root, tmp_path / "sets")
-    chains = [{"name": name, "set": name, "models": ["m0", "m2"]} for name in STRENGTHS]
-    content = {"logits": str(tmp_path / "sets"), "tables": {"complementarity": chains}}
-    config = load_config(written(tmp_path / "c.yaml", content))
-    before = run_paper(config, tmp_path / "out")
-    kept = set((tmp_path / "out" / "tasks").iterdir())
-    write_table(tmp_path / "sets" / "near", strengths=(0.2, 0.3, 3.0))
-    after = run_paper(config, tmp_path / "out")
-    assert len(set((tmp_path / "out" / "tasks").iterdir()) - kept) == 1
-    (near, far), (changed, same) = before.tables[0].rows, after.tables[0].rows
-    assert (changed["chain"], far) == ("near", same)
-    assert changed["direct"] != near["direct"]
-
-
 def test_comparisons_are_those_of_the_library(made, root):
     rows = [row for row in rows_of(made, "two-model-language") if row["chain"] == "near"]
     alone = compare(root / "near", models=["m0", "m1"], methods=made[0].config.methods)
@@ -219,25 +203,6 @@ def test_headlines_are_means_over_chains(made):
     for figure in ("avoided", "quality"):
         assert by_method["base"][figure] == pytest.approx(np.mean([row[figure] for row in base.values()]))
     assert by_method["base"]["largest_saving"] == max(1 - row["relative_cost"] for row in base.values())
-
-
-def test_published_figures_are_shown_where_a_column_is_named(made):
-    rows = {(row["chain"], row["method"]): row for row in rows_of(made, "two-model-language")}
-    assert rows["near", "rf"]["published_quality"] == pytest.approx(0.8051)
-    assert rows["near", "single:m0"]["published_relative_cost"] == 8 / 26
-    assert {rows[of]["published_quality"] for of in (("near", "random"), ("far", "rf"))} == {None}
-
-
-def test_reliability_is_that_of_a_slow_loop(made):
-    bins = pq.read_table(made[1] / "figures" / "calibration-reliability-far.parquet").to_pylist()
-    logits = chain(7, 300, strengths=STRENGTHS["far"], ragged=True, shift=2).logits
-    for model, calibrated in product(("m0", "m2"), (False, True)):
-        of = [row for row in bins if (row["model"], row["calibrated"]) == (model, calibrated)]
-        sure = [softmax(np.float64(z) / of[0]["temperature"]).max() for z in logits[int(model[1])]]
-        assert sum(row["n"] for row in of) == 300
-        assert of[0]["n_high"] == sum(value >= 0.85 for value in sure)
-        mean = sum(row["n"] * row["confidence"] for row in of if row["n"]) / 300
-        assert mean == pytest.approx(np.mean(sure))
 
 
 def test_what_is_not_measured_is_listed(made):

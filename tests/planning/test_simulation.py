@@ -97,10 +97,9 @@ def served(stages, times, answered_by):
     return latency, run_virtually(main())
 
 
-# Where requests queue, a call that goes a microsecond later changes those after it.
-@pytest.mark.parametrize(("load", "rel"), [(0.3, 0.005), pytest.param(0.6, 0.03, marks=pytest.mark.soak("full"))])
-def test_a_trace_is_served_as_by_the_real_cascade(load, rel):
-    rng, n = np.random.default_rng(3), 1000
+def test_a_trace_is_served_as_by_the_real_cascade():
+    # Where requests queue, a call that goes a microsecond later changes those after it: at a higher load rel is 0.03.
+    (rng, n), (load, rel) = (np.random.default_rng(3), 1000), (0.3, 0.005)
     times = np.cumsum(rng.exponential(float(loads(THREE, 1.0).max()) / load, n))
     answered_by = rng.choice(3, n, p=[0.4, 0.3, 0.3]).astype(np.int8)
     latency, sizes = served(THREE, times, answered_by)
@@ -144,9 +143,8 @@ def test_a_backlog_ends_answered_not_before_any_stage_could_have_done_its_share(
         assert of.busy == pytest.approx(busy_s / (at.replicas * found.window_s))
 
 
-@pytest.mark.parametrize("load", [0.3, 0.5])
-def test_one_replica_and_single_rows_are_an_m_d_1_queue(load):
-    service_s, n = 0.02, 16_000
+def test_one_replica_and_single_rows_are_an_m_d_1_queue():
+    load, service_s, n = 0.5, 0.02, 16_000
     window = Window(100.0, 100.0 + n * service_s / load)
     found = simulate_arrivals([stage(per_call=service_s)], load / service_s, window=window)
     # Pollaczek and Khinchine, for a service that does not vary.
@@ -165,10 +163,6 @@ def test_a_routers_seconds_come_on_top_and_what_comes_meanwhile_waits():
     # The first is sent at 0.1 s and answered at 1.25; the second, read from then on, waits for the replica until 1.1.
     both = simulate_trace(stages, times, first, window, router=router)
     assert both.latency.mean == pytest.approx((1.25 + 2.25 - 0.05) / 2)
-    # A router that is busy for four fifths of its time holds nothing up: what it reads goes on before it reads more.
-    chain, fast = [stage(256, 30, per_call=0.01, per_row=0.0002, wait_s=0.005)], RouterSeconds(8e-6)
-    pairs = [simulate_arrivals(chain, 1e5, router=own, window=Window(0.4, 0.6)) for own in (fast, RouterSeconds())]
-    assert pairs[0].latency.p50 == pytest.approx(pairs[1].latency.p50, rel=0.05)
     busy = simulate_arrivals([stage(8, 4, per_call=0.01)], 100.0, router=RouterSeconds(0.012))
     assert busy.grows  # the replicas have time, the router has none
     assert not simulate_arrivals([stage(8, 4, per_call=0.01)], 100.0, router=RouterSeconds(0.012, replicas=2)).grows
@@ -180,14 +174,4 @@ def test_a_queue_grows_where_the_load_is_more_than_all_capacity(factor):
     rate = factor / float(loads(chain, 1.0).max())
     found = simulate_arrivals(chain, rate)
     assert found.grows == (factor > 1)
-    if factor > 1:
-        assert found.rows_per_s < 0.99 * rate
-    else:
-        assert found.rows_per_s == pytest.approx(rate, rel=0.03)
-
-
-def test_requests_wait_for_each_other_no_longer_than_they_may():
-    # So many replicas that one is always idle: nothing but the gathering keeps a request from its call.
-    found = simulate_arrivals([stage(1000, 50, per_call=0.05, wait_s=0.2)], 100.0, window=Window(10.0, 40.0))
-    assert 0.05 <= found.latency.p99 <= 0.2 + 0.05 + 0.001
-    assert found.stages[0].rows > found.stages[0].calls
+    assert found.rows_per_s == pytest.approx(min(1.0, 1 / factor) * rate, rel=0.05)

@@ -102,40 +102,25 @@ def test_changes_by_hand_and_their_receipts(canaries, service):
     assert cauc_ray.set_policy(url=service.url, share=0.0)["shares"] == {worse.id: 1.0}
 
 
-@pytest.mark.soak("full")  # issue 33 allows one candidate only
-def test_of_two_candidates_one_can_be_ended(canaries, service):
-    active, better, worse = canaries.policy, canaries.better, canaries.worse
-    assert cauc_ray.set_policy(worse, url=service.url, share=0.25)["shares"][active.id] == 0.5
-    with pytest.raises(PolicyError, match="name the candidate"):
-        cauc_ray.set_policy(url=service.url, rollback=True)
-    report = cauc_ray.set_policy(url=service.url, rollback=True, candidate=worse.id)
-    assert (report["policy_id"], report["shares"]) == (active.id, {active.id: 0.75, better.id: 0.25})
-
-
 @pytest.mark.parametrize(
     ("change", "status", "reason"),
     [
         ({"share": 1.0, "threshold": 0.5}, 400, "share"),
-        ({"share": "some"}, 400, "share"),
         ({"promote": True, "rollback": True}, 400, "one of them"),
         ({"promote": True, "threshold": 0.5}, 400, "no other change"),
-        ({"candidate": "x"}, 400, "give a policy"),
         ({"candidate": "x", "threshold": 0.5}, 400, "candidate"),
         ({"promote": True, "candidate": "x"}, 409, "name the candidate"),
         ({"share": 0.8, "threshold": 0.5}, 409, "leave some"),
         ({"share": 0.0, "threshold": 0.51}, 409, "no such candidate"),
     ],
 )
-def test_an_invalid_change_of_candidates_is_refused(service, change, status, reason):
+def test_an_invalid_change_of_candidates_is_refused(canaries, service, change, status, reason):
+    with pytest.raises(PolicyError, match="gives the same answers"):
+        cauc_ray.set_policy(canaries.policy, url=service.url, share=0.1)
     before = policies(service)["version"]
     answered, content, _ = put_policy(service, change)
     assert (answered, reason in content["error"]) == (status, True), content
     assert policies(service)["version"] == before
-
-
-def test_the_same_policy_cannot_be_its_own_candidate(canaries, service):
-    with pytest.raises(PolicyError, match="gives the same answers"):
-        cauc_ray.set_policy(canaries.policy, url=service.url, share=0.1)
 
 
 def test_feedback_and_costs_are_evidence_but_for_answers_whose_policy_was_chosen(canaries, service):
@@ -193,10 +178,7 @@ def checked_clients(canaries, service, n=2):
         assert np.array_equal(outputs["stage"], trace.stages[rows])
 
 
-@pytest.mark.parametrize(
-    "evidence",
-    ["feedback", pytest.param("shadow", marks=pytest.mark.soak("full"))],
-)
+@pytest.mark.parametrize("evidence", ["feedback", pytest.param("shadow", marks=pytest.mark.soak("full"))])
 def test_a_bad_policy_is_rolled_back_and_a_good_one_promoted_without_a_wrong_answer(canaries, evidence):
     canary = {"cost_margin": 3.0, "evidence": evidence}
     with canaries.served(shadow=0.3, canary=canary) as service, checked_clients(canaries, service):

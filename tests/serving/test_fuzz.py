@@ -119,11 +119,9 @@ def test_clients_that_are_slow_or_leave_keep_nobody_waiting(service, caplog):
     ("start", "status"),
     [
         ("GET /v2/", 404),  # and no redirection to where the Host header says
-        ("GET //v2", 404),
         ("GET /v2/models/%00%0d%0aX:%20y", 404),
         ("GET /v2/models/fuzzed/../fuzzed", 404),
         ("GET /v2/models/" + "a" * 30_000, 404),
-        ("GET /v2/models/fuzzed/versions/%D9%A1", 404),
         ("OPTIONS " + INFER, 405),
     ],
 )

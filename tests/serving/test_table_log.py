@@ -143,21 +143,6 @@ def test_a_policy_fitted_on_the_log_is_that_of_collected_logits_to_the_byte(log,
     assert infos[0]["models"] == infos[1]["models"]
 
 
-@pytest.mark.soak("full")
-def test_a_log_may_be_added_to_a_collection_of_the_same_models(tmp_path, policy, ray_session):
-    ids = [f"row-{x}" for x in range(64)]
-    table = {"example_id": ids, "x": np.arange(64.0), "label": [x % K for x in range(64)]}
-    pq.write_table(pa.table(table), tmp_path / "rows.parquet")
-    pool = pool_in(tmp_path, "LOGITS")
-    cauc_ray.collect(pool, tmp_path / "rows.parquet", tmp_path / "LOGITS", split="all")
-    with cauc_ray.serve(pool, policy, port=0, local=True) as service:
-        traffic(service, np.arange(40.0))
-        until(lambda: len(logged(tmp_path / "LOGITS")) == 104)
-    assert LogitTable(tmp_path / "LOGITS").splits("small") == ["all", "calibration"]
-    assert len(LogitTable(tmp_path / "LOGITS").read_chain(["small", "large"], "all")) == 64
-    assert len(LogitTable(tmp_path / "LOGITS").read_chain(["small", "large"], "calibration")) == 40
-
-
 def test_missing_labels_are_left_out_and_conflicting_or_invalid_ones_refused(tmp_path, policy):
     to = tmp_path / "LOG"
     with cauc_ray.serve(pool_in(tmp_path, to), policy, port=0, local=True) as service:
