@@ -1,6 +1,7 @@
 """Budget sweeps: rows are the library's own figures, seeds draw disjoint splits, nothing is measured twice."""
 
 import json
+from dataclasses import replace
 from statistics import mean, stdev
 
 import numpy as np
@@ -15,6 +16,7 @@ from cauc_ray.api.options import SweepJobOptions
 from cauc_ray.comparison.comparing import compare
 from cauc_ray.comparison.sweeping import RESULTS, SUMMARY, grids, redraw
 from cauc_ray.comparison.tasks import run_sweep
+from cauc_ray.data.writing import write_logits
 from cauc_ray.policies.trace import Examples
 
 __all__ = ["in_process"]  # a fixture
@@ -99,6 +101,27 @@ def test_a_budget_below_the_cheapest_model_is_a_row_that_says_so(table, in_proce
     assert "budget 0.5 GFLOPs" in low["reason"]
     assert sweep.missing == ()
     assert "not met" in grids(sweep.summary)[0].markdown()
+
+
+def test_a_seed_fits_on_the_splits_that_it_draws(table, in_process, tmp_path):
+    chains = {name: chain(7, 200, shift=place) for place, name in enumerate(SPLITS)}
+    table_splits = {
+        name: Examples(replace(rows, example_ids=tuple(f"{name}-{example}" for example in rows.example_ids)))
+        for name, rows in chains.items()
+    }
+    redrawn = ["calibration", "validation"]
+    for split, rows in redraw(table_splits, redrawn, 5).items():
+        drawn = {"example_ids": rows.chain.example_ids, "labels": rows.chain.labels}
+        for model, logits in zip(CHAIN, rows.chain.logits, strict=True):
+            write_logits(tmp_path / "hand", model, split, **drawn, logits=list(logits))
+    methods = ["base", "margin", "random"]
+    sweep = run_sweep(config(table, methods=methods, seeds=[5], redrawn=redrawn), tmp_path / "out")
+    for budget in BUDGETS:
+        costs = [1.0, 4.0, 15.0]
+        same = compare(tmp_path / "hand", models=CHAIN, methods=methods, costs=costs, budget=budget, seed=5)
+        for row in rows_of(sweep, chain="m0,m1,m2", budget=budget):
+            expected = same.row(row["method"])
+            assert (row["accuracy"], row["cost"]) == pytest.approx((expected["accuracy"], expected["cost"]))
 
 
 @given(
