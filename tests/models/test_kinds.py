@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import pickle
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ from strict_server import logits_of, strict_server
 from synthetic import write_table
 from torchvision import models as torchvision_models
 
-from cauc_ray.errors import CaucError, DataError
+from cauc_ray.errors import CaucError, ConfigError, DataError
 from cauc_ray.models.answers import EMBEDDING
 from cauc_ray.models.kinds import BUILT_IN
 from cauc_ray.models.pool import StageSpec, pool_of
@@ -189,13 +191,22 @@ def torchvision(folder: Path, stack: ExitStack) -> Case:
     network = drawn(lambda: torchvision_models.squeezenet1_1(weights=None, num_classes=5))
     save_file(network.state_dict(), folder / "w.safetensors")
     save_file({name: w * torch.nan for name, w in network.state_dict().items()}, folder / "nan.safetensors")
-    (folder / "words.pth").write_bytes(b"no weights at all\n")
+    torch.save([1, 2], folder / "list.pth")
+    torch.save(network, folder / "module.pth")  # a pickle, which would run what it likes
+    save_file({}, folder / "none.safetensors")
+    whole = (folder / "w.safetensors").read_bytes()
+    damaged = {"words.pth": b"no weights at all\n", "empty.pth": b"", "half.safetensors": whole[:9000]}
+    for name, content in damaged.items():
+        (folder / name).write_bytes(content)
     wrong = [
         ({"arch": "resnet-50"}, "unknown arch 'resnet-50'; did you mean 'resnet50'?"),
         ({"arch": "fasterrcnn_resnet50_fpn"}, "unknown arch"),  # a detector
         ({"weights": "IMAGENET1K_V3"}, "unknown weights 'IMAGENET1K_V3'; did you mean 'IMAGENET1K_V1'"),
         ({"weights": "absent.pth"}, "there is no weight file"),
-        ({"weights": "words.pth"}, "is not a readable weight file"),
+        *(({"weights": name}, "is not a readable weight file") for name in (*damaged, "module.pth")),
+        ({"weights": "list.pth"}, "has no named weights"),
+        ({"weights": "none.safetensors"}, "has no classifier.1.weight"),
+        ({"arch": "squeezenet1_0"}, "does not fit squeezenet1_0: "),
         ({"arch": "resnet18"}, "has no fc.weight"),
         ({"dtype": "float8"}, "dtype"),
     ]
@@ -218,6 +229,17 @@ def image_kind(kind: str, network: Any, labels: Any = None, **more: Any) -> Call
         broken = save(folder, drawn(network), processor)
         (folder / "empty").mkdir()
         wrong = [NO_FOLDER, NO_HUB, ({"model": "empty"}, "cannot be loaded"), ({"dtype": "float8"}, "dtype")]
+        for name in ("truncated", "narrower", "deeper"):
+            shutil.copytree(folder / "m", folder / name)
+        os.truncate(folder / "truncated" / "model.safetensors", 3000)
+        wrong.append(({"model": "truncated"}, "cannot be loaded"))
+        for name, size, words in (
+            ("narrower", {"intermediate_size": 48}, "has shape (64,) in the file, (48,) by its config"),
+            ("deeper", {"num_hidden_layers": 3}, "it lacks"),
+        ):
+            config = json.loads((folder / name / "config.json").read_text())
+            (folder / name / "config.json").write_text(json.dumps({**config, **size}))
+            wrong.append(({"model": name}, words))
         if kind == "transformers-image":  # the library would draw the classifier at random, and only log that it did
             transformers.ViTModel(transformers.ViTConfig(**VISION)).save_pretrained(folder / "headless")
             wrong.append(({"model": "headless"}, "is not a complete image classifier: it was saved as ViTModel"))
@@ -474,6 +496,7 @@ def test_a_row_that_cannot_be_read_fails_alone(case):
     answers = case.model(batch)
     assert answers.failures.keys() == {2}
     assert "\n" not in answers.failures[2]
+    assert "prices" not in case.settings or answers.costs[2] == 0  # nothing was asked
     for row in (0, 1, 3, 4, 5):
         assert vectors(answers)[row] == pytest.approx(together[row], abs=ROUNDING * float(np.std(together)))
     nothing = case.model({name: values[[2, 2]] for name, values in batch.items()})
@@ -520,6 +543,16 @@ def test_the_identity_changes_with_what_changes_answers_and_with_nothing_else(ca
         assert case.stage(**{name: value}).model.identity == identity, name
     identities = {case.stage(**{name: value}).model.identity for name, value in case.different.items()}
     assert len(identities | {identity}) == 1 + len(case.different)
+
+
+@pytest.mark.parametrize("case", ["transformers-classifier", "transformers-choice"], indirect=True)
+def test_a_model_spread_over_the_devices_there_are_answers_alike(case, monkeypatch):
+    """By accelerate's device map, which has the CPU alone where there is no GPU."""
+    spread = case.stage().model.load_over_gpus()(case.batch())
+    assert np.array_equal(vectors(spread), vectors(case.model(case.batch())))
+    monkeypatch.setattr("cauc_ray.errors.find_spec", lambda name: None if name == "accelerate" else name)
+    with pytest.raises(ConfigError, match="needs accelerate; install with: pip install"):
+        case.stage().model.load_over_gpus()
 
 
 def test_wrong_settings_are_refused_in_one_line_that_names_them(case):

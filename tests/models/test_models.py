@@ -37,11 +37,8 @@ def test_a_python_model_answers_arrays_and_ragged_lists():
         (np.array([[0.0, np.nan], [0, 0]]), "row 0 of the batch: a logit is NaN"),
         ([[1.0], [np.inf]], "row 1 of the batch"),
         ([[1.0], []], "row 1 of the batch"),
-        ([["a"], ["b"]], "not numbers"),
-        (np.array([["1", "2"], ["3", "4"]]), "not numbers"),
         ([["1", "2"], ["3", "4"]], "not numbers"),
         (np.array([[1j], [2j]]), "not numbers"),
-        ([["1"], ["2", "3"]], "not numbers"),
         ([1.0, 2.0], "not numbers"),
         ("ab", "not str"),
     ],
@@ -98,13 +95,8 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"taks": "x"}, "unknown key 'taks'"),
         ({"stages__0__batchsize": 3}, "stages.0: unknown key 'batchsize'; did you mean 'batch_size'"),
         ({"stages__0__model__factroy": "a:b"}, "stages.0.model.python: unknown key 'factroy'; did you mean 'factory'"),
-        (
-            {"stages__0__model__kind": "pyhton"},
-            "unknown kind 'pyhton'; did you mean 'python'?",
-        ),
         (
             {"stages__0__model": {"kind": "torchvision", "arch": "resnet50"}, "stages__0__resources": {"num_gpus": 2}},
             "stages.0: a model of kind 'torchvision' runs on one GPU at most, not 2; to use more, give the stage num",
@@ -113,17 +105,14 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
         ({"stages__0__name": "a/b"}, "stages.0.name: "),
         ({"stages__0__name": "ä" * 101}, "up to 200 bytes, got 202"),
         ({"stages__0__cost": {"gflops": 1, "seconds": 2}}, "exactly one of"),
-        ({"stages__0__cost": {"gflops": -1}}, "stages.0.cost.gflops"),
         ({"stages__0__replicas": {"min": 2, "max": 1}}, "max 1 is below min 2"),
         ({"labels": ["cat", "dog"]}, "in multiple-choice, choices name themselves"),
         *(
             ({"task": "image-classification", "labels": labels}, words)
             for labels, words in [
                 ([], "labels: the list of labels is empty"),
-                (["cat", ""], "labels: class 1: a name must be a text that is not empty"),
                 ([0, 1], "labels: class 0: a name must be a text that is not empty, got 0"),
                 ("absent.txt", "labels: there is no file"),
-                ("a" * 300, "cannot be read: File name too long"),
                 ("empty.txt", "empty.txt is empty"),
                 ("blank.txt", "labels: class 1: a name must be a text that is not empty"),
                 ("latin.txt", "latin.txt is not UTF-8 text"),

@@ -6,11 +6,9 @@ import time
 import traceback
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from batches import question_batch
 from completion_server import Fault, LanguageServer, chat_answer, language_server, scripted_server
-from conftest import SHARED_DATA
 from hypothesis import given
 from hypothesis import strategies as st
 from language_models import LETTERS, question_prompt
@@ -29,6 +27,12 @@ def spec(**settings):
 
 
 TWO = [("first?", ["x", "y"]), ("second?", ["x", "y"])]
+QUESTIONS = [
+    ("Which is a fruit?", ["stone", "apple", "car"]),
+    ("What do bees make, and where do they keep it?", ["honey", "walls", "milk"]),
+    ("1 + 1?", ["1", "2", "3", "4"]),
+    ("Where would you put a plate after washing it?", ["shelf", "garden", "sea", "table", "bed"]),
+]
 
 
 # What follows needs no server.
@@ -100,18 +104,6 @@ def served(language_model):
 
 
 @pytest.fixture(scope="module")
-def questions():
-    """Real questions with three, four and five options."""
-    folder = SHARED_DATA / "questions"
-    if not folder.is_dir():
-        pytest.skip("the real questions (../shared/data/questions) are not here")
-    rows = []
-    for path in ("social_iqa/validation", "openbookqa/test", "commonsense_qa/validation"):
-        rows += pq.read_table(folder / f"{path}.parquet").slice(0, 2).to_pylist()
-    return [(row["question"], row["choices"]) for row in rows]
-
-
-@pytest.fixture(scope="module")
 def vocabulary(language_model):
     """Return what each token writes, without the space around it."""
     return [language_model.tokenizer.decode([token]).strip() for token in range(len(language_model.tokenizer))]
@@ -135,48 +127,34 @@ def assert_true_log_probabilities(vocabulary, next_logits, n_top, logits):
     return n_below
 
 
-@pytest.mark.parametrize("n_top", [20, 3])
-def test_options_get_the_log_probabilities_of_a_plain_forward_pass(
-    served, language_model, vocabulary, questions, n_top
-):
+@pytest.mark.parametrize(("endpoint", "n_top"), [("chat", 20), ("chat", 3), ("completions", 10)])
+def test_options_get_the_log_probabilities_of_a_plain_forward_pass(served, language_model, vocabulary, endpoint, n_top):
     prices = {"input": 2.0, "output": 6.0}
-    model = spec(base_url=served, prices=prices, top_logprobs=n_top).load()
-    answers = model(question_batch(*questions))
-    assert answers.failures == {}
-    assert answers.logits.shape == (6, 5)
-    assert answers.logits.dtype == np.float32
-    assert answers.n_options.tolist() == [3, 3, 4, 4, 5, 5]
-    beyond = model(question_batch(("word " * 10_000, ["x", "y"]), questions[0]))
-    assert beyond.failures.keys() == {0}
-    assert "maximum context length" in beyond.failures[0]
-    assert beyond.costs[0] == 0 < beyond.costs[1]
-    n_below = 0
-    for row, (question, choices) in enumerate(questions):
-        logits = answers.logits[row]
-        assert np.isneginf(logits[len(choices) :]).all()
-        tokens = language_model.chat(question_prompt(question, choices, chat=True))
-        next_logits = language_model.logits(tokens)[-1]
-        n_below += assert_true_log_probabilities(vocabulary, next_logits, n_top, logits[: len(choices)])
-        assert answers.costs[row] == pytest.approx((len(tokens) * prices["input"] + prices["output"]) / 1e6)
-        alone = model(question_batch(questions[row])).logits[0]
-        assert alone == pytest.approx(logits[: len(alone)], abs=1e-6)
-    assert answers.counts.get(BELOW, 0) == n_below
-    assert n_below > 0 or n_top == 20
-    with pytest.raises(ConfigError, match="needs a server with /tokenize and logprob_token_ids"):
-        spec(base_url=served, options="name").load()(question_batch(*questions))
-
-
-def test_bare_prompts_get_the_log_probabilities_of_a_plain_forward_pass(served, language_model, vocabulary, questions):
-    answers = spec(base_url=served, endpoint="completions", top_logprobs=10).load()(question_batch(*questions))
-    for row, (question, choices) in enumerate(questions):
-        # A chat model would rather end its text after some bare prompts: there is no first token then.
-        if row not in answers.failures:
-            tokens = language_model.tokenizer.encode(question_prompt(question, choices))
-            next_logits = language_model.logits(tokens)[-1]
-            assert_true_log_probabilities(vocabulary, next_logits, 10, answers.logits[row, : len(choices)])
+    answers = spec(base_url=served, prices=prices, top_logprobs=n_top, endpoint=endpoint).load()(
+        question_batch(*QUESTIONS, ("word " * 10_000, ["x", "y"]))
+    )
+    assert "maximum context length" in answers.failures.pop(4)
+    assert answers.costs[4] == 0
+    # A chat model would rather end its text after some bare prompts: there is no first token then.
     assert all("endpoint: chat" in reason for reason in answers.failures.values())
-    assert len(answers.failures) < len(questions)
-    assert answers.costs is None
+    assert len(answers.failures) < (1 if endpoint == "chat" else len(QUESTIONS))
+    n_below = 0
+    for row, (question, choices) in enumerate(QUESTIONS):
+        if row in answers.failures:
+            continue
+        prompt = question_prompt(question, choices, chat=endpoint == "chat")
+        tokens = language_model.chat(prompt) if endpoint == "chat" else language_model.tokenizer.encode(prompt)
+        next_logits, logits = language_model.logits(tokens)[-1], answers.logits[row, : len(choices)]
+        n_below += assert_true_log_probabilities(vocabulary, next_logits, n_top, logits)
+        assert answers.n_options[row] == len(choices)
+        assert answers.costs[row] == pytest.approx((len(tokens) * prices["input"] + prices["output"]) / 1e6)
+    assert answers.counts.get(BELOW, 0) == n_below
+    assert n_below > 0 or n_top > 3
+
+
+def test_a_server_that_scores_no_given_tokens_is_refused_for_names(served):
+    with pytest.raises(ConfigError, match="needs a server with /tokenize and logprob_token_ids"):
+        spec(base_url=served, options="name").load()(question_batch(*TWO))
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -230,15 +208,6 @@ def test_requests_are_as_the_protocol_has_them(monkeypatch, endpoint):
     assert path == ("/v1/chat/completions" if endpoint == "chat" else "/v1/completions")
 
 
-def test_rows_without_a_question_fail_and_ask_nothing():
-    rows = [("q?", None), TWO[0], ("\ud800?", ["x", "y"]), ("many?", ["x"] * 53)]
-    answers, server = ask(always_a, *rows)
-    assert len(server.requests) == 1
-    assert answers.failures.keys() == {0, 2, 3}
-    assert "Unicode" in answers.failures[2]
-    assert "53 options" in answers.failures[3]
-
-
 def test_rows_are_bounded_counted_failed_and_billed_each_by_its_own_answer():
     probabilities = [
         {"The": 0.6, "I": 0.3},
@@ -268,20 +237,6 @@ def test_rows_are_bounded_counted_failed_and_billed_each_by_its_own_answer():
     assert answers.counts == {BELOW: 2, LITTLE_MASS: 1}
 
 
-def test_a_server_that_never_returned_log_probabilities_is_named():
-    def script(prompt, before):
-        answer = chat_answer({"A": 0.9})
-        if "second" not in prompt:
-            answer["choices"][0]["logprobs"] = None
-        return answer
-
-    with scripted_server(script) as server:
-        model = spec(base_url=server.url).load()
-        before, _, after = (model(question_batch(row)).failures.get(0, "") for row in (TWO[0], TWO[1], TWO[0]))
-    assert f"none of {server.url} had any so far" in before
-    assert after == "the answer has no log-probabilities"
-
-
 def test_a_rate_limit_is_waited_for_as_long_as_the_server_asks():
     asked_at = []
 
@@ -297,7 +252,7 @@ def test_a_rate_limit_is_waited_for_as_long_as_the_server_asks():
 
 @pytest.mark.parametrize("fault", [Fault(500, {}), Fault(503, "busy", content_type="text/plain"), Fault()])
 def test_a_passing_fault_is_tried_again(fault):
-    answers, server = ask(lambda prompt, before: chat_answer({"A": 0.9}) if before else fault, max_retries=1)
+    answers, server = ask(lambda prompt, before: always_a(prompt, before) if before else fault, max_retries=1)
     assert len(server.requests) == 4
     assert not answers.failures
 
@@ -315,6 +270,7 @@ REFUSAL = "This model's maximum context length is\n8192 tokens " + "…" * 300
         (Fault(200, "{", content_type="application/json"), "not JSON"),
         (Fault(200, {"choices": [{"logprobs": {"content": []}}]}), "ended its answer before"),
         (Fault(200, {"choices": []}), "has no choices"),
+        (chat_answer({"A": 0.9}) | {"choices": [{"message": {"content": "A"}}]}, "no log-probabilities"),
     ],
 )
 def test_a_question_that_a_server_refuses_fails_alone(fault, words):

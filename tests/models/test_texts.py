@@ -1,15 +1,19 @@
-"""Classifiers of texts: sequence classification by transformers, tiny checkpoints of real architectures."""
+"""Classifiers and encoders of texts by transformers: tiny checkpoints of real architectures, and a real encoder."""
 
 from itertools import combinations, pairwise
 from math import inf
 
 import pytest
-from batches import column, refused
+from batches import assert_same, column, question_batch, refused
 from hypothesis import given
 from hypothesis import strategies as st
 from language_models import tiny_language_model
 
 from cauc_ray.models.answers import GPU_PASS_TOKENS, PASS_TOKENS, bucketed
+from cauc_ray.models.encoders import FeaturesSpec, TextEncoderSpec
+from cauc_ray.models.kinds import RegisteredSpec
+from cauc_ray.models.python import PythonSpec
+from cauc_ray.models.torchvision import TorchvisionSpec
 from cauc_ray.models.transformers import TransformersClassifierSpec
 
 torch = pytest.importorskip("torch")
@@ -75,14 +79,6 @@ def test_it_answers_as_the_library_does_for_each_text_alone(tokenizer, tmp_path,
         assert answers.logits[row] == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("family", ["bert", "llama"])
-def test_one_that_is_spread_over_what_devices_there_are_answers_alike(tokenizer, tmp_path, family):
-    """By accelerate's device map, which here has the CPU alone."""
-    settings = spec(saved(network(family, len(tokenizer)), tokenizer, tmp_path))
-    batch = {"text": column(TEXTS[:2])}
-    assert (settings.load_over_gpus()(batch).logits == settings.load()(batch).logits).all()
-
-
 def test_weights_that_no_gpu_of_the_stage_can_hold_are_refused_before_they_are_loaded(tokenizer, tmp_path, monkeypatch):
     folder = saved(network("bert", len(tokenizer)), tokenizer, tmp_path)
     (folder / "model.safetensors").unlink()  # the config tells
@@ -113,3 +109,49 @@ def test_no_other_passes_are_cheaper(lengths, most, on_gpu):
     cuts = [at for n in range(len(lengths)) for at in combinations(range(1, len(lengths)), n)]
     splits = ([by_length[a:b] for a, b in pairwise([0, *cut, len(lengths)])] for cut in cuts)
     assert cost(passes) == min(map(cost, splits))
+
+
+# Encoders.
+
+QUESTIONS = [
+    ("What is the capital of France?", ["Paris", "Rome", "Madrid"], None),
+    ("Which is a prime?", ["4", "7"], "Numbers above one without divisors are primes. " * 8),
+    ("Why?", ["because", "no reason", "who knows", "it depends", "never"], ""),
+]
+ENCODED = [
+    "What is the capital of France?\nParis\nRome\nMadrid",
+    f"{QUESTIONS[1][2]}\nWhich is a prime?\n4\n7",
+    "Why?\nbecause\nno reason\nwho knows\nit depends\nnever",
+]
+
+
+def test_a_text_encoder_embeds_questions_as_sentence_transformers_does(minilm, capfd):
+    model = TextEncoderSpec(model=str(minilm)).load()
+    capfd.readouterr()
+    unusable = [(None, ["a", "b"], None), ("What?", [], None), ("What?", None, "")]
+    answers = model(question_batch(*QUESTIONS, *unusable))
+    assert capfd.readouterr() == ("", "")
+    assert answers.failures.keys() == {3, 4, 5}
+    from sentence_transformers import SentenceTransformer
+
+    assert_same(answers.logits[:3], SentenceTransformer(str(minilm), device="cpu").encode(ENCODED))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            PythonSpec(kind="python", factory="user_models:by_x"),
+            "a model of kind 'python' has no layer before its last",
+        ),
+        (RegisteredSpec(kind="elsewhere", setting=3), "kind 'elsewhere'"),
+        (TorchvisionSpec(kind="torchvision", arch="squeezenet1_1", weights="w.pth"), "no linear layer"),
+    ],
+    ids=["python", "registered", "convolutions"],
+)
+def test_a_model_without_a_last_layer_has_no_features(tmp_path, monkeypatch, model, words):
+    from torchvision.models import squeezenet1_1
+
+    monkeypatch.chdir(tmp_path)
+    torch.save(squeezenet1_1(weights=None).state_dict(), "w.pth")
+    assert words in refused(FeaturesSpec(of=model).load)

@@ -3,10 +3,36 @@
 import numpy as np
 import pytest
 import torch
-from fake_gpu import Gpu
+from batches import question_batch
 
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.classifiers import ImageModel
+from cauc_ray.models.language import ChoiceModel
+from cauc_ray.models.transformers import TransformersChoiceSpec
+
+
+class Gpu:
+    """A device whose clock goes on as a test has it; it does all work at once."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def event(self):
+        return Event(self)
+
+
+class Event:
+    def __init__(self, gpu):
+        self.gpu, self.at_s = gpu, None
+
+    def record(self):
+        self.at_s = self.gpu.now_s
+
+    def synchronize(self):
+        assert self.at_s is not None
+
+    def elapsed_time(self, later):
+        return 1000 * (later.at_s - self.at_s)
 
 
 def image_model(network, *, gpu=None, device="cpu", prepare_s=0.0):
@@ -43,6 +69,26 @@ def test_only_the_forward_pass_counts_and_each_call_anew():
     with pytest.raises(RuntimeError, match="nothing to see"):
         model({"image": np.zeros_like(PIXELS)})
     assert model({"image": PIXELS}).device_s == 2.0
+
+
+@pytest.mark.parametrize("options", ["letter", "text"])
+def test_every_forward_pass_of_a_language_model_counts_and_nothing_else(tiny_model, options):
+    """The device's clock goes on by a second in each of the network's passes, and at no other time."""
+    gpu, passes, network = Gpu(), [], tiny_model.network
+    asked = {"options": options, "batch_tokens": 1}
+    settings = TransformersChoiceSpec(kind="transformers-choice", model=str(tiny_model.folder), **asked)
+    model = ChoiceModel(settings, tiny_model.tokenizer, network, gpu.event)
+
+    def run(network, inputs):
+        passes.append(1)
+        gpu.now_s += 1.0
+
+    hook = network.register_forward_pre_hook(run)
+    try:
+        answers = model(question_batch(("Is it?", ["yes it is", "no"]), ("Which is more?", ["one", "a pair of them"])))
+    finally:
+        hook.remove()
+    assert answers.device_s == len(passes) == (2 if options == "letter" else 4)
 
 
 def test_nothing_is_measured_without_a_gpu():

