@@ -54,11 +54,9 @@ def home(tmp_path_factory):
         stage.model.load()({"text": texts}).logits.argmax(axis=1) for stage in load_pool(folder / "pool.yaml").stages
     ]
     labels = np.choose(rng.integers(0, 3, 240), [*answers, rng.integers(0, 3, 240)])
-    rows = [
-        {"example_id": str(n), "text": text, "category": [*LABELS][label]}
-        for n, (text, label) in enumerate(zip(texts, labels, strict=True))
-    ]
-    stored.write(folder / "texts.csv", rows)
+    rows = zip(map(str, range(240)), texts, np.array([*LABELS])[labels], strict=True)
+    names = ("example_id", "text", "category")
+    stored.write(folder / "texts.csv", [dict(zip(names, row, strict=True)) for row in rows])
     return folder
 
 
@@ -67,18 +65,20 @@ def decide(service, text, labels=("other", "bug", "billing"), model="tickets"):
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
         values = [{"value": label} for label in labels]
         choice = {"type": "choice", "instructions": "Which?", "choices": values, "name": "a"}
-        levels = {"type": "score", "instructions": "How?", "levels": [{"label": one} for one in LABELS]}
+        levels = {"type": "score", "instructions": "How?", "levels": [{"label": label} for label in LABELS]}
         return client.decisions.create(model=model, input=text, questions=[choice, levels]).answers
 
 
 def assert_decided(row, choice, score):
     assert (choice.choice, choice.name) == (row["prediction_label"], "a")
     assert choice.confidence == pytest.approx(row["confidence"], abs=1e-5)
-    probabilities = {one.value: one.probability for one in choice.probabilities}
+    probabilities = {option.value: option.probability for option in choice.probabilities}
     assert sum(probabilities.values()) == pytest.approx(1)
     assert max(probabilities, key=probabilities.get) == choice.choice
-    assert [one.probability for one in score.probabilities] == pytest.approx([probabilities[one] for one in LABELS])
-    assert score.score == pytest.approx(sum(n * probabilities[one] for n, one in enumerate(LABELS)))
+    assert [level.probability for level in score.probabilities] == pytest.approx(
+        [probabilities[name] for name in LABELS]
+    )
+    assert score.score == pytest.approx(sum(n * probabilities[name] for n, name in enumerate(LABELS)))
     assert choice.model_extra["stage"] == ("small", "large")[row["stage"]]
     assert choice.model_extra["cost"] == pytest.approx(row["cost"])
 
@@ -98,9 +98,9 @@ def test_texts_are_collected_fitted_and_labelled_and_another_prompt_is_refused(h
     assert all(0 <= size < 1e-3 for size in policy.noise.logits.values())  # of float32
     assert policy.noise.may_flip <= 2
     assert cauc_ray.Policy.load(home / "policy.json").stages == policy.stages
-    for shown in ("pool.yaml", "logits", "policy.json"):
+    for name in ("pool.yaml", "logits", "policy.json"):
         with pytest.raises(SystemExit) as ended:
-            main(["show", str(home / shown)])
+            main(["show", str(home / name)])
         assert ended.value.code == 0
         assert "{{ text }}" in capsys.readouterr().out
 

@@ -69,17 +69,17 @@ def test_every_verb_refuses_probabilities_with_the_remedy(command, tmp_path, cha
 def test_declared_probabilities_are_their_logarithms(tmp_path, chains):
     as_logs = write(tmp_path / "LOGS", chains, logarithms, logit_kind="log-probabilities")
     declared = write(tmp_path / "DECLARED", chains, probabilities, logit_kind="probabilities")
-    given = write(tmp_path / "GIVEN", chains, probabilities)
+    undeclared = write(tmp_path / "GIVEN", chains, probabilities)
     for method in ("base", "rf"):
         fit = {"models": MODELS, "method": method, "budget": 3.0}
-        policies = cauc_ray.fit(declared, **fit), cauc_ray.fit(given, **fit, logit_kind="probabilities")
+        policies = cauc_ray.fit(declared, **fit), cauc_ray.fit(undeclared, **fit, logit_kind="probabilities")
         expected = cauc_ray.fit(as_logs, **fit)
         assert policies[0].to_json() == policies[1].to_json()
         assert numbers(policies[0]) == numbers(expected)
         assert [stage.logit_kind for stage in policies[0].stages] == ["probabilities"] * 2
-        found = cauc_ray.evaluate(as_logs, expected).to_arrow()
-        for table in (declared, given):  # what nobody declares is of the kind that the policy was fitted on
-            assert cauc_ray.evaluate(table, policies[0]).to_arrow().equals(found)
+        answers = cauc_ray.evaluate(as_logs, expected).to_arrow()
+        for table in (declared, undeclared):  # what nobody declares is of the kind that the policy was fitted on
+            assert cauc_ray.evaluate(table, policies[0]).to_arrow().equals(answers)
 
 
 def test_kinds_may_differ_from_model_to_model(tmp_path, chains):
@@ -88,17 +88,17 @@ def test_kinds_may_differ_from_model_to_model(tmp_path, chains):
     mixed = write(tmp_path / "MIXED", chains, lambda z: z if next(turns) % 2 else probabilities(z))
     with pytest.raises(DataError, match="'m0'"):
         cauc_ray.fit(mixed, models=MODELS)
-    given = cauc_ray.fit(mixed, models=MODELS, logit_kind={"m0": "probabilities"})
-    assert [stage.logit_kind for stage in given.stages] == ["probabilities", "raw"]
-    assert given.logit_kind == "mixed"
-    assert given.stages[1] == cauc_ray.fit(raw, models=MODELS).stages[1]
+    policy = cauc_ray.fit(mixed, models=MODELS, logit_kind={"m0": "probabilities"})
+    assert [stage.logit_kind for stage in policy.stages] == ["probabilities", "raw"]
+    assert policy.logit_kind == "mixed"
+    assert policy.stages[1] == cauc_ray.fit(raw, models=MODELS).stages[1]
     content = json.loads((mixed / "pool.json").read_text())
     content["models"][0] |= {"logit_kind": "probabilities", "dtype": "float32"}
     (mixed / "pool.json").write_text(json.dumps({**content, "logit_kind": "raw", "labels": list("abcde")}))
-    assert cauc_ray.fit(mixed, models=MODELS).to_json() == given.to_json()
-    assert Policy.of(json.loads(given.to_json())) == given
+    assert cauc_ray.fit(mixed, models=MODELS).to_json() == policy.to_json()
+    assert Policy.of(json.loads(policy.to_json())) == policy
     with pytest.warns(CaucWarning, match="'raw' for model 'm0'.*'probabilities'"):
-        cauc_ray.evaluate(raw, given)
+        cauc_ray.evaluate(raw, policy)
 
 
 @pytest.mark.parametrize(

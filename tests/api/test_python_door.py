@@ -65,27 +65,27 @@ def test_the_file_of_a_policy_is_the_same_through_both_doors(
     tmp_path_factory, seed, n, k, ragged, kind, dtype, options
 ):
     folder, pairs = tmp_path_factory.mktemp("doors"), []
-    for own, rows in ((seed, n), (seed + 1000, n + 7)):
-        logits, labels = arrays(own, rows, k, ragged and kind == "raw", dtype)
+    for split_seed, rows in ((seed, n), (seed + 1000, n + 7)):
+        logits, labels = arrays(split_seed, rows, k, ragged and kind == "raw", dtype)
         pairs.append(({m: probabilities(z) if kind == "probabilities" else z for m, z in logits.items()}, labels))
     write(folder, calibration=pairs[0], validation=pairs[1])
-    told = {**options, "costs": COSTS, "logit_kind": kind}
-    from_arrays = cauc_ray.fit(*pairs[0], validation=pairs[1], **told)
-    from_table = cauc_ray.fit(folder, **told)
+    settings = {**options, "costs": COSTS, "logit_kind": kind}
+    from_arrays = cauc_ray.fit(*pairs[0], validation=pairs[1], **settings)
+    from_table = cauc_ray.fit(folder, **settings)
     assert from_arrays.to_json() == from_table.to_json()
-    assert cauc_ray.fit(folder, models=["small", "large"], **{**told, "costs": [1, 10]}) == from_table
+    assert cauc_ray.fit(folder, models=["small", "large"], **{**settings, "costs": [1, 10]}) == from_table
 
 
 @given(seed=st.integers(0, 999), share=st.sampled_from([0.2, 0.5, 0.75]))
 def test_a_share_is_drawn_alike_from_arrays_and_from_a_table_and_is_disjoint(tmp_path_factory, seed, share):
     logits, labels = arrays(seed, 120)
-    told = {"costs": COSTS, "validation": share, "seed": seed, "method": "rf"}
-    policy = cauc_ray.fit(logits, labels, **told)
+    settings = {"costs": COSTS, "validation": share, "seed": seed, "method": "rf"}
+    policy = cauc_ray.fit(logits, labels, **settings)
     folder = write(tmp_path_factory.mktemp("share"), calibration=(logits, labels))
-    assert cauc_ray.fit(folder, **told).to_json() == policy.to_json()
+    assert cauc_ray.fit(folder, **settings).to_json() == policy.to_json()
     assert (policy.calibration.n, policy.validation.n) == (120 - round(share * 120), round(share * 120))
     assert policy.calibration.examples_fingerprint != policy.validation.examples_fingerprint
-    assert cauc_ray.fit(logits, labels, **{**told, "seed": seed + 1}).validation != policy.validation
+    assert cauc_ray.fit(logits, labels, **{**settings, "seed": seed + 1}).validation != policy.validation
 
 
 def test_an_evaluation_is_the_same_through_both_doors(data, tmp_path):
@@ -95,9 +95,9 @@ def test_an_evaluation_is_the_same_through_both_doors(data, tmp_path):
     policy.save(tmp_path / "policy.json")
     from_arrays = cauc_ray.evaluate(logits, policy, labels=labels)
     from_table = cauc_ray.evaluate(folder, tmp_path / "policy.json")
-    own, of_table = evaluation_summary(from_arrays), evaluation_summary(from_table)
+    of_arrays, of_table = evaluation_summary(from_arrays), evaluation_summary(from_table)
     of_place = {"source": None, "guards": None}  # which say where the logits are from
-    assert own | of_place == of_table | of_place
+    assert of_arrays | of_place == of_table | of_place
     assert from_arrays.to_arrow().sort_by("example_id").equals(from_table.to_arrow())
     assert from_arrays.to_pandas().label.tolist() == labels.tolist()
     predicted = policy.predict(logits)
@@ -122,11 +122,11 @@ def test_sweeps_and_comparisons_are_the_same_through_both_doors_and_need_no_chai
     for of_arrays, of_table in ((pairs, {}), (cut, cut)):
         swept = cauc_ray.sweep(logits, labels, costs=COSTS, **of_arrays)
         assert swept.equals(cauc_ray.sweep(folder, costs=COSTS, **of_table), check_metadata=True)
-    told = {"costs": {"large": 10, "small": 1}, "methods": ["single", "base", "rf", "random"]}
-    compared = cauc_ray.compare(logits, labels, **told, **pairs)
-    assert figures(compared) == figures(cauc_ray.compare(folder, **told))
+    settings = {"costs": {"large": 10, "small": 1}, "methods": ["single", "base", "rf", "random"]}
+    compared = cauc_ray.compare(logits, labels, **settings, **pairs)
+    assert figures(compared) == figures(cauc_ray.compare(folder, **settings))
     assert compared.about["models"] == ["small", "large"]
-    shares = {**told, "validation": 0.25, "test": 0.5, "seed": 1}
+    shares = {**settings, "validation": 0.25, "test": 0.5, "seed": 1}
     cut = cauc_ray.compare(logits, labels, **shares)
     assert figures(cut) == figures(cauc_ray.compare(folder, **shares))
     assert cut.about["n"] == 75
@@ -140,10 +140,10 @@ def test_with_ids_nothing_depends_on_the_order_of_rows(seed, options):
     ids = [f"image {row}" for row in range(90)]
     order = np.random.default_rng(seed).permutation(90)
     turned = {model: z[order] for model, z in logits.items()}
-    told = {**options, "costs": COSTS}
-    policy = cauc_ray.fit(logits, labels, example_ids=ids, **told)
+    settings = {**options, "costs": COSTS}
+    policy = cauc_ray.fit(logits, labels, example_ids=ids, **settings)
     turned_ids = np.array(ids)[order]
-    assert cauc_ray.fit(turned, labels[order], example_ids=turned_ids, **told).to_json() == policy.to_json()
+    assert cauc_ray.fit(turned, labels[order], example_ids=turned_ids, **settings).to_json() == policy.to_json()
     evaluated = cauc_ray.evaluate(turned, policy, labels=labels[order], example_ids=turned_ids)
     assert evaluated.predictions.example_ids == tuple(turned_ids)
     assert evaluated.to_arrow().column("label").to_pylist() == labels[order].tolist()
@@ -270,8 +270,8 @@ def test_a_plain_install_fits_evaluates_and_compares():
 def test_logits_come_in_whatever_holds_numbers(data, library):
     frames = pytest.importorskip(library)
     logits, labels = data["calibration"]
-    told = {"costs": COSTS, "validation": 0.5}
-    own = cauc_ray.fit(logits, labels, **told).to_json()
+    settings = {"costs": COSTS, "validation": 0.5}
+    expected = cauc_ray.fit(logits, labels, **settings).to_json()
     for held, same in (
         (lambda z: frames.DataFrame(z), frames.Series(labels)),
         (lambda z: frames.Series(z.tolist()), frames.Series(labels)),  # a column of vectors
@@ -280,7 +280,7 @@ def test_logits_come_in_whatever_holds_numbers(data, library):
         (lambda z: z.tolist(), labels.tolist()),
         (lambda z: np.asfortranarray(z, dtype=np.float64), labels.astype(np.float64)),
     ):
-        assert cauc_ray.fit({model: held(z) for model, z in logits.items()}, same, **told).to_json() == own
+        assert cauc_ray.fit({model: held(z) for model, z in logits.items()}, same, **settings).to_json() == expected
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,14 @@ def test_rows_that_cost_other_than_predicted_fire_a_guard(tmp_path, capsys):
     share = POLICY.expected.stages[1].reached / POLICY.expected.n
     for n_deferred, name in ((round(2000 * share), "as predicted"), (2000, "all deferred")):
         calls = [call("small", 0, 0.0, 1.0, 2000 - n_deferred, n_deferred), call("large", 0, 1.0, 1.0, n_deferred)]
-        found = summary_of(tmp_path / name, calls, [0] * (2000 - n_deferred) + [1] * n_deferred)
-        (guard,) = found["guards"]
+        summary = summary_of(tmp_path / name, calls, [0] * (2000 - n_deferred) + [1] * n_deferred)
+        (guard,) = summary["guards"]
         assert (guard["name"], guard["fired"]) == ("cost-shift", name == "all deferred")
         cost = COST["small"] + n_deferred / 2000 * COST["large"]
         assert guard["figures"]["cost"] == pytest.approx(cost, rel=1e-6)
-        assert found["saving"] == pytest.approx(1 - cost / COST["large"])
-        assert found["expected_saving"] == 1 - POLICY.expected.relative_cost
-        assert found["last_stage_avoided"] == pytest.approx(1 - n_deferred / 2000)
+        assert summary["saving"] == pytest.approx(1 - cost / COST["large"])
+        assert summary["expected_saving"] == 1 - POLICY.expected.relative_cost
+        assert summary["last_stage_avoided"] == pytest.approx(1 - n_deferred / 2000)
     unknown = summarise(tmp_path / name, POLICY.model_copy(update={"expected": None}), BATCH_SIZES)
     for name in ("expected_relative_cost", "expected_saving", "expected_last_stage_avoided"):
         assert unknown[name] is None
@@ -85,23 +85,25 @@ def ledgers(draw):
 @given(ledgers())
 def test_totals_are_what_a_slow_loop_says_and_no_order_matters(calls):
     with tempfile.TemporaryDirectory() as out:
-        found = summary_of(Path(out), calls, [0, 1, 1])
-    for place, stage in enumerate(found["stages"]):
-        own = [c for c in calls if c["stage"] == stage["name"]]
-        compute_s = sum(c["compute_s"] or 0 for c in own)
+        summary = summary_of(Path(out), calls, [0, 1, 1])
+    for place, stage in enumerate(summary["stages"]):
+        of_stage = [c for c in calls if c["stage"] == stage["name"]]
+        compute_s = sum(c["compute_s"] or 0 for c in of_stage)
         replica_s = 0.0
-        for replica in {c["replica"] for c in own}:
-            spans = [(c["started_at"], timedelta(seconds=c["compute_s"] or 0)) for c in own if c["replica"] == replica]
+        for replica in {c["replica"] for c in of_stage}:
+            spans = [
+                (c["started_at"], timedelta(seconds=c["compute_s"] or 0)) for c in of_stage if c["replica"] == replica
+            ]
             replica_s += (max(at + took for at, took in spans) - min(at for at, _ in spans)).total_seconds()
-        waited = [c for c in own if c["queue_s"] is not None]
+        waited = [c for c in of_stage if c["queue_s"] is not None]
         n_waited = sum(c["batch"] for c in waited)
-        devices = [c["device_s"] for c in own if c["device_s"] is not None]
+        devices = [c["device_s"] for c in of_stage if c["device_s"] is not None]
         expected = {
             "reached": (3, 2)[place],
-            "repeated": sum(c["accepted"] + c["deferred"] for c in own) - (3, 2)[place],
-            "calls": len(own),
-            "lost_calls": sum(c["accepted"] == c["deferred"] == 0 for c in own),
-            "cost": sum(c["cost"] for c in own),
+            "repeated": sum(c["accepted"] + c["deferred"] for c in of_stage) - (3, 2)[place],
+            "calls": len(of_stage),
+            "lost_calls": sum(c["accepted"] == c["deferred"] == 0 for c in of_stage),
+            "cost": sum(c["cost"] for c in of_stage),
             "compute_s": compute_s,
             "waiting_s": pytest.approx(replica_s - compute_s, abs=1e-5),
             "busy_share": pytest.approx(compute_s / replica_s, abs=1e-3) if replica_s > 0.01 else stage["busy_share"],
@@ -112,5 +114,5 @@ def test_totals_are_what_a_slow_loop_says_and_no_order_matters(calls):
             assert stage[key] == (pytest.approx(value) if isinstance(value, float) else value), key
         assert stage["waiting_s"] >= 0
         assert stage["busy_share"] is None or 0 <= stage["busy_share"] <= 1
-    shares = [stage["cost_share"] for stage in found["stages"]]
-    assert shares == [None, None] if found["total_cost"] == 0 else sum(shares) == pytest.approx(1)
+    shares = [stage["cost_share"] for stage in summary["stages"]]
+    assert shares == [None, None] if summary["total_cost"] == 0 else sum(shares) == pytest.approx(1)
