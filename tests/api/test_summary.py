@@ -29,13 +29,18 @@ def call(stage, replica, at_s, compute_s, accepted=0, deferred=0, **more):
     return {**earlier_runs.call(stage, replica, at_s, rows, compute_s, accepted), "cost": COST[stage] * rows, **more}
 
 
-def summary_of(out, calls, stages):
-    """Write a run of two blocks, its ledger in two files, and return its summary.   stages: which answered each row."""
-    sink = RunTables(out, RECORD, tuple(COST), degrade=False)
+def summary_of(out, calls, stages, failed=(), degraded=()):
+    """Write a run of two blocks, its ledger in two files, and return its summary.
+
+    stages: which one answered, of each row.   failed, degraded: numbers of rows.
+    """
+    sink = RunTables(out, RECORD, tuple(COST), degrade=True)
     for number, rows in enumerate(np.array_split(np.arange(len(stages)), 2)):
         block = Owner(number, len(rows))
-        block.stages[:] = np.array(stages)[rows]
+        block.stages[:] = np.where(np.isin(rows, failed), -1, np.array(stages)[rows])
         block.costs[:] = np.cumsum(list(COST.values()))[block.stages]
+        block.degraded[:] = np.isin(rows, degraded)
+        block.failures = {place: (stages[row], "bad") for place, row in enumerate(rows) if row in failed}
         sink.add_block(block, pa.array([str(n) for n in rows]), None)
         sink.commit()
     earlier_runs.write_ledger(out, calls)
@@ -116,3 +121,13 @@ def test_totals_are_what_a_slow_loop_says_and_no_order_matters(calls):
         assert stage["busy_share"] is None or 0 <= stage["busy_share"] <= 1
     shares = [stage["cost_share"] for stage in summary["stages"]]
     assert shares == [None, None] if summary["total_cost"] == 0 else sum(shares) == pytest.approx(1)
+
+
+def test_failed_and_degraded_rows_and_lost_calls_are_counted_and_shown(tmp_path, capsys):
+    calls = [call("small", 0, 0.0, 1.0, 3, 1), call("large", 0, 1.0, None, batch=1)]
+    summary = summary_of(tmp_path, calls, [0, 0, 0, 1], failed=[3], degraded=[0, 1])
+    assert (summary["n_failed"], summary["degraded"]) == (1, 2)
+    show.run_summary({"run_id": "r", **summary, "run_s": 1.0, "elapsed_s": 2.0})
+    text = capsys.readouterr().out
+    for words in ("rows failed (see failed/): 1", "a stage that was down: 2", "calls that brought nothing: 1"):
+        assert words in " ".join(text.split())
