@@ -3,10 +3,10 @@
 from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from cauc_ray.execution.ledger import LEDGER_SCHEMA, new_record
-from cauc_ray.files.documents import write_json
+from cauc_ray.files.documents import make_folder, write_json
+from cauc_ray.files.parquet import write_parquet
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -19,10 +19,14 @@ def call(stage, replica, at_s, rows, compute_s, accepted=None):
     return {"run_id": "r", "node": "n", "queue_s": 0.0, "device_s": None, "cost": 1.0, "attempt": 1, **known}
 
 
-def write_run(folder, calls, policy_id="p"):
-    (folder / "ledger").mkdir(parents=True)
+def write_ledger(folder, calls):
+    make_folder(folder / "ledger")
     half = len(calls) // 2
-    for part, own in enumerate((calls[:half], calls[half:])):
-        pq.write_table(pa.Table.from_pylist(own, schema=LEDGER_SCHEMA), folder / "ledger" / f"part-{part}.parquet")
+    for part, rows in enumerate((calls[:half], calls[half:])):
+        write_parquet(folder / "ledger" / f"part-{part}.parquet", pa.Table.from_pylist(rows, schema=LEDGER_SCHEMA))
+
+
+def write_run(folder, calls, policy_id="p"):
+    write_ledger(folder, calls)
     write_json(folder / "run.json", new_record(policy_id, 8, {"a": 1}).model_dump())
     return folder

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from cauc_ray.data.datasets import Dataset, DatasetSource, open_dataset
-
-DATA = Path(__file__).parents[2] / "shared" / "data"
-real_data = pytest.mark.skipif(not DATA.is_dir(), reason="the real data (../shared/data) is not here")
 
 
 def dataset(text, seed=0, **columns) -> Dataset:

@@ -1,5 +1,7 @@
 """A sentence or vision encoder of the pool in front of the models: collected, fitted on, served."""
 
+from dataclasses import replace
+
 import numpy as np
 import planted
 import pyarrow as pa
@@ -9,17 +11,15 @@ import yaml
 from asking import infer, outputs_of
 from batches import encoded
 from PIL import Image
+from synthetic import chain_of
 
 import cauc_ray
 from cauc_ray.errors import ConfigError, PolicyError
 from cauc_ray.models.pool import load_pool
+from cauc_ray.policies.trace import Examples
 
 TOPICS = ("refund of an invoice", "router does not connect", "parcel is lost", "password was forgotten")
-CLASSES = {"a": (255, 0, 0), "b": (0, 0, 255)}
-
-
-def text_of(row, rng):
-    return f"{TOPICS[row % 4]}, case {rng.integers(1000)}"
+SPLITS = {"calibration": 120, "validation": 120, "test": 80}
 
 
 @pytest.fixture(scope="module")
@@ -47,61 +47,50 @@ def written(folder, encoder, inputs, task):
     model = load_pool(folder / "pool.yaml").stage("enc").load()
     splits = {}
     for place, (split, columns) in enumerate(inputs.items()):
-        (values,) = columns.values()
+        ((name, values),) = columns.items()
         column = np.empty(len(values), dtype=object)
         column[:] = values
-        vectors = model({next(iter(columns)): column}).logits
-        own = planted.examples(1, place, n=len(values))
-        rng, kinds = np.random.default_rng(place), np.arange(len(values)) % 4
-        right = np.stack([kinds < 2, kinds >= 2])
-        logits = []
-        for of_model in right:
-            z = rng.standard_normal(own.chain.logits[0].shape).astype(np.float32)
-            answer = np.where(of_model, own.chain.labels, (own.chain.labels + 1) % 4)
-            z[np.arange(len(z)), answer] = z.max(axis=1) + 1
-            logits.append(z)
-        chain = planted.replace(own.chain, models=("small", "large"), logits=tuple(logits))
-        splits[split] = planted.replace(own, chain=chain, embeddings=vectors)
+        rng, first = np.random.default_rng(place), np.arange(len(values)) % 4 < 2
+        labels = rng.integers(0, 4, len(values))
+        answers = (np.where(right, labels, (labels + 1) % 4) for right in (first, ~first))
+        logits = [(3 * np.eye(4)[answer] + rng.random((len(values), 4))).astype(np.float32) for answer in answers]
+        chain = chain_of(labels, logits, [f"{place}-{row}" for row in range(len(values))], np.array([1.0, 10.0]))
+        splits[split] = Examples(replace(chain, models=("small", "large")), model({name: column}).logits, None)
     return folder / "pool.yaml", planted.write_table(folder / "LOGITS", splits)
 
 
-def answers_of_service(pool, policy, columns):
-    with cauc_ray.serve(pool, policy, port=0, local=True) as service:
-        status, content = infer(service.url, "pool", columns, ("prediction", "stage", "cost"))
-    assert status == 200, content
-    return outputs_of(content)
+def sentences(minilm):
+    return {"kind": "sentence-encoder", "model": str(minilm), "columns": ["text"], "required": ["text"]}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory, minilm):
+    """Return a pool with a sentence encoder, its table, and the texts by split."""
+    rng = np.random.default_rng(0)
+    rows = {split: [f"{TOPICS[row % 4]}, case {rng.integers(1000)}" for row in range(n)] for split, n in SPLITS.items()}
+    columns = {split: {"text": own} for split, own in rows.items()}
+    return *written(tmp_path_factory.mktemp("texts"), sentences(minilm), columns, "classification"), rows
 
 
 @pytest.mark.parametrize("method", ["benchmark-routing", "routellm-sw", "frugalgpt"])
-def test_a_sentence_encoder_routes_texts_in_a_service_as_in_the_replay(tmp_path, minilm, method):
-    rng = np.random.default_rng(0)
-    sizes = {"calibration": 120, "validation": 120, "test": 80}
-    texts = {split: {"text": [text_of(row, rng) for row in range(n)]} for split, n in sizes.items()}
-    encoder = {"kind": "sentence-encoder", "model": str(minilm), "columns": ["text"], "required": ["text"]}
-    pool, table = written(tmp_path, encoder, texts, "classification")
+def test_a_sentence_encoder_routes_texts_in_a_service_as_in_the_replay(texts, method):
+    pool, table, rows = texts
     policy = cauc_ray.fit(table, models=["small", "large"], method=method, embedding="enc")
     assert policy.models[0] == "enc"
     expected = cauc_ray.evaluate(table, policy)
     assert expected.measures.accuracy.value > 0.95
-    order = {example: row for row, example in enumerate(expected.predictions.example_ids)}
-    ids = [f"test-2-{row}" for row in range(80)]
-    found = answers_of_service(pool, policy, {"example_id": ids, "text": texts["test"]["text"]})
-    rows = [order[example] for example in ids]
-    for name in ("prediction", "stage", "cost"):
-        assert (found[name] == getattr(expected.predictions, name)[rows]).all()
-
-
-def test_a_row_that_the_encoder_cannot_read_is_refused_alone(tmp_path, minilm):
-    texts = {split: {"text": [TOPICS[row % 4] for row in range(40)]} for split in ("calibration", "validation", "test")}
-    encoder = {"kind": "sentence-encoder", "model": str(minilm), "columns": ["text"], "required": ["text"]}
-    pool, table = written(tmp_path, encoder, texts, "classification")
-    policy = cauc_ray.fit(table, method="benchmark-routing", embedding="enc")
+    places = {example: row for row, example in enumerate(expected.predictions.example_ids)}
+    ids, names = [f"test-2-{row}" for row in range(SPLITS["test"])], ("prediction", "stage", "cost")
     with cauc_ray.serve(pool, policy, port=0, local=True) as service:
-        status, content = infer(service.url, "pool", {"example_id": ["test-2-0"], "text": [""]})
+        status, content = infer(service.url, "pool", {"example_id": ids, "text": rows["test"]}, names)
+        assert status == 200, content
+        answers = outputs_of(content)
+        for name in names:
+            assert (answers[name] == getattr(expected.predictions, name)[[places[example] for example in ids]]).all()
+        # A row that the encoder cannot read is refused alone.
+        status, content = infer(service.url, "pool", {"example_id": ids[:1], "text": [""]})
         assert status == 422
         assert "it has no text in text" in content["error"]
-        status, _ = infer(service.url, "pool", {"example_id": ["test-2-0"], "text": ["parcel is lost"]})
-        assert status == 200
 
 
 def test_a_vision_encoder_is_a_stage(tmp_path, vit):
@@ -112,36 +101,29 @@ def test_a_vision_encoder_is_a_stage(tmp_path, vit):
         shade[..., row % 4 // 2] += 200
         return encoded(Image.fromarray(shade.astype(np.uint8)))
 
-    sizes = {"calibration": 60, "validation": 60, "test": 40}
-    images = {split: {"image": [image(row) for row in range(n)]} for split, n in sizes.items()}
+    images = {split: {"image": [image(row) for row in range(n // 2)]} for split, n in SPLITS.items()}
     pool, table = written(tmp_path, {"kind": "vision-encoder", "model": str(vit)}, images, "image-classification")
     policy = cauc_ray.fit(table, method="benchmark-routing", embedding="enc")
     assert cauc_ray.evaluate(table, policy).measures.accuracy.value > 0.9
     assert load_pool(pool).stage("enc").model.needs == {"image"}
 
 
-def test_a_stage_of_the_wrong_kind_is_refused_before_the_start(tmp_path, minilm):
-    texts = {split: {"text": list(TOPICS) * 10} for split in ("calibration", "validation", "test")}
-    encoder = {"kind": "sentence-encoder", "model": str(minilm), "columns": ["text"], "required": ["text"]}
-    pool, table = written(tmp_path, encoder, texts, "classification")
+def test_a_stage_of_the_wrong_kind_is_refused_before_the_start(texts):
+    pool, table, _ = texts
     policy = cauc_ray.fit(table, method="benchmark-routing", embedding="enc")
     content = yaml.safe_load(pool.read_text())
     content["stages"][0]["model"] = content["stages"][1]["model"]
-    pool.write_text(yaml.safe_dump(content))
+    other = pool.with_name("other.yaml")
+    other.write_text(yaml.safe_dump(content))
     with pytest.raises(PolicyError, match="'enc' returns logits of kind raw; the policy was fitted on embedding"):
-        cauc_ray.serve(pool, policy, port=0, local=True)
+        cauc_ray.serve(other, policy, port=0, local=True)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_embeddings_are_collected_by_the_pools_own_encoder(tmp_path, minilm):
-    stages = [
-        {
-            "name": "enc",
-            "model": {"kind": "sentence-encoder", "model": str(minilm), "columns": ["text"], "required": []},
-        },
-        {"name": "small", "model": {"kind": "python", "factory": "user_models:by_x"}, "cost": {"usd": 1.0}},
-    ]
+    by_x = {"kind": "python", "factory": "user_models:by_x"}
+    stages = [{"name": "enc", "model": sentences(minilm)}, {"name": "small", "model": by_x, "cost": {"usd": 1.0}}]
     content = {"name": "pool", "task": "classification", "stages": stages, "labels": ["no", "yes"]}
     (tmp_path / "pool.yaml").write_text(yaml.safe_dump(content))
     ids = [f"row-{row}" for row in range(8)]

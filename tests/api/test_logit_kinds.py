@@ -1,14 +1,15 @@
 """Kinds of logits: probabilities are refused with the remedy, or read as declared; masks are missing options."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
 from masked import MASKS, MODELS, softmax, splits, write, write_masked
+from synthetic import steps
 
 import cauc_ray
-from cauc_ray.errors import CaucError, CaucWarning, ConfigError, DataError
+from cauc_ray.api.evaluated import evaluation_summary
+from cauc_ray.errors import CaucError, CaucWarning, DataError
 from cauc_ray.policies.policy import Policy
 
 CHAIN = ["--models", ",".join(MODELS)]
@@ -68,17 +69,17 @@ def test_every_verb_refuses_probabilities_with_the_remedy(command, tmp_path, cha
 def test_declared_probabilities_are_their_logarithms(tmp_path, chains):
     as_logs = write(tmp_path / "LOGS", chains, logarithms, logit_kind="log-probabilities")
     declared = write(tmp_path / "DECLARED", chains, probabilities, logit_kind="probabilities")
-    given = write(tmp_path / "GIVEN", chains, probabilities)
+    undeclared = write(tmp_path / "GIVEN", chains, probabilities)
     for method in ("base", "rf"):
         fit = {"models": MODELS, "method": method, "budget": 3.0}
-        policies = cauc_ray.fit(declared, **fit), cauc_ray.fit(given, **fit, logit_kind="probabilities")
+        policies = cauc_ray.fit(declared, **fit), cauc_ray.fit(undeclared, **fit, logit_kind="probabilities")
         expected = cauc_ray.fit(as_logs, **fit)
         assert policies[0].to_json() == policies[1].to_json()
         assert numbers(policies[0]) == numbers(expected)
         assert [stage.logit_kind for stage in policies[0].stages] == ["probabilities"] * 2
-        found = cauc_ray.evaluate(as_logs, expected).to_arrow()
-        for table in (declared, given):  # what nobody declares is of the kind that the policy was fitted on
-            assert cauc_ray.evaluate(table, policies[0]).to_arrow().equals(found)
+        answers = cauc_ray.evaluate(as_logs, expected).to_arrow()
+        for table in (declared, undeclared):  # what nobody declares is of the kind that the policy was fitted on
+            assert cauc_ray.evaluate(table, policies[0]).to_arrow().equals(answers)
 
 
 def test_kinds_may_differ_from_model_to_model(tmp_path, chains):
@@ -87,36 +88,30 @@ def test_kinds_may_differ_from_model_to_model(tmp_path, chains):
     mixed = write(tmp_path / "MIXED", chains, lambda z: z if next(turns) % 2 else probabilities(z))
     with pytest.raises(DataError, match="'m0'"):
         cauc_ray.fit(mixed, models=MODELS)
-    given = cauc_ray.fit(mixed, models=MODELS, logit_kind={"m0": "probabilities"})
-    assert [stage.logit_kind for stage in given.stages] == ["probabilities", "raw"]
-    assert given.logit_kind == "mixed"
-    assert given.stages[1] == cauc_ray.fit(raw, models=MODELS).stages[1]
+    policy = cauc_ray.fit(mixed, models=MODELS, logit_kind={"m0": "probabilities"})
+    assert [stage.logit_kind for stage in policy.stages] == ["probabilities", "raw"]
+    assert policy.logit_kind == "mixed"
+    assert policy.stages[1] == cauc_ray.fit(raw, models=MODELS).stages[1]
     content = json.loads((mixed / "pool.json").read_text())
     content["models"][0] |= {"logit_kind": "probabilities", "dtype": "float32"}
     (mixed / "pool.json").write_text(json.dumps({**content, "logit_kind": "raw", "labels": list("abcde")}))
-    assert cauc_ray.fit(mixed, models=MODELS).to_json() == given.to_json()
-    assert Policy.of(json.loads(given.to_json())) == given
+    assert cauc_ray.fit(mixed, models=MODELS).to_json() == policy.to_json()
+    assert Policy.of(json.loads(policy.to_json())) == policy
     with pytest.warns(CaucWarning, match="'raw' for model 'm0'.*'probabilities'"):
-        cauc_ray.evaluate(raw, given)
+        cauc_ray.evaluate(raw, policy)
 
 
-def test_declarations_that_cannot_be_are_refused(tmp_path, chains):
-    def half(logits):
-        z = logits.copy()
-        z[::2] = softmax(z[::2])
-        return z
-
-    # Some rows that sum to one are no reason to refuse logits.
-    assert cauc_ray.fit(write(tmp_path / "HALF", chains, half), models=MODELS).stages[0].logit_kind == "raw"
-    folder = write(tmp_path / "LOGITS", chains, lambda z: z)
-    for kind, error, words in (
-        ("probabilities", DataError, r"model 'm0', example 'calibration-.*probabilities"),
-        ("probability", ConfigError, "probabilities"),
-        ({"m7": "raw"}, ConfigError, "m7"),
-        ({"m0": "softmax"}, ConfigError, "Available"),
-    ):
-        with pytest.raises(error, match=words):
-            cauc_ray.fit(folder, models=MODELS, logit_kind=kind)
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("probabilities", r"model 'm0', example 'calibration-.*probabilities"),
+        ({"m7": "raw"}, "m7"),
+        ({"m0": "softmax"}, "Available"),
+    ],
+)
+def test_declarations_that_cannot_be_are_refused(tmp_path, chains, kind, words):
+    with pytest.raises(CaucError, match=words):
+        cauc_ray.fit(write(tmp_path / "LOGITS", chains, lambda z: z), models=MODELS, logit_kind=kind)
 
 
 def test_policies_of_earlier_versions_load_and_answer_as_before(tmp_path, chains):
@@ -140,58 +135,40 @@ def test_real_tables_of_other_kinds_are_read(shared_logits):
 
 
 FITS = {
-    "base": ["--method", "base"],
-    "rf": ["--method", "rf", "--budget", "3"],
-    "isotonic": ["--method", "base", "--calibrator", "isotonic"],
-    "search": ["--method", "rf", "--budget", "3", "--search"],
-    "certify": ["--method", "base", "--certify", "risk<=0.4@0.9"],
+    "base": {},
+    "rf": {"method": "rf", "budget": 3.0},
+    "isotonic": {"calibrator": "isotonic"},
+    "search": {"method": "rf", "budget": 3.0, "search": True},
+    "certify": {"certify": "risk<=0.4@0.9"},
 }
 
 
-def everything(command, tmp_path):
-    """Return what each verb says of the table in LOGITS."""
-    said = {}
+# What trains takes long, and sees of logits no more than the others.
+COMPARED = ["single", "base", "rf", "duo", "margin", "max-probability", "routellm-sw", "benchmark-routing"]
+
+
+def results_of(table):
+    """Return what each verb gives of a table."""
+    comparison = cauc_ray.compare(table, models=MODELS, methods=COMPARED)
+    rows = [{name: value for name, value in row.items() if not name.startswith("setup_")} for row in comparison.rows]
+    results = {"sweep": cauc_ray.sweep(table, models=MODELS), "compare": (rows, comparison.curves)}
     for name, options in FITS.items():
-        said[name] = command("fit", "LOGITS", *CHAIN, *options, "-o", f"{name}.json")
-        assert said[name][0] == 0, said[name]
-        said[f"{name} policy"] = (tmp_path / f"{name}.json").read_bytes()
-    for name in ("base", "rf"):
-        policy = ["--policy", f"{name}.json", "--json"]
-        said[f"evaluate {name}"] = command("evaluate", "LOGITS", *policy, "--predictions", "p.parquet")
-        said[f"predictions {name}"] = (tmp_path / "p.parquet").read_bytes()
-        said[f"check {name}"] = command("check", "LOGITS", *policy)
-    said["sweep"] = command("sweep", "LOGITS", *CHAIN, "-o", "sweep.parquet", "--json")
-    said["swept"] = (tmp_path / "sweep.parquet").read_bytes()
-    return said
+        policy = cauc_ray.fit(table, models=MODELS, **options)
+        results[name] = policy.to_json()
+        if name in ("base", "rf"):
+            evaluation = cauc_ray.evaluate(table, policy)
+            results |= {f"evaluate {name}": evaluation_summary(evaluation), f"rows {name}": evaluation.to_arrow()}
+            results[f"check {name}"] = cauc_ray.check(table, policy).as_json()
+    return results
 
 
-def test_a_masked_table_gives_what_the_same_table_with_missing_options_gives(command, tmp_path, ragged):
+def test_a_masked_table_gives_what_the_same_table_with_missing_options_gives(tmp_path, ragged):
     expected = None
     for mask in (-np.inf, -1e4, float(np.finfo(np.float32).min)):
-        shutil.rmtree(tmp_path / "LOGITS", ignore_errors=True)
-        (tmp_path / "LOGITS").mkdir()
-        write_masked(tmp_path / "LOGITS", ragged, mask)
-        found = everything(command, tmp_path)
-        expected = expected or found
-        assert found == expected, mask
-    assert json.loads(expected["rf policy"])["stages"][0]["diagnostics"]["status"] == "converged"
-
-
-# What trains takes long, and sees of logits no more than the others.
-QUICK = ["single", "base", "rf", "duo", "margin", "max-probability", "routellm-sw", "benchmark-routing"]
-
-
-@pytest.mark.parametrize(
-    "methods", [pytest.param(["all"], marks=pytest.mark.soak("full")), QUICK], ids=["all", "quick"]
-)
-def test_methods_side_by_side_are_those_of_missing_options(tmp_path, ragged, methods):
-    compared = []
-    for name, mask in (("missing", -np.inf), ("masked", float(np.finfo(np.float32).min))):
-        (tmp_path / name).mkdir()
-        found = cauc_ray.compare(write_masked(tmp_path / name, ragged, mask), models=MODELS, methods=methods)
-        rows = [{key: of for key, of in row.items() if not key.startswith("setup_")} for row in found.rows]
-        compared.append((rows, found.curves))
-    assert compared[0] == compared[1]
+        results = results_of(write_masked(tmp_path, ragged, mask))
+        expected = expected or results
+        assert results == expected, mask
+    assert json.loads(expected["rf"])["stages"][0]["diagnostics"]["status"] == "converged"
 
 
 @pytest.mark.parametrize("mask", [-np.inf, *MASKS])
@@ -209,33 +186,13 @@ def test_a_masked_option_is_refused_where_a_missing_one_is(tmp_path, ragged, mas
         cauc_ray.fit(folder, models=MODELS)
 
 
-def test_an_example_that_masks_leave_without_a_common_option_is_refused(tmp_path, ragged):
-    place = iter(range(100))
-
-    def one_option(logits):
-        cut = np.where(np.isneginf(logits), np.float32(-1e9), logits)
-        cut[3] = -1e9
-        cut[3, next(place) % 2] = 1.0
-        return cut
-
-    test = ragged["test"]
-    unlabelled = {"test": type(test)(**{**test.__dict__, "labels": np.full(len(test), -1, np.int32)})}
-    folder = write(tmp_path / "LOGITS", unlabelled, one_option)
-    policy = cauc_ray.fit(write_masked(tmp_path / "FIT", ragged, -1e9), models=MODELS)
-    with pytest.raises(DataError, match="no option that is possible for all models"):
-        cauc_ray.evaluate(folder, policy)
-
-
 @pytest.mark.parametrize("method", ["base", "rf"])
 def test_a_step_from_arrays_takes_masks_for_missing_options(tmp_path, ragged, method):
     policy = cauc_ray.fit(write_masked(tmp_path, ragged, -np.inf), models=MODELS, method=method, threshold=0.7)
-    states = dict.fromkeys((-np.inf, *MASKS))
-    for stage, logits in enumerate(ragged["test"].logits):
-        steps = {
-            mask: policy.step(stage, np.where(np.isneginf(logits), np.float32(mask), logits), state)
-            for mask, state in states.items()
-        }
-        for step in steps.values():
-            for of in ("confidences", "predictions", "state"):
-                assert np.array_equal(getattr(step, of), getattr(steps[-np.inf], of))
-        states = {mask: step.state for mask, step in steps.items()}
+    logits = ragged["test"].logits
+    expected = list(steps(policy, logits))
+    for mask in MASKS:
+        masked = [np.where(np.isneginf(z), np.float32(mask), z) for z in logits]
+        for step, of_missing in zip(steps(policy, masked), expected, strict=True):
+            for name in ("confidences", "predictions", "state"):
+                assert np.array_equal(getattr(step, name), getattr(of_missing, name))

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import planted, write_table
+from synthetic import planted
 
 import cauc_ray
 from cauc_ray.api.evaluated import evaluation_summary
@@ -65,27 +65,27 @@ def test_the_file_of_a_policy_is_the_same_through_both_doors(
     tmp_path_factory, seed, n, k, ragged, kind, dtype, options
 ):
     folder, pairs = tmp_path_factory.mktemp("doors"), []
-    for own, rows in ((seed, n), (seed + 1000, n + 7)):
-        logits, labels = arrays(own, rows, k, ragged and kind == "raw", dtype)
+    for split_seed, rows in ((seed, n), (seed + 1000, n + 7)):
+        logits, labels = arrays(split_seed, rows, k, ragged and kind == "raw", dtype)
         pairs.append(({m: probabilities(z) if kind == "probabilities" else z for m, z in logits.items()}, labels))
     write(folder, calibration=pairs[0], validation=pairs[1])
-    told = {**options, "costs": COSTS, "logit_kind": kind}
-    from_arrays = cauc_ray.fit(*pairs[0], validation=pairs[1], **told)
-    from_table = cauc_ray.fit(folder, **told)
+    settings = {**options, "costs": COSTS, "logit_kind": kind}
+    from_arrays = cauc_ray.fit(*pairs[0], validation=pairs[1], **settings)
+    from_table = cauc_ray.fit(folder, **settings)
     assert from_arrays.to_json() == from_table.to_json()
-    assert cauc_ray.fit(folder, models=["small", "large"], **{**told, "costs": [1, 10]}) == from_table
+    assert cauc_ray.fit(folder, models=["small", "large"], **{**settings, "costs": [1, 10]}) == from_table
 
 
 @given(seed=st.integers(0, 999), share=st.sampled_from([0.2, 0.5, 0.75]))
 def test_a_share_is_drawn_alike_from_arrays_and_from_a_table_and_is_disjoint(tmp_path_factory, seed, share):
     logits, labels = arrays(seed, 120)
-    told = {"costs": COSTS, "validation": share, "seed": seed, "method": "rf"}
-    policy = cauc_ray.fit(logits, labels, **told)
+    settings = {"costs": COSTS, "validation": share, "seed": seed, "method": "rf"}
+    policy = cauc_ray.fit(logits, labels, **settings)
     folder = write(tmp_path_factory.mktemp("share"), calibration=(logits, labels))
-    assert cauc_ray.fit(folder, **told).to_json() == policy.to_json()
+    assert cauc_ray.fit(folder, **settings).to_json() == policy.to_json()
     assert (policy.calibration.n, policy.validation.n) == (120 - round(share * 120), round(share * 120))
     assert policy.calibration.examples_fingerprint != policy.validation.examples_fingerprint
-    assert cauc_ray.fit(logits, labels, **{**told, "seed": seed + 1}).validation != policy.validation
+    assert cauc_ray.fit(logits, labels, **{**settings, "seed": seed + 1}).validation != policy.validation
 
 
 def test_an_evaluation_is_the_same_through_both_doors(data, tmp_path):
@@ -95,9 +95,9 @@ def test_an_evaluation_is_the_same_through_both_doors(data, tmp_path):
     policy.save(tmp_path / "policy.json")
     from_arrays = cauc_ray.evaluate(logits, policy, labels=labels)
     from_table = cauc_ray.evaluate(folder, tmp_path / "policy.json")
-    own, of_table = evaluation_summary(from_arrays), evaluation_summary(from_table)
+    of_arrays, of_table = evaluation_summary(from_arrays), evaluation_summary(from_table)
     of_place = {"source": None, "guards": None}  # which say where the logits are from
-    assert own | of_place == of_table | of_place
+    assert of_arrays | of_place == of_table | of_place
     assert from_arrays.to_arrow().sort_by("example_id").equals(from_table.to_arrow())
     assert from_arrays.to_pandas().label.tolist() == labels.tolist()
     predicted = policy.predict(logits)
@@ -118,19 +118,15 @@ def test_sweeps_and_comparisons_are_the_same_through_both_doors_and_need_no_chai
     folder = write(tmp_path, **data)
     logits, labels = data["calibration"]
     pairs = {"validation": data["validation"], "test": data["test"]}
-    for from_arrays, from_table in (
-        (cauc_ray.sweep(logits, labels, costs=COSTS, **pairs), cauc_ray.sweep(folder, costs=COSTS)),
-        (
-            cauc_ray.sweep(logits, labels, costs=COSTS, cost_unit="s", validation=0.3, test=0.3, seed=5, points=4),
-            cauc_ray.sweep(folder, costs=COSTS, cost_unit="s", validation=0.3, test=0.3, seed=5, points=4),
-        ),
-    ):
-        assert from_arrays.equals(from_table, check_metadata=True)
-    told = {"costs": {"large": 10, "small": 1}, "methods": ["single", "base", "rf", "random"]}
-    compared = cauc_ray.compare(logits, labels, **told, **pairs)
-    assert figures(compared) == figures(cauc_ray.compare(folder, **told))
+    cut = {"cost_unit": "s", "validation": 0.3, "test": 0.3, "seed": 5, "points": 4}
+    for of_arrays, of_table in ((pairs, {}), (cut, cut)):
+        swept = cauc_ray.sweep(logits, labels, costs=COSTS, **of_arrays)
+        assert swept.equals(cauc_ray.sweep(folder, costs=COSTS, **of_table), check_metadata=True)
+    settings = {"costs": {"large": 10, "small": 1}, "methods": ["single", "base", "rf", "random"]}
+    compared = cauc_ray.compare(logits, labels, **settings, **pairs)
+    assert figures(compared) == figures(cauc_ray.compare(folder, **settings))
     assert compared.about["models"] == ["small", "large"]
-    shares = {**told, "validation": 0.25, "test": 0.5, "seed": 1}
+    shares = {**settings, "validation": 0.25, "test": 0.5, "seed": 1}
     cut = cauc_ray.compare(logits, labels, **shares)
     assert figures(cut) == figures(cauc_ray.compare(folder, **shares))
     assert cut.about["n"] == 75
@@ -144,19 +140,15 @@ def test_with_ids_nothing_depends_on_the_order_of_rows(seed, options):
     ids = [f"image {row}" for row in range(90)]
     order = np.random.default_rng(seed).permutation(90)
     turned = {model: z[order] for model, z in logits.items()}
-    told = {**options, "costs": COSTS}
-    policy = cauc_ray.fit(logits, labels, example_ids=ids, **told)
+    settings = {**options, "costs": COSTS}
+    policy = cauc_ray.fit(logits, labels, example_ids=ids, **settings)
     turned_ids = np.array(ids)[order]
-    assert cauc_ray.fit(turned, labels[order], example_ids=turned_ids, **told).to_json() == policy.to_json()
+    assert cauc_ray.fit(turned, labels[order], example_ids=turned_ids, **settings).to_json() == policy.to_json()
     evaluated = cauc_ray.evaluate(turned, policy, labels=labels[order], example_ids=turned_ids)
     assert evaluated.predictions.example_ids == tuple(turned_ids)
     assert evaluated.to_arrow().column("label").to_pylist() == labels[order].tolist()
-    predicted = policy.predict(turned, example_ids=turned_ids)
-    assert (
-        predicted.to_arrow()
-        .drop("label" if predicted.labels is not None else [])
-        .equals(evaluated.to_arrow().drop("label"))
-    )
+    predicted = policy.predict(turned, example_ids=turned_ids).to_arrow()
+    assert predicted.equals(evaluated.to_arrow().drop_columns("label"))
     checked = cauc_ray.check(turned, policy, labels=labels[order], example_ids=turned_ids)
     assert checked.as_json() == cauc_ray.check(logits, policy, labels=labels, example_ids=ids).as_json()
 
@@ -181,8 +173,11 @@ def test_costs_decide_the_order_where_no_chain_is_given(data):
     assert cauc_ray.fit(logits, labels, models=["large"], costs=COSTS).models == ("large",)
 
 
+Z = 3 * np.eye(4, dtype=np.float32)[np.arange(150) % 4]
+LABELS = np.arange(150) % 4
+
 # What only arrays can be asked for wrongly; test_refusals has the options that the command has too.
-BAD_OPTIONS = [
+REFUSED = [
     ("fit", {"models": "small,large"}, "models: "),
     ("fit", {"costs": {"small": 1.0}}, "unknown model 'large'"),
     ("fit", {"costs": None}, "give costs"),
@@ -194,58 +189,37 @@ BAD_OPTIONS = [
     ("compare", {"validation": 0.5}, "have no split 'test'"),
     ("sweep", {"validation": 0.5, "test": 0.5}, "must be below 1"),
     ("sweep", {"validation": 0.5, "test": 0.2, "embedding": "small"}, "arrays have no embeddings"),
+    ("fit", {"labels": None}, "needs labels"),
+    ("fit", {"labels": np.full(150, 9)}, "label 9 is outside"),
+    ("fit", {"labels": ["cat"] * 150}, "label"),
+    *(("fit", {"labels": LABELS + bad}, "label") for bad in (2**32, -(2**33), 0.5, np.nan)),
+    *(("fit", {"logits": unnamed}, "logits") for unnamed in (Z, [Z, Z], None)),
+    *(("fit", {"logits": unnamed}, "models") for unnamed in ({}, {0: Z, 1: Z})),
+    ("fit", {"logits": cauc_ray.sample_logits()}, "go with arrays"),
 ]
 
 
-@pytest.mark.parametrize(("verb", "options", "words"), BAD_OPTIONS, ids=str)
-def test_options_of_arrays_are_refused_in_one_line(data, verb, options, words):
+@pytest.mark.parametrize(("verb", "change", "words"), REFUSED)
+def test_arrays_and_their_options_are_refused_in_one_line(verb, change, words):
+    arguments = {"logits": {"small": Z, "large": Z}, "labels": LABELS, "costs": [1, 10], **change}
     with pytest.raises(CaucError, match=re.escape(words)) as refused:
-        getattr(cauc_ray, verb)(*data["calibration"], **{"costs": COSTS, **options})
+        getattr(cauc_ray, verb)(**arguments)
     assert "\n" not in str(refused.value)
 
 
-def test_arrays_that_are_not_logits_and_labels_are_refused_in_one_line(data, tmp_path):
-    (z, large), labels = data["calibration"][0].values(), data["calibration"][1]
-    bad_logits = [
-        (np.ma.masked_array(z, mask=z < 0), "masked"),
-        (z.astype(complex), "not numbers"),
-        (z[:, 0], "shape"),
-        (z[:0], "at least one row"),
-        (z[:-1], "shape"),
-        (np.where(np.arange(len(z))[:, None] == 7, np.nan, z), "example '7'"),
-        ([list(row) for row in z[:-1]] + [["a"] * 4], "not numbers"),
-    ]
-    calls = [({"small": z, "large": bad}, labels, f"'large'.*{says}|{says}.*'large'") for bad, says in bad_logits]
-    both = {"small": z, "large": large}
-    for bad in (2**32, -(2**33), 0.5, np.nan):
-        calls.append((both, labels.astype(np.int64) + bad, "label"))
-    calls += [
-        (both, ["cat"] * len(labels), "label"),
-        (both, np.full(len(labels), 9), "label 9 is outside"),
-        (both, None, "needs labels"),
-        (write_table(tmp_path) and tmp_path, labels, "go with arrays"),
-    ]
-    calls += [(unnamed, labels, "models|logits") for unnamed in (z, [z, large], None, {}, {0: z, 1: large})]
-    for logits, of, says in calls:
-        with pytest.raises(CaucError, match=says) as raised:
-            cauc_ray.fit(logits, of, costs=[1, 10])
-        assert "\n" not in str(raised.value)
+BAD_LOGITS = [
+    (np.ma.masked_array(Z, mask=Z > 0), "masked"),
+    (Z.astype(complex), "not numbers"),
+    (Z[:0], "at least one row"),
+    (Z[:-1], "shape"),
+    ([*Z[:-1].tolist(), ["a"] * 4], "not numbers"),
+]
 
 
-def test_results_show_themselves_in_few_lines(data):
-    logits, labels = data["calibration"]
-    told = {"costs": COSTS, "methods": ["single", "rf"], "validation": 0.3, "test": 0.3}
-    compared = cauc_ray.compare(logits, labels, **told)
-    assert [row["method"] for row in compared.rows] == compared.to_pandas().method.tolist()
-    assert compared.to_arrow().column("accuracy").to_pylist() == [row["accuracy"] for row in compared.rows]
-    policy = cauc_ray.fit(logits, labels, costs=COSTS, validation=0.5, method="rf")
-    evaluation = cauc_ray.evaluate(logits, policy, labels=labels)
-    checked = cauc_ray.check(logits, policy, labels=labels)
-    for shown in (compared, policy, evaluation, evaluation.predictions, checked):
-        assert len(repr(shown)) < 600
-        assert shown._repr_html_().startswith("<table>")
-    for row in compared.rows:
-        assert row["method"] in repr(compared)
+@pytest.mark.parametrize(("large", "words"), BAD_LOGITS)
+def test_arrays_that_are_no_logits_are_refused_by_their_model(large, words):
+    with pytest.raises(CaucError, match=f"^.*('large'.*{words}|{words}.*'large').*$"):
+        cauc_ray.fit({"small": Z, "large": large}, LABELS, costs=[1, 10])
 
 
 # Hides every installed package that a plain install does not bring.
@@ -296,8 +270,8 @@ def test_a_plain_install_fits_evaluates_and_compares():
 def test_logits_come_in_whatever_holds_numbers(data, library):
     frames = pytest.importorskip(library)
     logits, labels = data["calibration"]
-    told = {"costs": COSTS, "validation": 0.5}
-    own = cauc_ray.fit(logits, labels, **told).to_json()
+    settings = {"costs": COSTS, "validation": 0.5}
+    expected = cauc_ray.fit(logits, labels, **settings).to_json()
     for held, same in (
         (lambda z: frames.DataFrame(z), frames.Series(labels)),
         (lambda z: frames.Series(z.tolist()), frames.Series(labels)),  # a column of vectors
@@ -306,27 +280,22 @@ def test_logits_come_in_whatever_holds_numbers(data, library):
         (lambda z: z.tolist(), labels.tolist()),
         (lambda z: np.asfortranarray(z, dtype=np.float64), labels.astype(np.float64)),
     ):
-        assert cauc_ray.fit({model: held(z) for model, z in logits.items()}, same, **told).to_json() == own
+        assert cauc_ray.fit({model: held(z) for model, z in logits.items()}, same, **settings).to_json() == expected
 
 
-VERBS = [
-    (cauc_ray.fit, FitOptions),
-    (cauc_ray.evaluate, EvaluateOptions),
-    (cauc_ray.sweep, SweepOptions),
-    (cauc_ray.compare, CompareOptions),
-]
-
-
-@pytest.mark.parametrize(("verb", "options"), VERBS)
+@pytest.mark.parametrize(
+    ("verb", "options"),
+    [("fit", FitOptions), ("evaluate", EvaluateOptions), ("sweep", SweepOptions), ("compare", CompareOptions)],
+)
 def test_keyword_arguments_are_those_of_the_definition(verb, options):
-    parameters = inspect.signature(verb).parameters
+    parameters = inspect.signature(getattr(cauc_ray, verb)).parameters
     defaults = {name: field.default for name, field in options.model_fields.items()}
     assert {name: parameters[name].default for name in defaults} == defaults
     assert set(parameters) - set(defaults) <= {"logits", "labels", "example_ids", "policy", "on_method"}
     assert all(field.description for field in options.model_fields.values())
 
 
-def test_evaluations_and_comparisons_are_drawn_and_shown(data, tmp_path):
+def test_results_are_drawn_and_shown_in_few_lines(data, tmp_path):
     pytest.importorskip("matplotlib").use("Agg")
     logits, labels = data["test"]
     named = {"$mall": logits["small"], "<large>": logits["large"]}
@@ -335,15 +304,21 @@ def test_evaluations_and_comparisons_are_drawn_and_shown(data, tmp_path):
     axes = evaluation.plot()
     assert axes.get_xlabel() == "mean cost per example (cost units)"
     axes.figure.savefig(tmp_path / "curve.png")
-    assert "&lt;large&gt;" in evaluation._repr_html_()
     with pytest.raises(DataError, match="label"):
         cauc_ray.evaluate(named, policy).plot()
     comparison = cauc_ray.compare(cauc_ray.sample_logits(), methods=["single", "base", "margin", "oracle"])
     axes = comparison.plot()
-    named = {text.get_text() for text in [*axes.get_legend().get_texts(), *axes.texts]}
-    assert named == {"base", "margin", "oracle", "budget", "small", "large"}
+    texts = {text.get_text() for text in [*axes.get_legend().get_texts(), *axes.texts]}
+    assert texts == {"base", "margin", "oracle", "budget", "small", "large"}
     drawn = {(x, y) for line in axes.lines for x, y in zip(*line.get_data(), strict=True)}
     assert {(row["cost"], 100 * row["accuracy"]) for row in comparison.rows} <= drawn
+    assert [row["method"] for row in comparison.rows] == comparison.to_pandas().method.tolist()
+    assert comparison.to_arrow()["accuracy"].to_pylist() == [row["accuracy"] for row in comparison.rows]
+    checked = cauc_ray.check(named, policy, labels=labels)
+    for result in (comparison, policy, evaluation, evaluation.predictions, checked):
+        assert len(repr(result)) < 600
+        assert result._repr_html_().startswith("<table>")
+    assert "&lt;large&gt;" in evaluation._repr_html_()
 
 
 def test_the_example_of_the_help_runs_on_the_table_in_the_package(command):

@@ -1,13 +1,12 @@
 """A run's summary from its tables."""
 
-import re
 import tempfile
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
+import earlier_runs
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,51 +15,35 @@ from runs import two_model_policy
 from cauc_ray.api.online import summarise
 from cauc_ray.cascade.rows import Owner
 from cauc_ray.cli import show
-from cauc_ray.execution.ledger import LEDGER_SCHEMA, RunTables, new_record
+from cauc_ray.execution.ledger import RunTables, new_record
 
 POLICY = two_model_policy()
 RECORD = new_record(POLICY.id, 8, {"input": 1})
 BATCH_SIZES = {"small": 8, "large": 4}
-START = datetime(2026, 1, 1, tzinfo=UTC)
 COST = {stage.name: stage.cost for stage in POLICY.stages}
 
 
-def call(stage, replica, at_s, compute_s, accepted=0, deferred=0, batch=None, **more):
+def call(stage, replica, at_s, compute_s, accepted=0, deferred=0, **more):
     """Return a ledger row of a call that began so many seconds after the start."""
-    row = {
-        "run_id": "r",
-        "stage": stage,
-        "replica": replica,
-        "node": "n",
-        "started_at": START + timedelta(seconds=at_s),
-    }
-    row |= {"batch": accepted + deferred if batch is None else batch, "accepted": accepted, "deferred": deferred}
-    row |= {"queue_s": 0.0, "compute_s": compute_s, "device_s": None, "attempt": 1}
-    return row | {"cost": COST[stage] * (accepted + deferred), **more}
+    rows = accepted + deferred
+    return {**earlier_runs.call(stage, replica, at_s, rows, compute_s, accepted), "cost": COST[stage] * rows, **more}
 
 
-def summary_of(out, calls, stages, failed=(), degraded=None):
+def summary_of(out, calls, stages, failed=(), degraded=()):
     """Write a run of two blocks, its ledger in two files, and return its summary.
 
-    stages: which one answered, of each row.   failed: of each further row, the stage whose model failed on it.
+    stages: which one answered, of each row.   failed, degraded: numbers of rows.
     """
-    sink = RunTables(out, RECORD, tuple(COST), degrade=degraded is not None)
-    whole = np.array([*stages, *[-1] * len(failed)])
-    for number, rows in enumerate(np.array_split(np.arange(len(whole)), 2)):
+    sink = RunTables(out, RECORD, tuple(COST), degrade=True)
+    for number, rows in enumerate(np.array_split(np.arange(len(stages)), 2)):
         block = Owner(number, len(rows))
-        block.stages[:] = whole[rows]
-        block.costs[:] = np.cumsum(list(COST.values()))[whole[rows]]
-        if degraded is not None:
-            block.degraded[:] = np.array([*degraded, *[False] * len(failed)])[rows]
-        reasons = {row: failed[n - len(stages)] for row, n in enumerate(rows) if n >= len(stages)}
-        block.failures = {row: (list(COST).index(name), "bad") for row, name in reasons.items()}
+        block.stages[:] = np.where(np.isin(rows, failed), -1, np.array(stages)[rows])
+        block.costs[:] = np.cumsum(list(COST.values()))[block.stages]
+        block.degraded[:] = np.isin(rows, degraded)
+        block.failures = {place: (stages[row], "bad") for place, row in enumerate(rows) if row in failed}
         sink.add_block(block, pa.array([str(n) for n in rows]), None)
         sink.commit()
-    (out / "ledger").mkdir()
-    half = len(calls) // 2
-    for number, part in enumerate((calls[:half], calls[half:])):
-        path = out / "ledger" / f"attempt-000-{number:06d}.parquet"
-        pq.write_table(pa.Table.from_pylist(part, schema=LEDGER_SCHEMA), path)
+    earlier_runs.write_ledger(out, calls)
     return summarise(out, POLICY, BATCH_SIZES)
 
 
@@ -68,18 +51,17 @@ def test_rows_that_cost_other_than_predicted_fire_a_guard(tmp_path, capsys):
     share = POLICY.expected.stages[1].reached / POLICY.expected.n
     for n_deferred, name in ((round(2000 * share), "as predicted"), (2000, "all deferred")):
         calls = [call("small", 0, 0.0, 1.0, 2000 - n_deferred, n_deferred), call("large", 0, 1.0, 1.0, n_deferred)]
-        found = summary_of(tmp_path / name, calls, [0] * (2000 - n_deferred) + [1] * n_deferred)
-        (guard,) = found["guards"]
+        summary = summary_of(tmp_path / name, calls, [0] * (2000 - n_deferred) + [1] * n_deferred)
+        (guard,) = summary["guards"]
         assert (guard["name"], guard["fired"]) == ("cost-shift", name == "all deferred")
         cost = COST["small"] + n_deferred / 2000 * COST["large"]
         assert guard["figures"]["cost"] == pytest.approx(cost, rel=1e-6)
-        assert found["saving"] == pytest.approx(1 - cost / COST["large"])
-        assert found["expected_saving"] == 1 - POLICY.expected.relative_cost
-        assert found["last_stage_avoided"] == pytest.approx(1 - n_deferred / 2000)
+        assert summary["saving"] == pytest.approx(1 - cost / COST["large"])
+        assert summary["expected_saving"] == 1 - POLICY.expected.relative_cost
+        assert summary["last_stage_avoided"] == pytest.approx(1 - n_deferred / 2000)
     unknown = summarise(tmp_path / name, POLICY.model_copy(update={"expected": None}), BATCH_SIZES)
-    open_keys = {key for key in found if unknown[key] != found[key]} - {"guards"}
-    assert open_keys == {"expected_relative_cost", "expected_saving", "expected_last_stage_avoided"}
-    assert [unknown[key] for key in open_keys] == [None] * 3
+    for name in ("expected_relative_cost", "expected_saving", "expected_last_stage_avoided"):
+        assert unknown[name] is None
     assert unknown["guards"] == []
     show.run_summary({"run_id": "r", **unknown, "run_s": 1.0, "elapsed_s": 2.0})
     assert "(– expected)" in capsys.readouterr().out
@@ -108,23 +90,25 @@ def ledgers(draw):
 @given(ledgers())
 def test_totals_are_what_a_slow_loop_says_and_no_order_matters(calls):
     with tempfile.TemporaryDirectory() as out:
-        found = summary_of(Path(out), calls, [0, 1, 1])
-    for place, stage in enumerate(found["stages"]):
-        own = [c for c in calls if c["stage"] == stage["name"]]
-        compute_s = sum(c["compute_s"] or 0 for c in own)
+        summary = summary_of(Path(out), calls, [0, 1, 1])
+    for place, stage in enumerate(summary["stages"]):
+        of_stage = [c for c in calls if c["stage"] == stage["name"]]
+        compute_s = sum(c["compute_s"] or 0 for c in of_stage)
         replica_s = 0.0
-        for replica in {c["replica"] for c in own}:
-            spans = [(c["started_at"], timedelta(seconds=c["compute_s"] or 0)) for c in own if c["replica"] == replica]
+        for replica in {c["replica"] for c in of_stage}:
+            spans = [
+                (c["started_at"], timedelta(seconds=c["compute_s"] or 0)) for c in of_stage if c["replica"] == replica
+            ]
             replica_s += (max(at + took for at, took in spans) - min(at for at, _ in spans)).total_seconds()
-        waited = [c for c in own if c["queue_s"] is not None]
+        waited = [c for c in of_stage if c["queue_s"] is not None]
         n_waited = sum(c["batch"] for c in waited)
-        devices = [c["device_s"] for c in own if c["device_s"] is not None]
+        devices = [c["device_s"] for c in of_stage if c["device_s"] is not None]
         expected = {
             "reached": (3, 2)[place],
-            "repeated": sum(c["accepted"] + c["deferred"] for c in own) - (3, 2)[place],
-            "calls": len(own),
-            "lost_calls": sum(c["accepted"] == c["deferred"] == 0 for c in own),
-            "cost": sum(c["cost"] for c in own),
+            "repeated": sum(c["accepted"] + c["deferred"] for c in of_stage) - (3, 2)[place],
+            "calls": len(of_stage),
+            "lost_calls": sum(c["accepted"] == c["deferred"] == 0 for c in of_stage),
+            "cost": sum(c["cost"] for c in of_stage),
             "compute_s": compute_s,
             "waiting_s": pytest.approx(replica_s - compute_s, abs=1e-5),
             "busy_share": pytest.approx(compute_s / replica_s, abs=1e-3) if replica_s > 0.01 else stage["busy_share"],
@@ -135,26 +119,15 @@ def test_totals_are_what_a_slow_loop_says_and_no_order_matters(calls):
             assert stage[key] == (pytest.approx(value) if isinstance(value, float) else value), key
         assert stage["waiting_s"] >= 0
         assert stage["busy_share"] is None or 0 <= stage["busy_share"] <= 1
-    shares = [stage["cost_share"] for stage in found["stages"]]
-    assert shares == [None, None] if found["total_cost"] == 0 else sum(shares) == pytest.approx(1)
+    shares = [stage["cost_share"] for stage in summary["stages"]]
+    assert shares == [None, None] if summary["total_cost"] == 0 else sum(shares) == pytest.approx(1)
 
 
-def test_people_see_it_in_a_hundred_columns(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # or rich takes a pipe for as wide as its text
-    calls = [
-        call("small", 0, 0.0, 12345.6, accepted=10, deferred=4, cost=1.2345e9),
-        call("large", 0, 20_000.0, 5.0, accepted=3),
-        call("large", 0, 20_010.0, None, batch=1),
-    ]
-    found = summary_of(tmp_path, calls, [0] * 10 + [1] * 3, failed=["large"], degraded=[True] + [False] * 12)
-    show.run_summary({"run_id": "20260101T000000-abcdef", **found, "run_s": 20_010.0, "elapsed_s": 20_020.0})
-    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
-    table = [line for line in text if line.startswith("  ")]
-    assert max(map(len, table)) <= 100
-    assert any(line.split()[:4] == ["small", "14", "10", "175.0"] for line in table)
-    said = " ".join(text)
-    for words in ("1,234 M", "12,346", "of rows never called large", "replicas waited 5 of 12,356 s"):
-        assert words in said
-    assert "rows failed (see failed/): 1; rows answered without a stage that was down: 1" in said
-    assert "calls that brought nothing: 1" in said
+def test_failed_and_degraded_rows_and_lost_calls_are_counted_and_shown(tmp_path, capsys):
+    calls = [call("small", 0, 0.0, 1.0, 3, 1), call("large", 0, 1.0, None, batch=1)]
+    summary = summary_of(tmp_path, calls, [0, 0, 0, 1], failed=[3], degraded=[0, 1])
+    assert (summary["n_failed"], summary["degraded"]) == (1, 2)
+    show.run_summary({"run_id": "r", **summary, "run_s": 1.0, "elapsed_s": 2.0})
+    text = capsys.readouterr().out
+    for words in ("rows failed (see failed/): 1", "a stage that was down: 2", "calls that brought nothing: 1"):
+        assert words in " ".join(text.split())

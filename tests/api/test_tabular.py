@@ -1,18 +1,16 @@
 """Tables of features: own classifiers collected, fitted, run and served under the columns' own names."""
 
-import json
-import urllib.request
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from asking import infer, outputs_of
 from runs import read_all
 
 import cauc_ray
-from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.errors import CaucError
 
 NAMES = ["leaves", "stays"]
 MODELS = """
@@ -41,17 +39,13 @@ def home(tmp_path_factory):
     pyarrow.csv.write_csv(table, folder / "labelled.csv")
     pq.write_table(table.append_column("id", pa.array(range(n))), folder / "labelled.parquet")
     pyarrow.csv.write_csv(table.select(["plan", "age"]), folder / "new.csv")
+    (folder / "odd.csv").write_text("age,plan,label\n1,gold,perhaps\n2,gold,stays\n3,gold,leaves\n4,gold,stays\n")
     (folder / "churn_models.py").write_text(MODELS)
-    stages = [
-        {
-            "name": name,
-            "model": {"kind": "python", "factory": "churn_models:model", "kwargs": {"strength": strength}},
-            "cost": {"seconds": cost},
-            "resources": {"num_cpus": 0.5},
-        }
-        for name, strength, cost in (("small", 0.5, 1.0), ("large", 2.0, 10.0))
-    ]
-    inputs = {"age": {"datatype": "INT64", "shape": []}, "plan": {"datatype": "BYTES", "shape": []}}
+    stages = []
+    for name, strength, cost in (("small", 0.5, 1.0), ("large", 2.0, 10.0)):
+        model = {"kind": "python", "factory": "churn_models:model", "kwargs": {"strength": strength}}
+        stages.append({"name": name, "model": model, "cost": {"seconds": cost}, "resources": {"num_cpus": 0.5}})
+    inputs = {"age": {"datatype": "FP64", "shape": []}, "plan": {"datatype": "BYTES", "shape": []}}
     pool = {"name": "churn", "task": "classification", "labels": NAMES, "inputs": inputs, "stages": stages}
     (folder / "pool.yaml").write_text(yaml.safe_dump(pool))
     return folder
@@ -73,17 +67,17 @@ def test_features_are_collected_and_run_under_their_own_names(home, ray_session,
     assert set(replayed["prediction_label"].to_pylist()) <= set(NAMES)
 
 
-def test_what_cannot_be_collected_is_refused_in_one_line(home, ray_session, tmp_path):
-    def collect(file="labelled.csv", **columns):
-        cauc_ray.collect(home / "pool.yaml", home / file, tmp_path / "logits", columns=columns)
-
-    with pytest.raises(ConfigError, match=r"unknown column to read 'years'.*by their own names"):
-        collect(years="age")
-    with pytest.raises(DataError, match="no column 'churn' for label; it has age, plan, outcome"):
-        collect(label="churn")
-    (home / "odd.csv").write_text("age,plan,label\n1,gold,perhaps\n2,gold,stays\n3,gold,leaves\n4,gold,stays\n")
-    with pytest.raises(DataError, match=r"'perhaps' is neither .* nor one of the pool's labels: leaves, stays"):
-        collect("odd.csv")
+@pytest.mark.parametrize(
+    ("rows", "columns", "words"),
+    [
+        ("labelled.csv", {"years": "age"}, r"unknown column to read 'years'.*by their own names"),
+        ("labelled.csv", {"label": "churn"}, "no column 'churn' for label; it has age, plan, outcome"),
+        ("odd.csv", {}, r"'perhaps' is neither .* nor one of the pool's labels: leaves, stays"),
+    ],
+)
+def test_rows_of_other_columns_or_labels_are_refused(home, tmp_path, rows, columns, words):
+    with pytest.raises(CaucError, match=words):
+        cauc_ray.collect(home / "pool.yaml", home / rows, tmp_path / "logits", columns=columns)
 
 
 def test_a_service_answers_with_the_names_of_classes(home, tmp_path):
@@ -91,13 +85,8 @@ def test_a_service_answers_with_the_names_of_classes(home, tmp_path):
     logits = {name: np.stack([np.zeros(500), x[0]], axis=1) for name in costs}
     policy = cauc_ray.fit(logits, (x.sum(0) > 0).astype(int), costs=costs, cost_unit="s", threshold=0.5)
     with cauc_ray.serve(home / "pool.yaml", policy, port=0, local=True) as service:
-        tensors = [
-            {"name": "age", "shape": [2], "datatype": "INT64", "data": [75, 20]},
-            {"name": "plan", "shape": [2], "datatype": "BYTES", "data": ["gold", "basic"]},
-        ]
-        request = urllib.request.Request(
-            f"{service.url}/v2/models/churn/infer", json.dumps({"inputs": tensors}).encode(), method="POST"
-        )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            outputs = {each["name"]: each["data"] for each in json.load(answer)["outputs"]}
-    assert (outputs["prediction"], outputs["prediction_label"]) == ([1, 0], ["stays", "leaves"])
+        columns, names = {"age": [75, 20], "plan": ["gold", "basic"]}, ("prediction", "prediction_label")
+        status, content = infer(service.url, "churn", columns, names)
+    assert status == 200, content
+    outputs = outputs_of(content)
+    assert [outputs[name].tolist() for name in names] == [[1, 0], ["stays", "leaves"]]
