@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field
 
 from cauc_ray.errors import ConfigError, first_line
 from cauc_ray.models.answers import Batch, Model, ModelFacts
 from cauc_ray.models.kind import HubModel
 from cauc_ray.models.passes import LocalModel, Passes
-from cauc_ray.models.tokens import Tokenizing, Tokens, parts, requests, scored
+from cauc_ray.models.tokens import Tokenizing, Tokens, log_likelihoods, next_tokens, scored
 from cauc_ray.models.transformers import HubLanguageSpec
 from cauc_ray.numbers.types import Floats
 
@@ -73,7 +72,6 @@ class VllmModel(LocalModel):
         self._engine = engine
         self._sampling = SamplingParams
         self._lora = None if spec.lora is None else LoRARequest("adapter", 1, spec.lora)
-        self._by_token = spec.lora is not None  # vLLM 0.32 ends when asked for a prompt's log-probabilities with one
         config = engine.llm_engine.model_config
         longest = min(spec.max_tokens or config.max_model_len, config.max_model_len - 1)  # and one of answer
         self._tokenizing = Tokenizing(spec, engine.get_tokenizer(), longest)
@@ -82,7 +80,7 @@ class VllmModel(LocalModel):
             precision = f"{config.quantization} in {precision}"
         adapter = f" with {spec.lora}" if spec.lora else ""
         self.facts = ModelFacts(
-            source=f"vllm {spec.model}{adapter}, {precision}, {self._tokenizing.how}",
+            source=f"vllm {spec.model}{adapter}, {precision}, {self._tokenizing.source}",
             logit_kind=spec.answers_kind,
             labels=spec.label_names,
             dtype=precision,
@@ -91,32 +89,22 @@ class VllmModel(LocalModel):
     def read(self, batch: Batch) -> tuple[Passes, dict[int, str]]:
         """Turn a batch into tokens. Raises DataError when a column is missing."""
         asked, faults = self._tokenizing(batch)
-        return [([one.row for one in asked], asked)] if asked else [], faults
+        return [([question.row for question in asked], asked)] if asked else [], faults
 
     def launch(self, inputs: Sequence[Tokens]) -> list[Floats]:
         """Return the log-likelihoods of each row's options; the engine makes batches of all requests."""
-        asked = [(one, *request) for one in inputs for request in requests(one.options, by_token=self._by_token)]
-        prompts = [{"prompt_token_ids": one.prompt + tokens} for one, tokens, _ in asked]
-        params = [self._params(ids) for *_, ids in asked]
+        asked = [(index, *request) for index, one in enumerate(inputs) for request in next_tokens(one.options)]
+        prompts = [{"prompt_token_ids": inputs[index].prompt + before} for index, before, _ in asked]
+        params = [
+            self._sampling(max_tokens=1, temperature=0, detokenize=False, logprob_token_ids=ids) for *_, ids in asked
+        ]
         outputs = self._engine.generate(prompts, params, use_tqdm=False, lora_request=self._lora)
-        scores: dict[int, dict[tuple[int, ...], float]] = {one.row: {} for one in inputs}
-        for (one, tokens, ids), output in zip(asked, outputs, strict=True):
-            if ids:
-                following = output.outputs[0].logprobs[0]
-                scores[one.row] |= {(*tokens, token): following[token].logprob for token in ids}
-            else:
-                own = enumerate(tokens, len(one.prompt))
-                scores[one.row][tuple(tokens)] = sum(output.prompt_logprobs[at][token].logprob for at, token in own)
-
-        def logprob(row: int, option: list[int]) -> float:
-            return sum(scores[row][part] for part in parts(option, by_token=self._by_token))
-
-        return [np.array([logprob(one.row, option) for option in one.options]) for one in inputs]
+        logprobs: list[dict[tuple[int, ...], float]] = [{} for _ in inputs]
+        for (index, before, ids), output in zip(asked, outputs, strict=True):
+            following = output.outputs[0].logprobs[0]
+            logprobs[index] |= {(*before, token): following[token].logprob for token in ids}
+        return [log_likelihoods(one.options, scores) for one, scores in zip(inputs, logprobs, strict=True)]
 
     def take(self, inputs: Sequence[Tokens], launched: list[Floats], counts: Counter[str]) -> list[Floats]:
         """Return each row's logits."""
         return scored(self._spec, inputs, launched, counts)
-
-    def _params(self, ids: Sequence[int]) -> Any:
-        what = {"logprob_token_ids": list(ids)} if ids else {"prompt_logprobs": 0}
-        return self._sampling(max_tokens=1, temperature=0, detokenize=False, **what)

@@ -66,8 +66,11 @@ class TransformersZeroShotSpec(Labelled, HubSpec, ImageSpec):
                 self.register_buffer("texts", texts)
 
             def forward(self, images: torch.Tensor) -> torch.Tensor:
-                found = _embedding(self.network.get_image_features(pixel_values=images))
-                return found @ self.texts.T * self.network.logit_scale.exp() + getattr(self.network, "logit_bias", 0)
+                output = self.network.get_image_features(pixel_values=images)
+                # In bfloat16 a similarity of 0.25, which is scaled by 100, has steps of 0.002.
+                with torch.autocast(images.device.type, enabled=False):
+                    similarities = _embedding(output) @ self.texts.T
+                return similarities * self.network.logit_scale.exp() + getattr(self.network, "logit_bias", 0)
 
         network = load_network(AutoModelForZeroShotImageClassification, self).float().eval()
         if not hasattr(network, "logit_scale"):
@@ -85,6 +88,6 @@ class TransformersZeroShotSpec(Labelled, HubSpec, ImageSpec):
 
 
 def _embedding(output: Any) -> Any:
-    """Return the embeddings in a tower's output, each of length 1."""
-    found = getattr(output, "pooler_output", output)
-    return found / found.norm(dim=-1, keepdim=True)
+    """Return the embeddings in a tower's output, each of length 1, in float32."""
+    vectors = getattr(output, "pooler_output", output).float()
+    return vectors / vectors.norm(dim=-1, keepdim=True)
