@@ -13,11 +13,12 @@ from torch import nn
 
 from cauc_ray.errors import ConfigError, first_line
 from cauc_ray.models.answers import Batch, ModelFacts
+from cauc_ray.models.hub import context_length, fetched, load_network, load_placed, option_names
 from cauc_ray.models.images import read_images
-from cauc_ray.models.kind import Device, Precision
+from cauc_ray.models.kind import Device, Placement, Precision
 from cauc_ray.models.passes import Passes, text_passes
 from cauc_ray.models.torch_device import TorchModel, choose_device, choose_dtype
-from cauc_ray.models.transformers import TransformersClassifierSpec, context_length
+from cauc_ray.models.transformers import HubImageSpec, TransformersClassifierSpec, TransformersImageSpec
 
 
 class ImageModel(TorchModel):
@@ -118,6 +119,38 @@ class TextClassifier(TorchModel):
         given = {name: self.on_device(tensor) for name, tensor in inputs.items()}
         logits: torch.Tensor = self._network(**given).logits
         return logits
+
+
+def load_image_model(spec: TransformersImageSpec, placement: Placement) -> ImageModel:
+    """Load an image classifier and its preprocessing. Raises ConfigError if they cannot be loaded."""
+    from transformers import AutoModelForImageClassification
+
+    network = load_network(AutoModelForImageClassification, spec)
+    return image_model(spec, network, option_names(network.config.id2label))
+
+
+def image_model(spec: HubImageSpec, network: Any, labels: tuple[str, ...] | None = None) -> ImageModel:
+    """Return an image network with the preprocessing of its folder or repository. Raises ConfigError without one."""
+    from transformers import AutoImageProcessor
+
+    processor = fetched(AutoImageProcessor, spec)
+
+    def preprocess(image: Any) -> Any:
+        return processor(images=image, return_tensors="pt")["pixel_values"][0]
+
+    facts = ModelFacts(source=f"transformers {spec.model}", labels=labels)
+    return ImageModel(network, preprocess, facts, spec.device, spec.dtype)
+
+
+def load_text_model(spec: TransformersClassifierSpec, placement: Placement) -> TextClassifier:
+    """Load a text classifier and its tokenizer. Raises ConfigError if they cannot be loaded, or it is no classifier."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    config = fetched(AutoConfig, spec)
+    network = load_placed(AutoModelForSequenceClassification, spec, placement, config=config)
+    if network.config.num_labels < 2 or network.config.problem_type == "multi_label_classification":
+        raise ConfigError(f"model {spec.model!r} does not choose one of several classes")
+    return TextClassifier(spec, fetched(AutoTokenizer, spec), network, option_names(network.config.id2label))
 
 
 def load_state(path: Path) -> Mapping[str, torch.Tensor]:

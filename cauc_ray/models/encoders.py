@@ -10,9 +10,9 @@ from pydantic import SerializeAsAny
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import EMBEDDING, Batch, Model, ModelFacts, Unusable, batch_size, parted, require_columns
-from cauc_ray.models.kind import Device, HubModel, ImageSpec, KindSpec
+from cauc_ray.models.kind import Device, HubModel, InputColumns, KindSpec, Placement
 from cauc_ray.models.passes import LocalModel, Passes
-from cauc_ray.models.transformers import HubSpec, image_model, load_network, loading
+from cauc_ray.models.transformers import HubImageSpec
 from cauc_ray.numbers.logits import LogitKind
 from cauc_ray.numbers.types import Floats
 
@@ -23,22 +23,30 @@ if TYPE_CHECKING:
 class FeaturesSpec(KindSpec):
     """A stage's network up to its last linear layer."""
 
+    LOADER: ClassVar[str] = "cauc_ray.models.encoders:load_features"
     kind: Literal["features"] = "features"
     of: SerializeAsAny[KindSpec]
 
-    def load(self) -> Model:
-        """Load the network. Raises ConfigError if it has no such layer."""
-        model = self.of.load()
-        if not hasattr(model, "features"):
-            raise ConfigError(f"a model of kind {self.of.kind!r} has no layer before its last one to read")
-        features: Model = model.features()
-        return features
+    @property
+    def columns_read(self) -> InputColumns:
+        """Return the columns of its network."""
+        return self.of.columns_read
 
 
-class ImageEncoderSpec(HubSpec, ImageSpec):
+def load_features(spec: FeaturesSpec, placement: Placement) -> Model:
+    """Load the network. Raises ConfigError if it has no such layer."""
+    model = spec.of.load(placement)
+    if not hasattr(model, "features"):
+        raise ConfigError(f"a model of kind {spec.of.kind!r} has no layer before its last one to read")
+    features: Model = model.features()
+    return features
+
+
+class ImageEncoderSpec(HubImageSpec):
     """Any image model of transformers, by hub id or local folder; its pooled output is the embedding."""
 
-    COMPLETE: ClassVar[tuple[str, str]] = ("image encoder", "")
+    LOADER: ClassVar[str] = "cauc_ray.models.encoders:load_image_encoder"
+    REQUIRED_HEAD: ClassVar[tuple[str, str]] = ("image encoder", "")
     kind: Literal["vision-encoder"] = "vision-encoder"
 
     @property
@@ -46,32 +54,35 @@ class ImageEncoderSpec(HubSpec, ImageSpec):
         """Return that it gives embeddings."""
         return EMBEDDING
 
-    def load(self) -> ImageModel:
-        """Load the encoder. Raises ConfigError if it cannot be loaded."""
-        self.require("transformers", "torch", "transformers", "PIL")
-        from torch import nn
-        from transformers import AutoModel
 
-        class Pooled(nn.Module):
-            """An encoder's pooled output, or the mean over its patches if it has no pooler.
+def load_image_encoder(spec: ImageEncoderSpec, placement: Placement) -> ImageModel:
+    """Load the encoder. Raises ConfigError if it cannot be loaded."""
+    from torch import nn
+    from transformers import AutoModel
 
-            A classifier's weights often lack the pooler, which transformers then initialises at random: it is unused.
-            """
+    from cauc_ray.models.classifiers import image_model
+    from cauc_ray.models.hub import load_network
 
-            def __init__(self, encoder: Any) -> None:
-                super().__init__()
-                self.encoder = getattr(encoder, "vision_model", encoder)
-                self.pools = not encoder.lacks_optional
+    class Pooled(nn.Module):
+        """An encoder's pooled output, or the mean over its patches if it has no pooler.
 
-            def forward(self, images: Any) -> Any:
-                output = self.encoder(pixel_values=images)
-                pooled = getattr(output, "pooler_output", None) if self.pools else None
-                if pooled is not None:
-                    return pooled.flatten(1)
-                patches = output.last_hidden_state  # (N, patches, C), or (N, C, H, W) of a convolution
-                return patches.mean(dim=1 if patches.ndim == 3 else (2, 3))
+        A classifier's weights often lack the pooler, which transformers then initialises at random: it is unused.
+        """
 
-        return image_model(self, Pooled(load_network(AutoModel, self, optional="pooler.")))
+        def __init__(self, encoder: Any) -> None:
+            super().__init__()
+            self.encoder = getattr(encoder, "vision_model", encoder)
+            self.pools = not encoder.lacks_optional
+
+        def forward(self, images: Any) -> Any:
+            output = self.encoder(pixel_values=images)
+            pooled = getattr(output, "pooler_output", None) if self.pools else None
+            if pooled is not None:
+                return pooled.flatten(1)
+            patches = output.last_hidden_state  # (N, patches, C), or (N, C, H, W) of a convolution
+            return patches.mean(dim=1 if patches.ndim == 3 else (2, 3))
+
+    return image_model(spec, Pooled(load_network(AutoModel, spec, optional="pooler.")))
 
 
 class TextEncoderSpec(KindSpec):
@@ -80,6 +91,8 @@ class TextEncoderSpec(KindSpec):
     columns: what it reads, line by line; those of a question by default.   required: those that each row must have.
     """
 
+    LOADER: ClassVar[str] = "cauc_ray.models.encoders:load_text_encoder"
+    PACKAGES: ClassVar[tuple[str, ...]] = ("embeddings", "torch", "sentence_transformers")
     kind: Literal["sentence-encoder"] = "sentence-encoder"
     model: HubModel
     device: Device = "auto"
@@ -87,30 +100,26 @@ class TextEncoderSpec(KindSpec):
     required: tuple[str, ...] = ("question", "choices")
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Return the columns that each row must have."""
-        return frozenset(self.required)
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """Return all columns that it reads."""
-        return frozenset((*self.columns, *self.required))
+    def columns_read(self) -> InputColumns:
+        """Return the columns that each row must have, and those that it may have."""
+        return InputColumns(frozenset(self.required), frozenset(self.columns))
 
     @property
     def answers_kind(self) -> LogitKind:
         """Return that it gives embeddings."""
         return EMBEDDING
 
-    def load(self) -> Model:
-        """Load the encoder. Raises ConfigError if it cannot be loaded."""
-        self.require("embeddings", "torch", "sentence_transformers")
-        from sentence_transformers import SentenceTransformer
 
-        from cauc_ray.models.torch_device import choose_device
+def load_text_encoder(spec: TextEncoderSpec, placement: Placement) -> Model:
+    """Load the encoder. Raises ConfigError if it cannot be loaded."""
+    from sentence_transformers import SentenceTransformer
 
-        with loading(self.model):
-            encoder = SentenceTransformer(self.model, device=str(choose_device(self.device)))
-        return TextEncoder(self, encoder, ModelFacts(f"sentence-transformers {self.model}", EMBEDDING))
+    from cauc_ray.models.hub import loading
+    from cauc_ray.models.torch_device import choose_device
+
+    with loading(spec.model):
+        encoder = SentenceTransformer(spec.model, device=str(choose_device(spec.device)))
+    return TextEncoder(spec, encoder, ModelFacts(f"sentence-transformers {spec.model}", EMBEDDING))
 
 
 class TextEncoder(LocalModel):

@@ -18,31 +18,35 @@ import torch
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Batch, ModelFacts, bucketed
+from cauc_ray.models.hub import context_length, fetched, load_placed
+from cauc_ray.models.kind import Placement
 from cauc_ray.models.passes import Passes
 from cauc_ray.models.prompts import LOGITS_ARE
 from cauc_ray.models.tokens import Tokenizing, Tokens, scored
 from cauc_ray.models.torch_device import TorchModel, dtype_name, n_parameters
-from cauc_ray.models.transformers import TransformersChoiceSpec, context_length, fetched, load_placed
+from cauc_ray.models.transformers import TransformersChoiceSpec
 from cauc_ray.numbers.types import Floats
 
 # Of vocabulary-wide logits, at once: 1 GB in float32.
 _LOGITS_AT_ONCE = 2**28
 
 
-def load_choice_model(spec: TransformersChoiceSpec, over_gpus: bool) -> ChoiceModel:
+def load(spec: TransformersChoiceSpec, placement: Placement) -> ChoiceModel:
     """Load a language model and its tokenizer, the model on one device, or layer by layer over all GPUs.
 
     Raises ConfigError if they cannot be loaded or are unsuitable.
     """
     import transformers as hub
 
+    if spec.gguf_file is not None:
+        spec.require("gguf", "gguf", "accelerate")
     more = {"gguf_file": spec.gguf_file} if spec.gguf_file else {}
     config = fetched(hub.AutoConfig, spec, **more)
     # Those that also see images answer texts as others do.
     causal = type(config) in hub.MODEL_FOR_CAUSAL_LM_MAPPING
     factory = hub.AutoModelForCausalLM if causal else hub.AutoModelForImageTextToText
     tokenizer = fetched(hub.AutoTokenizer, spec, **more)
-    network = load_placed(factory, spec, over_gpus=over_gpus, config=config, **more)
+    network = load_placed(factory, spec, placement, config=config, **more)
     return ChoiceModel(spec, tokenizer, network)
 
 

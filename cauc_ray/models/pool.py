@@ -20,8 +20,8 @@ from cauc_ray.files.documents import read_yaml
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.models.answers import Model
 from cauc_ray.models.fleet import FleetSpec
-from cauc_ray.models.kind import Location, Section
-from cauc_ray.models.kinds import ASKED, ModelSpec
+from cauc_ray.models.kind import Location, Placement, Section
+from cauc_ray.models.kinds import ModelSpec, built_in_specs, prompt_fields
 from cauc_ray.models.prompts import LanguageSpec, PromptSettings
 from cauc_ray.models.resources import Resources, amounts_text
 from cauc_ray.protocol.tensors import Datatype
@@ -225,9 +225,7 @@ class StageSpec(PromptSettings):
 
     def load(self) -> Model:
         """Load the model, over several GPUs if the stage has them. Raises CaucError as its kind does."""
-        if self.resources.num_gpus > 1:
-            return self.model.load_over_gpus()
-        return self.model.load_within(self.call_timeout_s)
+        return self.model.load(Placement(self.resources.num_gpus, self.call_timeout_s))
 
     def served(self) -> StageSpec:
         """Return the stage as a service has it: calls of a remote model end before their rows are abandoned."""
@@ -295,10 +293,9 @@ class Pool(PromptSettings):
 
         def moved(stage: Any) -> Any:
             match stage:
-                case {"model": {"kind": str(kind)} as model} if kind in ASKED:
-                    keys = ASKED[kind]
-                    asked = {key: at[key] for at in (content, stage) for key in keys if at.get(key) is not None}
-                    return {k: own for k, own in stage.items() if k not in keys} | {"model": {**asked, **model}}
+                case {"model": {"kind": kind} as model} if keys := prompt_fields(kind):
+                    settings = {key: at[key] for at in (content, stage) for key in keys if at.get(key) is not None}
+                    return {k: v for k, v in stage.items() if k not in keys} | {"model": {**settings, **model}}
             return stage
 
         match content:
@@ -315,9 +312,10 @@ class Pool(PromptSettings):
             unused = stage.model_fields_set & PromptSettings.model_fields.keys()
             if unused:
                 raise ValueError(f"stage {stage.name!r}: a model of kind {own.kind!r} takes no {min(unused)}")
-        taken = frozenset({"labels"}).union(*(ASKED.get(stage.model.kind, ()) for stage in self.stages))
+        taken = frozenset({"labels"}).union(*(prompt_fields(stage.model.kind) for stage in self.stages))
         for key in sorted(self.model_fields_set & PromptSettings.model_fields.keys() - taken):
-            raise ValueError(f"{key} is for models of kind {', '.join(kind for kind in ASKED if key in ASKED[kind])}")
+            kinds = sorted(kind for kind in built_in_specs() if key in prompt_fields(kind))
+            raise ValueError(f"{key} is for models of kind {', '.join(kinds)}")
         if self.labels is not None and self.task == "multiple-choice":
             raise ValueError("labels are names of classes; in multiple-choice, choices name themselves")
         if len({len(names) for names in self._all_names if names}) > 1:
@@ -350,16 +348,16 @@ class Pool(PromptSettings):
         raise ConfigError(f"pool {self.name!r}: {unknown_name('stage', name, [s.name for s in self.stages])}")
 
     def columns_read(self, stages: Sequence[StageSpec]) -> frozenset[str] | None:
-        """Return the columns of an input that a run over some stages reads; None for whatever there is.
+        """Return the columns of an input that a run over some stages reads; None for all columns.
 
-        A model that does not tell itself reads the pool's inputs, where these are declared. What rows are called and
-        labelled is read, too, and choices, which logits are held against.
+        A model that declares no columns reads the pool's `inputs`, if there are any. `example_id`, `label` and
+        `choices`, with which the number of logits must agree, are always read.
         """
-        models = [stage.model for stage in stages]
-        if not self.inputs and any(model.reads is None for model in models):
+        declared = frozenset(self.inputs) or None
+        by_model = [names if (names := stage.model.columns_read.names) is not None else declared for stage in stages]
+        if any(names is None for names in by_model):
             return None
-        own = [frozenset(self.inputs) if model.reads is None else model.reads for model in models]
-        return frozenset({"example_id", "label", "choices"}).union(*own)
+        return frozenset({"example_id", "label", "choices"}).union(*filter(None, by_model))
 
     def chain(self, names: tuple[str, ...]) -> tuple[StageSpec, ...]:
         """Return the stages of a chain in its order."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
 from cauc_ray.errors import ConfigError, first_line
-from cauc_ray.models.answers import Batch, Model, ModelFacts
-from cauc_ray.models.kind import HubModel
+from cauc_ray.models.answers import Batch, ModelFacts
+from cauc_ray.models.kind import HubModel, Placement
 from cauc_ray.models.passes import LocalModel, Passes
 from cauc_ray.models.tokens import Tokenizing, Tokens, parts, requests, scored
 from cauc_ray.models.transformers import HubLanguageSpec
@@ -26,9 +26,17 @@ class VllmSpec(HubLanguageSpec):
     gpu_memory_utilization; over a stage's several GPUs it is tensor parallel.
     """
 
+    LOADER: ClassVar[str] = "cauc_ray.models.vllm:load"
+    PACKAGES: ClassVar[tuple[str, ...]] = ("vllm", "vllm", "torch")
     kind: Literal["vllm"]
     lora: HubModel | None = None
     engine: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def identity(self) -> str:
+        """Return a hash of all settings that its answers depend on: not of the share of the memory that it takes."""
+        engine = {name: value for name, value in self.engine.items() if name != "gpu_memory_utilization"}
+        return super(VllmSpec, self.model_copy(update={"engine": engine})).identity
 
     @property
     def least_gpus(self) -> int:
@@ -37,29 +45,29 @@ class VllmSpec(HubLanguageSpec):
         own = math.prod(size for size in sizes if isinstance(size, int))
         return max(super().least_gpus, own if own > 1 and self.device != "cpu" else 0)
 
-    def load(self, *, over_gpus: bool = False) -> Model:
-        """Start the engine on the CPU, one GPU, or tensor parallel on all that the process sees. Raises ConfigError."""
-        self.require("vllm", "vllm", "torch")
-        self.check(here=True)
-        import torch
-        from vllm import LLM
 
-        n_gpus = torch.cuda.device_count() if over_gpus else 1
-        settings = {
-            "revision": self.revision,
-            "dtype": "float32" if self.dtype == "auto" and not torch.cuda.is_available() else self.dtype,
-            "tensor_parallel_size": n_gpus,
-            "enable_prefix_caching": True,
-            "enable_lora": self.lora is not None,
-            # Without Ray's own placement, which the stage has already.
-            **({"distributed_executor_backend": "mp"} if n_gpus > 1 else {}),
-            **self.engine,
-        }
-        try:
-            engine = LLM(model=self.model, **settings)
-        except Exception as error:  # of the engine's own process, of many types
-            raise ConfigError(f"model {self.model!r} cannot be loaded by vLLM: {first_line(error)}") from error
-        return VllmModel(self, engine)
+def load(spec: VllmSpec, placement: Placement) -> VllmModel:
+    """Start the engine on the CPU, one GPU, or tensor parallel on all that the process sees. Raises ConfigError."""
+    spec.check(here=True)
+    import torch
+    from vllm import LLM
+
+    n_gpus = torch.cuda.device_count() if placement.over_gpus else 1
+    settings = {
+        "revision": spec.revision,
+        "dtype": "float32" if spec.dtype == "auto" and not torch.cuda.is_available() else spec.dtype,
+        "tensor_parallel_size": n_gpus,
+        "enable_prefix_caching": True,
+        "enable_lora": spec.lora is not None,
+        # Without Ray's own placement, which the stage has already.
+        **({"distributed_executor_backend": "mp"} if n_gpus > 1 else {}),
+        **spec.engine,
+    }
+    try:
+        engine = LLM(model=spec.model, **settings)
+    except Exception as error:  # of the engine's own process, of many types
+        raise ConfigError(f"model {spec.model!r} cannot be loaded by vLLM: {first_line(error)}") from error
+    return VllmModel(spec, engine)
 
 
 class VllmModel(LocalModel):

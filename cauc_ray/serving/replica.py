@@ -36,7 +36,8 @@ class Replica:
         self.leaves = False
         self._spec = spec
         self._worker = Worker(spec.served(), stage, {}, replica=name)
-        self._model, self._host = _Thread(f"{name}: model"), _Thread(f"{name}: host")
+        self._model = _Thread(f"{name}: model", at_end=self._worker.close)
+        self._host = _Thread(f"{name}: host")
         self.facts: Future[ModelFacts] = self._model.submit(self._worker.load)
 
     async def answer(self, call: StageCall, begin: Callable[[], None] = lambda: None) -> Answer:
@@ -53,7 +54,7 @@ class Replica:
     def hangs(self) -> float | None:
         """Return the seconds that a call may take, where one has taken longer; else None."""
         longest_s = self._spec.call_timeout_s
-        if not self._spec.model.GIVES_UP:
+        if not self._spec.model.ENFORCES_OWN_TIMEOUT:
             longest_s = min(longest_s, 2 * self._spec.serving.timeout_s)
         busy_since = self._worker.busy_since
         return longest_s if busy_since is not None and time.monotonic() - busy_since > longest_s else None
@@ -108,7 +109,8 @@ class Replica:
 class _Thread:
     """Does one thing after the other, from the first on. One that hangs does not keep the process from ending."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, at_end: Callable[[], None] = lambda: None) -> None:
+        self._at_end = at_end
         self._open: set[Future[Any]] = set()
         self._asked: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -141,3 +143,4 @@ class _Thread:
                         future.set_exception(error)
                     except BaseException as error:  # it must not end the event loop
                         future.set_exception(StageError("died", f"its model raised {type(error).__name__}"))
+        self._at_end()

@@ -17,6 +17,7 @@ from scipy.special import log_softmax, logsumexp
 from cauc_ray.errors import ConfigError, ExecutionError
 from cauc_ray.models.answers import BELOW, LITTLE_MASS
 from cauc_ray.models.completions import letter_logits, unsaid_bound
+from cauc_ray.models.kind import Placement
 from cauc_ray.models.openai import OpenAISpec
 
 KEY = "sk-0123456789abcdef"
@@ -334,7 +335,7 @@ def test_a_silent_server_ends_the_call_at_its_deadline(settings, call_timeout_s,
         return chat_answer({"A": 0.9})
 
     with scripted_server(script) as server:
-        model = spec(base_url=server.url, **settings).load_within(call_timeout_s)
+        model = spec(base_url=server.url, **settings).load(Placement(call_timeout_s=call_timeout_s))
         with pytest.raises(ExecutionError, match=words):
             model(question_batch(*TWO))
         assert all(n_asked <= settings.get("max_retries", 0) + 1 for n_asked in server.asked.values())

@@ -11,6 +11,7 @@ from language_models import tiny_language_model
 
 from cauc_ray.models.answers import GPU_PASS_TOKENS, PASS_TOKENS, bucketed
 from cauc_ray.models.encoders import FeaturesSpec, TextEncoderSpec
+from cauc_ray.models.kind import Placement
 from cauc_ray.models.kinds import RegisteredSpec
 from cauc_ray.models.python import PythonSpec
 from cauc_ray.models.torchvision import TorchvisionSpec
@@ -90,8 +91,8 @@ def test_weights_that_no_gpu_of_the_stage_can_hold_are_refused_before_they_are_l
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (0, 20_000))
     n_bytes = 2 * sum(p.numel() for p in network("bert", len(tokenizer)).parameters())
     advice = f"give it num_gpus: {n_bytes // 20_000 + 1}"
-    for load, gpus in ((spec(folder).load, "1 GPU of"), (spec(folder).load_over_gpus, "2 GPUs of")):
-        message = refused(load)
+    for n_gpus, gpus in ((1, "1 GPU of"), (2, "2 GPUs of")):
+        message = refused(lambda: spec(folder).load(Placement(num_gpus=n_gpus)))  # noqa: B023
         assert gpus in message
         assert advice in message
 

@@ -1,0 +1,102 @@
+"""Loading parts of a model by the transformers library: from a hub id or a local folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cauc_ray.errors import CaucError, ConfigError, first_line
+from cauc_ray.models.kind import Placement
+from cauc_ray.models.torch_device import choose_device, choose_dtype, require_memory
+from cauc_ray.models.transformers import HubSpec
+
+
+def load_network(factory: Any, spec: HubSpec, *, optional: str | None = None, **options: Any) -> Any:
+    """Load a network by one of transformers' auto classes.
+
+    optional: what the names of weights begin with that the file may lack, in which case the network gets an attribute
+    `lacks_optional`: transformers draws them at random. Raises ConfigError if there is no such model, it lacks other
+    weights, or they do not fit.
+    """
+    spec.check(here=True)
+    more = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    network, report = fetched(factory, spec, **more, **options)
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        shapes = f"{tuple(found)} in the file, {tuple(expected)} by its config"
+        raise ConfigError(f"model {spec.model!r} cannot be loaded: {name} has shape {shapes}")
+    missing = sorted(report["missing_keys"])
+    needed = [name for name in missing if optional is None or not name.startswith(optional)]
+    if needed:
+        lacks = ", ".join(needed[:3])
+        raise ConfigError(f"model {spec.model!r} is not a complete {spec.REQUIRED_HEAD[0]}: it lacks {lacks}")
+    network.lacks_optional = bool(missing)
+    return network
+
+
+def load_placed(factory: Any, spec: HubSpec, placement: Placement, *, config: Any, **options: Any) -> Any:
+    """Load a network of a config on its device, or layer by layer over all GPUs, in its precision.
+
+    Raises ConfigError as load_network, and before any weights are loaded if the GPUs have too little memory for them.
+    """
+    if placement.over_gpus:
+        spec.require("multi-gpu", "accelerate")
+    device = choose_device(spec.device)
+    over_gpus = placement.over_gpus and spec.device != "cpu"
+    dtype = choose_dtype(spec.dtype, device)
+    if device.type == "cuda":
+        spec.check(here=True)
+        with loading(spec.model), torch.device("meta"):
+            outline = factory.from_config(config)
+        if not getattr(config, "quantization_config", None):
+            require_memory(spec.model, sum(p.numel() for p in outline.parameters()) * dtype.itemsize, over_gpus)
+    spread = "auto" if over_gpus else None
+    network = load_network(factory, spec, config=config, dtype=dtype, device_map=spread, **options).eval()
+    return network if over_gpus else network.to(device)
+
+
+def option_names(by_index: Mapping[int, Any]) -> tuple[str, ...] | None:
+    """Return the names of a classifier's options in order; None if its config does not name all of them."""
+    names = tuple(str(by_index[index]) for index in range(len(by_index)) if index in by_index)
+    # The names that transformers writes by default.
+    made_up = tuple(f"LABEL_{index}" for index in range(len(by_index)))
+    return names if len(names) == len(by_index) and names != made_up else None
+
+
+def context_length(config: Any) -> int:
+    """Return the most tokens that a model takes, by its config; a large number where it sets none."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9)
+
+
+def fetched(factory: Any, spec: HubSpec, **options: Any) -> Any:
+    """Load a part of a model. Raises ConfigError in one line if it cannot be loaded."""
+    with loading(spec.model):
+        return factory.from_pretrained(spec.model, revision=spec.revision, **options)
+
+
+@contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Load a model in the block, without progress bars and advice on the terminal.
+
+    Errors of the library become a ConfigError of one line.
+    """
+    from transformers.utils import logging
+
+    if Path(name).is_absolute() and not Path(name).exists():
+        raise ConfigError(f"model {name!r} cannot be loaded: there is no such folder")
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    except CaucError:
+        raise
+    except Exception as error:  # damaged files raise errors of many types
+        raise ConfigError(f"model {name!r} cannot be loaded: {first_line(error)}") from error
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
