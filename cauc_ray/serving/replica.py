@@ -23,6 +23,9 @@ from cauc_ray.serving.request_state import Answer, StageCall, StageError
 
 T = TypeVar("T")
 
+# Seconds in which a model may close.
+CLOSE_S = 5.0
+
 
 class Replica:
     """A loaded model and its threads.
@@ -64,6 +67,12 @@ class Replica:
         self.leaves = True
         self._model.end(reason)
         self._host.end(reason)
+
+    def close(self, reason: str) -> None:
+        """End the replica, and wait until its model is closed if no call holds it."""
+        self.end(reason)
+        if self.facts.done() and self._worker.busy_since is None:
+            self._model.join(CLOSE_S)
 
     async def _done_in(self, thread: _Thread, work: Callable[[Callable[[], bool]], T]) -> T:
         """Run work in a thread; it is notified if the caller goes away."""
@@ -124,6 +133,11 @@ class _Thread:
         future.add_done_callback(self._open.discard)
         self._asked.put((future, do))
         return future
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the thread has ended."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
 
     def end(self, reason: str) -> None:
         """End with all that is not done."""
