@@ -40,12 +40,18 @@ class Wire:
 class Answers:
     """A model's answers for n rows.
 
-    logits: float32 (n, K), of the model's kind, -inf beyond a row's options.   n_options: int (n,), None where all
-    rows have K.   costs: of the call for each row, float64 (n,), or None.   failures: rows that the model cannot
-    answer, with reasons; their logits are meaningless.   counts: how often something happened that affects the
-    logits, by name.   device_s: seconds of the forward passes on a GPU, None if not measured.   cost_unit: of
-    the costs, where only the calls tell it.   wire: of a remote call, None of others.   given: the model's own numbers,
-    as logits, where they were converted.
+    Attributes:
+        logits: float32 (n, K), of the model's kind, -inf beyond a row's options.
+        n_options: int (n,), None if all rows have K.
+        costs: Cost of the call for each row, float64 (n,), or None.
+        failures: Rows that the model cannot answer, with reasons; their logits are meaningless.
+        counts: How often something happened that affects the logits, by name.
+        device_s: Seconds of the forward passes on a GPU, None if not measured.
+        cost_unit: Unit of the costs, if only the calls report it.
+        wire: Network traffic of a remote call, None of others.
+        given: The model's numbers before they were converted to logits.
+        labels: The model's own label of each row (n,), a name of the pool's labels or an option's number; those of the
+            first batch must be the options with the highest scores.
     """
 
     logits: Floats
@@ -57,6 +63,7 @@ class Answers:
     cost_unit: str | None = None
     wire: Wire | None = None
     given: Floats | None = None
+    labels: Sequence[object] | None = None
 
     @property
     def as_given(self) -> Floats:

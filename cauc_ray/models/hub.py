@@ -18,15 +18,21 @@ from cauc_ray.models.transformers import HubSpec
 def load_network(factory: Any, spec: HubSpec, *, optional: str | None = None, **options: Any) -> Any:
     """Load a network by one of transformers' auto classes.
 
-    optional: what the names of weights begin with that the file may lack, in which case the network gets an attribute
-    `lacks_optional`: transformers draws them at random. Raises ConfigError if there is no such model, it lacks other
-    weights, or they do not fit.
+    Args:
+        factory: The auto class.
+        spec: The settings.
+        optional: Prefix of weights that the file may lack. transformers then draws them at random, and the network's
+            attribute `lacks_optional` is true.
+        options: Further arguments of from_pretrained.
+
+    Raises:
+        ConfigError: There is no such model, it lacks other weights, or they do not fit.
     """
-    spec.check(here=True)
+    spec.check(local=True)
     more = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     network, report = fetched(factory, spec, **more, **options)
-    for name, found, expected in sorted(report["mismatched_keys"]):
-        shapes = f"{tuple(found)} in the file, {tuple(expected)} by its config"
+    for name, shape, expected in sorted(report["mismatched_keys"]):
+        shapes = f"{tuple(shape)} in the file, {tuple(expected)} by its config"
         raise ConfigError(f"model {spec.model!r} cannot be loaded: {name} has shape {shapes}")
     missing = sorted(report["missing_keys"])
     needed = [name for name in missing if optional is None or not name.startswith(optional)]
@@ -48,7 +54,7 @@ def load_placed(factory: Any, spec: HubSpec, placement: Placement, *, config: An
     over_gpus = placement.over_gpus and spec.device != "cpu"
     dtype = choose_dtype(spec.dtype, device)
     if device.type == "cuda":
-        spec.check(here=True)
+        spec.check(local=True)
         with loading(spec.model), torch.device("meta"):
             outline = factory.from_config(config)
         if not getattr(config, "quantization_config", None):

@@ -56,9 +56,9 @@ def local_path(name: str, info: ValidationInfo) -> str:
     return str(path)
 
 
-def require_file(path: str, here: bool) -> None:
+def require_file(path: str, local: bool) -> None:
     """Raise ConfigError for a file that does not exist, if it is to be read on this machine."""
-    if here and not Path(path).exists():
+    if local and not Path(path).exists():
         raise ConfigError(f"{path} does not exist")
 
 
@@ -194,11 +194,11 @@ class KindSpec(Section):
         """Raise ConfigError with the install command where packages of an extra are missing."""
         require_packages(f"a model of kind {self.kind!r}", extra, *packages)
 
-    def check(self, here: bool) -> None:
+    def check(self, local: bool) -> None:
         """Raise ConfigError for faults that can be found without loading the model.
 
         Args:
-            here: Whether it will run on this machine, so that its files and packages must be here.
+            local: Whether it will run on this machine, so that its files and packages must be here.
         """
         return
 

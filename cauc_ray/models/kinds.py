@@ -102,8 +102,8 @@ class _AnyKind:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         specs = built_in_specs()
-        others = Annotated[str, Field(json_schema_extra={"not": {"enum": sorted(specs)}})]
-        registered = type("RegisteredSpec", (RegisteredSpec,), {"__annotations__": {"kind": others}})
+        other_kinds = Annotated[str, Field(json_schema_extra={"not": {"enum": sorted(specs)}})]
+        registered = type("RegisteredSpec", (RegisteredSpec,), {"__annotations__": {"kind": other_kinds}})
         tagged = [Annotated[spec, Tag(name)] for name, spec in (*sorted(specs.items()), ("", registered))]
         union: Any = Annotated[Union[tuple(tagged)], Discriminator(lambda model: model.kind)]  # noqa: UP007
         return handler(TypeAdapter(union).core_schema)

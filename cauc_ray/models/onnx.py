@@ -114,10 +114,10 @@ class OnnxSpec(Labelled, DeclaringSpec):
             return InputColumns(frozenset(self.text), texts=frozenset(self.text))
         return InputColumns(frozenset(self.columns), frozenset() if self.columns else None)
 
-    def check(self, here: bool) -> None:
+    def check(self, local: bool) -> None:
         """Raise ConfigError for a file that does not exist."""
         for path in filter(None, (self.model, self.tokenizer)):
-            require_file(path, here)
+            require_file(path, local)
 
 
 def load(spec: OnnxSpec, placement: Placement) -> OnnxModel:

@@ -73,9 +73,9 @@ class EndpointSpec(LanguageSpec):
         """Return the key for the server, None if its variable is not set."""
         return os.environ.get(self.api_key_env)
 
-    def check(self, here: bool) -> None:
+    def check(self, local: bool) -> None:
         """Raise ConfigError where the package openai is missing, or the key that OpenAI's own server needs."""
-        if not here:
+        if not local:
             return
         self.require(*self.PACKAGES)
         if not self.key and self.base_url is None:
@@ -156,7 +156,7 @@ def load_completions(spec: OpenAISpec, placement: Placement) -> Model:
     """Return a model that asks the server; nothing is sent before the first question. Raises ConfigError as check."""
     from cauc_ray.models.completions import CompletionsModel
 
-    spec.check(here=True)
+    spec.check(local=True)
     return CompletionsModel(spec, spec.key or NO_KEY, IN_TIME * placement.call_timeout_s)
 
 
@@ -164,6 +164,6 @@ def load_decisions(spec: DecisionsSpec, placement: Placement) -> Model:
     """Return a model that asks the server; nothing is sent before the first question. Raises ConfigError as check."""
     from cauc_ray.models.endpoint import DecisionsModel
 
-    spec.check(here=True)
+    spec.check(local=True)
     source = f"decisions of {spec.model} at {spec.url}"
     return DecisionsModel(spec, spec.key or NO_KEY, IN_TIME * placement.call_timeout_s, source)

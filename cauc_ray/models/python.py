@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -11,12 +11,22 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr
 
 from cauc_ray.errors import ConfigError, one_line
-from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, PreparingModel, as_answers, batch_size
+from cauc_ray.models.answers import (
+    Answers,
+    Batch,
+    Model,
+    ModelFacts,
+    PreparingModel,
+    as_answers,
+    batch_size,
+    require_same_labels,
+)
 from cauc_ray.models.kind import DeclaringSpec, Placement
+from cauc_ray.models.prompts import Labelled
 from cauc_ray.numbers.logits import LogitKind
 
 
-class PythonSpec(DeclaringSpec):
+class PythonSpec(Labelled, DeclaringSpec):
     """`{kind: python, factory: "package.module:function", kwargs: {…}}`.
 
     function(**kwargs) returns a callable. A parameter `device` of the function that kwargs leave out gets "cuda" if the
@@ -29,8 +39,10 @@ class PythonSpec(DeclaringSpec):
     Attributes:
         factory: "package.module:function".
         kwargs: Its arguments.
+        labels: The pool's labels, with which labels in its Answers are compared.
     """
 
+    EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = DeclaringSpec.EXCLUDED_FROM_IDENTITY | {"labels"}
     LOADER: ClassVar[str] = "cauc_ray.models.python:load"
     SPANS_GPUS: ClassVar[bool] = True
     kind: Literal["python"]
@@ -52,7 +64,7 @@ class PythonSpec(DeclaringSpec):
 def load(spec: PythonSpec, placement: Placement) -> Model:
     """Import the factory and call it. Raises ConfigError if it cannot be imported or does not return a callable."""
     function = called(imported(spec.factory), spec.kwargs, placement)
-    return python_model(function, f"python {spec.factory}", spec.logit_kind)
+    return python_model(function, f"python {spec.factory}", spec.logit_kind, spec.label_names)
 
 
 def imported(factory: str, what: str = "factory") -> Callable[..., object]:
@@ -70,12 +82,17 @@ def called(factory: Callable[..., object], kwargs: Mapping[str, Any], placement:
     return factory(**{**device, **kwargs})
 
 
-def python_model(function: object, source: str, logit_kind: LogitKind | None = None) -> Model:
+def python_model(
+    function: object, source: str, logit_kind: LogitKind | None = None, labels: Sequence[str] | None = None
+) -> Model:
     """Wrap what a factory returned as a model. Raises ConfigError if it is not callable."""
     if not callable(function):
         raise ConfigError(f"the factory of {source!r} returned {type(function).__name__}, which is not callable")
     kind = PreparingPythonModel if hasattr(function, "prepare") else PythonModel
-    return kind(function, ModelFacts(source, logit_kind or "as the model returns them"))
+    return kind(
+        function,
+        ModelFacts(source, logit_kind or "as the model returns them", labels=None if labels is None else tuple(labels)),
+    )
 
 
 def _takes_device(factory: Callable[..., object]) -> bool:
@@ -90,11 +107,20 @@ class PythonModel(Model):
 
     def __init__(self, function: Any, facts: ModelFacts) -> None:
         self.function, self.facts = function, facts
+        self._is_checked = False
 
     def __call__(self, batch: Batch) -> Answers:
         """Answer a batch."""
         n = batch_size(batch)  # before the call: the function may change its batch
-        return as_answers(self.function(batch), n)
+        return self._checked(self.function(batch), n)
+
+    def _checked(self, output: object, n: int) -> Answers:
+        """Return checked answers. Raises ConfigError if labels of the first batch do not have the highest scores."""
+        answers = as_answers(output, n)
+        if answers.labels is not None and not self._is_checked:
+            require_same_labels(self.facts.source, answers, answers.labels, self.facts.labels)
+            self._is_checked = True
+        return answers
 
     def close(self) -> None:
         """Call the callable's own method `close`, if it has one."""
@@ -111,7 +137,7 @@ class PreparingPythonModel(PythonModel, PreparingModel):
     def answer(self, prepared: tuple[int, Any]) -> Answers:
         """Answer a prepared batch."""
         n, content = prepared
-        return as_answers(self.function(content), n)
+        return self._checked(self.function(content), n)
 
     def __call__(self, batch: Batch) -> Answers:
         """Answer a batch."""

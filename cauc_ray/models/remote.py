@@ -60,9 +60,9 @@ class RemoteSpec(DeclaringSpec, Credentials):
         """Return in one phrase what answers."""
         return f"{self.model} at {self.url}"
 
-    def check(self, here: bool) -> None:
+    def check(self, local: bool) -> None:
         """Raise ConfigError where the token or a certificate is missing."""
-        if here:
+        if local:
             self.proof()
 
     def proof(self) -> tuple[str | None, SSLContext | None]:

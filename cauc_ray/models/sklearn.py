@@ -53,14 +53,14 @@ class SklearnSpec(Labelled, DeclaringSpec):
         """Return the declared kind, probabilities without one."""
         return self.logit_kind or "probabilities"
 
-    def check(self, here: bool) -> None:
+    def check(self, local: bool) -> None:
         """Raise ConfigError for a file that does not exist."""
-        require_file(self.path, here)
+        require_file(self.path, local)
 
 
 def load(spec: SklearnSpec, placement: Placement) -> SklearnModel:
     """Load the estimator. Raises ConfigError if it cannot be loaded, or is not a fitted classifier of the labels."""
-    spec.check(here=True)
+    spec.check(local=True)
     try:
         if spec.path.endswith(".skops"):
             spec.require("sklearn", "skops")

@@ -52,10 +52,10 @@ class TorchvisionSpec(ImageSpec):
     device: Device = "auto"
     dtype: Precision = "auto"
 
-    def check(self, here: bool) -> None:
+    def check(self, local: bool) -> None:
         """Raise ConfigError for a file of weights that does not exist."""
         if self.weights.endswith(_FILES):
-            require_file(self.weights, here)
+            require_file(self.weights, local)
 
 
 def load(spec: TorchvisionSpec, placement: Placement) -> ImageModel:

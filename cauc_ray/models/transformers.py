@@ -40,7 +40,7 @@ class HubSpec(KindSpec):
     revision: str | None = None
     dtype: Precision = "auto"
 
-    def check(self, here: bool) -> None:
+    def check(self, local: bool) -> None:
         """Raise ConfigError if a folder's config shows that its model was saved without the required head."""
         path = Path(self.model, "config.json")
         what, head = self.REQUIRED_HEAD

@@ -48,7 +48,7 @@ class VllmSpec(HubLanguageSpec):
 
 def load(spec: VllmSpec, placement: Placement) -> VllmModel:
     """Start the engine on the CPU, one GPU, or tensor parallel on all that the process sees. Raises ConfigError."""
-    spec.check(here=True)
+    spec.check(local=True)
     import torch
     from vllm import LLM
 

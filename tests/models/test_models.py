@@ -9,7 +9,7 @@ import yaml
 from batches import column, refused
 from synthetic import write_table
 
-from cauc_ray.errors import DataError
+from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.answers import Answers, as_answers
 from cauc_ray.models.kind import Placement
 from cauc_ray.models.pool import load_pool
@@ -67,6 +67,17 @@ def test_one_bad_row_of_a_users_model_costs_one_row(output):
     assert answers.failures.keys() == {1}
     assert answers.logits[0].tolist() == [0.0, 1.0]
     assert answers.logits.dtype == np.float32
+
+
+def test_labels_of_a_users_model_are_those_with_the_highest_scores():
+    spec = PythonSpec(kind="python", factory="user_models:labelled", labels=["ok", "NA", "zz"])
+    right, other = (
+        spec.model_copy(update={"kwargs": {"names": names}}) for names in (["ok", "NA", "zz"], ["NA", "ok", "zz"])
+    )
+    batch = {"x": np.array([0, 1, 2])}
+    assert right.load()(batch).logits.argmax(axis=1).tolist() == [0, 1, 2]
+    with pytest.raises(ConfigError, match="with label 'NA', but its highest score is that of option 0"):
+        other.load()(batch)
 
 
 def test_a_users_model_gets_its_device_and_is_closed():
