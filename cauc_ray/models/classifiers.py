@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch import nn
 
 from cauc_ray.errors import ConfigError, first_line
 from cauc_ray.models.answers import Batch, ModelFacts
+from cauc_ray.models.hub import context_length, fetched, load_network, load_placed, option_names
 from cauc_ray.models.images import read_images
-from cauc_ray.models.kind import Device, Precision
+from cauc_ray.models.kind import Placement, Precision, TorchDevice
 from cauc_ray.models.passes import Passes, text_passes
 from cauc_ray.models.torch_device import TorchModel, choose_device, choose_dtype, compute_in_float32
-from cauc_ray.models.transformers import TransformersClassifierSpec, context_length
+from cauc_ray.models.transformers import HubImageSpec, TransformersClassifierSpec, TransformersImageSpec
 
 
 class ImageModel(TorchModel):
@@ -40,7 +42,7 @@ class ImageModel(TorchModel):
         network: nn.Module,
         preprocess: Callable[[Image.Image], torch.Tensor],
         facts: ModelFacts,
-        device: Device = "auto",
+        device: TorchDevice = "auto",
         dtype: Precision = "auto",
         new_event: Callable[[], Any] | None = None,
     ) -> None:
@@ -51,8 +53,9 @@ class ImageModel(TorchModel):
         compute_in_float32(last_linear(network))
         super().__init__(network, facts, chosen, self._dtype, new_event)
         self._preprocess = preprocess
-        # As many as torch's own threads: the CPUs of the stage.
-        self._pool = ThreadPoolExecutor(torch.get_num_threads())
+        # As many as torch's own threads: the CPUs of the stage. Next to a GPU each needs no more threads of its own.
+        alone = partial(torch.set_num_threads, 1) if self._on_gpu else None
+        self._pool = ThreadPoolExecutor(torch.get_num_threads(), initializer=alone)
         self._last_layer: nn.Module | None = None
 
     def features(self) -> ImageModel:
@@ -142,6 +145,38 @@ def max_positions(network: nn.Module) -> int:
     tables = [module for name, module in network.named_modules() if name.endswith("position_embeddings")]
     offsets = [table for table in tables if getattr(table, "padding_idx", None) is not None]
     return min((int(table.num_embeddings - table.padding_idx - 1) for table in offsets), default=10**9)
+
+
+def load_image_model(spec: TransformersImageSpec, placement: Placement) -> ImageModel:
+    """Load an image classifier and its preprocessing. Raises ConfigError if they cannot be loaded."""
+    from transformers import AutoModelForImageClassification
+
+    network = load_network(AutoModelForImageClassification, spec)
+    return image_model(spec, network, option_names(network.config.id2label))
+
+
+def image_model(spec: HubImageSpec, network: Any, labels: tuple[str, ...] | None = None) -> ImageModel:
+    """Return an image network with the preprocessing of its folder or repository. Raises ConfigError without one."""
+    from transformers import AutoImageProcessor
+
+    processor = fetched(AutoImageProcessor, spec)
+
+    def preprocess(image: Any) -> Any:
+        return processor(images=image, return_tensors="pt")["pixel_values"][0]
+
+    facts = ModelFacts(source=f"transformers {spec.model}", labels=labels)
+    return ImageModel(network, preprocess, facts, spec.device, spec.dtype)
+
+
+def load_text_model(spec: TransformersClassifierSpec, placement: Placement) -> TextClassifier:
+    """Load a text classifier and its tokenizer. Raises ConfigError if they cannot be loaded, or it is no classifier."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    config = fetched(AutoConfig, spec)
+    network = load_placed(AutoModelForSequenceClassification, spec, placement, config=config)
+    if network.config.num_labels < 2 or network.config.problem_type == "multi_label_classification":
+        raise ConfigError(f"model {spec.model!r} does not choose one of several classes")
+    return TextClassifier(spec, fetched(AutoTokenizer, spec), network, option_names(network.config.id2label))
 
 
 def load_state(path: Path) -> Mapping[str, torch.Tensor]:

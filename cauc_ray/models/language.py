@@ -18,32 +18,36 @@ import torch
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Batch, ModelFacts, bucketed
+from cauc_ray.models.hub import context_length, fetched, load_placed
+from cauc_ray.models.kind import Placement
 from cauc_ray.models.passes import Passes
 from cauc_ray.models.prompts import LOGITS_ARE
 from cauc_ray.models.tokens import Tokenizing, Tokens, scored
 from cauc_ray.models.torch_device import TorchModel, compute_in_float32, dtype_name, free_bytes, n_parameters
-from cauc_ray.models.transformers import TransformersChoiceSpec, context_length, fetched, load_placed
+from cauc_ray.models.transformers import TransformersChoiceSpec
 from cauc_ray.numbers.types import Floats
 
 # Of vocabulary-wide logits, at once: 1 GB in float32.
 _LOGITS_AT_ONCE = 2**28
 
 
-def load_choice_model(spec: TransformersChoiceSpec, over_gpus: bool) -> ChoiceModel:
+def load(spec: TransformersChoiceSpec, placement: Placement) -> ChoiceModel:
     """Load a language model and its tokenizer, the model on one device, or layer by layer over all GPUs.
 
     Raises ConfigError if they cannot be loaded or are unsuitable.
     """
     import transformers as hub
 
+    if spec.gguf_file is not None:
+        spec.require("gguf", "gguf", "accelerate")
     more = {"gguf_file": spec.gguf_file} if spec.gguf_file else {}
     config = fetched(hub.AutoConfig, spec, **more)
     # Those that also see images answer texts as others do.
     causal = type(config) in hub.MODEL_FOR_CAUSAL_LM_MAPPING
     factory = hub.AutoModelForCausalLM if causal else hub.AutoModelForImageTextToText
     tokenizer = fetched(hub.AutoTokenizer, spec, **more)
-    network = load_placed(factory, spec, over_gpus=over_gpus, config=config, **more)
-    return ChoiceModel(spec, tokenizer, network)
+    network = load_placed(factory, spec, placement, config=config, **more)
+    return ChoiceModel(spec, tokenizer, network, num_gpus=placement.num_gpus)
 
 
 class _Pass(NamedTuple):
@@ -100,8 +104,16 @@ class ChoiceModel(TorchModel):
         tokenizer: Any,
         network: Any,
         new_event: Callable[[], Any] | None = None,
+        num_gpus: float = 0,
     ) -> None:
         """Wrap a loaded network.
+
+        Args:
+            spec: Settings of the model.
+            tokenizer: The network's tokenizer.
+            network: The network, on its device.
+            new_event: As TorchModel has it.
+            num_gpus: GPUs of the stage.
 
         Raises:
             ConfigError: The tokenizer or its chat template cannot be used, or options need a cache that the network
@@ -137,7 +149,7 @@ class ChoiceModel(TorchModel):
         # A quarter of the free memory each for the prompts' cache, its copy and the options' copies of it.
         self._max_cached = 0
         if self._cache:
-            n_free = free_bytes(self._device, over_gpus=self._over_gpus)
+            n_free = free_bytes(self._device, num_gpus)
             self._max_cached = n_free // 4 // cache_bytes_per_token(config, network.dtype.itemsize)
         self._max_logits = _LOGITS_AT_ONCE // config.vocab_size
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -13,7 +11,7 @@ from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Model
-from cauc_ray.models.kind import Section
+from cauc_ray.models.kind import IN_TIME, Placement, Section
 from cauc_ray.models.prompts import LanguageSpec, OptionsAs, Prompts
 from cauc_ray.numbers.logits import LogitKind
 
@@ -39,8 +37,11 @@ class EndpointSpec(LanguageSpec):
     after a rate limit, a fault of the server or of the connection.
     """
 
-    HOW: ClassVar[frozenset[str]] = frozenset({"api_key_env", "max_concurrency", "timeout_s", "max_retries", "max_usd"})
-    GIVES_UP: ClassVar[bool] = True
+    PACKAGES: ClassVar[tuple[str, ...]] = ("openai", "openai")
+    EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = frozenset(
+        {"api_key_env", "max_concurrency", "timeout_s", "max_retries", "max_usd", "prices"}
+    )
+    ENFORCES_OWN_TIMEOUT: ClassVar[bool] = True
     model: str = Field(min_length=1)
     # A password or key in the address would appear in tables and messages.
     base_url: str | None = Field(default=None, pattern=r"^https?://[^/@?#\s]+(/[^?#\s]*)?$")
@@ -67,33 +68,17 @@ class EndpointSpec(LanguageSpec):
         """Return the unit of what each call costs, None where no prices are given."""
         return "USD" if self.prices else None
 
-    @abstractmethod
-    def connected(self, key: str, deadline_s: float) -> Model:
-        """Return the model with a key."""
-
-    def load(self) -> Model:
-        """Return a model as load_within does, with no other limit than its attempts."""
-        return self.load_within(math.inf)
-
-    def load_within(self, call_timeout_s: float) -> Model:
-        """Return a model that asks the server; nothing is sent before the first question.
-
-        Its calls end a moment before the stage gives up on them. Raises ConfigError when the package openai is missing,
-        or the key that OpenAI's own server needs.
-        """
-        self.check(here=True)
-        return self.connected(self._key or NO_KEY, 0.9 * call_timeout_s)
-
     @property
-    def _key(self) -> str | None:
+    def key(self) -> str | None:
+        """Return the key for the server, None if its variable is not set."""
         return os.environ.get(self.api_key_env)
 
-    def check(self, here: bool) -> None:
+    def check(self, local: bool) -> None:
         """Raise ConfigError where the package openai is missing, or the key that OpenAI's own server needs."""
-        if not here:
+        if not local:
             return
-        self.require("openai", "openai")
-        if not self._key and self.base_url is None:
+        self.require(*self.PACKAGES)
+        if not self.key and self.base_url is None:
             raise ConfigError(
                 f"model {self.model!r}: the environment variable {self.api_key_env} has no key for {self.url}; "
                 "set it on the nodes of the stage, or give base_url for a server that needs no key"
@@ -107,6 +92,7 @@ class OpenAISpec(EndpointSpec):
     endpoint: completions gives the bare prompt to a model, chat goes through the model's own template.
     """
 
+    LOADER: ClassVar[str] = "cauc_ray.models.openai:load_completions"
     kind: Literal["openai"]
     top_logprobs: int = Field(default=20, ge=1, le=20)
     endpoint: Literal["chat", "completions"] = "chat"
@@ -117,12 +103,6 @@ class OpenAISpec(EndpointSpec):
             raise ValueError(f"options: {self.answers_with} needs a server that scores given tokens, such as vLLM's")
         return self
 
-    def connected(self, key: str, deadline_s: float) -> Model:
-        """Return the model with a key."""
-        from cauc_ray.models.completions import CompletionsModel
-
-        return CompletionsModel(self, key, deadline_s)
-
 
 class DecisionsSpec(EndpointSpec):
     """`{kind: decisions, model: NAME, base_url: URL}`: a server that returns a probability for every option.
@@ -132,6 +112,7 @@ class DecisionsSpec(EndpointSpec):
     second says that the statement in instructions is true.
     """
 
+    LOADER: ClassVar[str] = "cauc_ray.models.openai:load_decisions"
     kind: Literal["decisions"]
     instructions: str = "Choose the right option."
     question: Literal["choice", "score", "predicate"] = "choice"
@@ -170,8 +151,19 @@ class DecisionsSpec(EndpointSpec):
         """Return the kind of its logits."""
         return "probabilities"
 
-    def connected(self, key: str, deadline_s: float) -> Model:
-        """Return the model with a key."""
-        from cauc_ray.models.endpoint import DecisionsModel
 
-        return DecisionsModel(self, key, deadline_s, f"decisions of {self.model} at {self.url}")
+def load_completions(spec: OpenAISpec, placement: Placement) -> Model:
+    """Return a model that asks the server; nothing is sent before the first question. Raises ConfigError as check."""
+    from cauc_ray.models.completions import CompletionsModel
+
+    spec.check(local=True)
+    return CompletionsModel(spec, spec.key or NO_KEY, IN_TIME * placement.call_timeout_s)
+
+
+def load_decisions(spec: DecisionsSpec, placement: Placement) -> Model:
+    """Return a model that asks the server; nothing is sent before the first question. Raises ConfigError as check."""
+    from cauc_ray.models.endpoint import DecisionsModel
+
+    spec.check(local=True)
+    source = f"decisions of {spec.model} at {spec.url}"
+    return DecisionsModel(spec, spec.key or NO_KEY, IN_TIME * placement.call_timeout_s, source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from ssl import SSLContext
 from typing import ClassVar, Literal
 
@@ -10,10 +9,7 @@ from pydantic import Field, model_validator
 
 from cauc_ray.models.answers import Model
 from cauc_ray.models.credentials import Credentials
-from cauc_ray.models.kind import DeclaringSpec
-
-# The share of the time until a stage gives up on a call in which the call ends by itself.
-IN_TIME = 0.9
+from cauc_ray.models.kind import IN_TIME, DeclaringSpec, InputColumns, Placement
 
 
 class RemoteSpec(DeclaringSpec, Credentials):
@@ -27,11 +23,12 @@ class RemoteSpec(DeclaringSpec, Credentials):
     time.
     """
 
-    HOW: ClassVar[frozenset[str]] = DeclaringSpec.HOW | {
+    LOADER: ClassVar[str] = "cauc_ray.models.remote:load"
+    PACKAGES: ClassVar[tuple[str, ...]] = ("remote", "anyio", "httpcore2")
+    EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = DeclaringSpec.EXCLUDED_FROM_IDENTITY | {
         *("token_env", "ca", "cert", "key", "timeout_s", "retries", "compress", "max_rows", "max_concurrency")
     }
-    SPANS_GPUS: ClassVar[bool] = False
-    GIVES_UP: ClassVar[bool] = True
+    ENFORCES_OWN_TIMEOUT: ClassVar[bool] = True
     REMOTE: ClassVar[bool] = True
     kind: Literal["remote"]
     # A password in the address would appear in tables and messages.
@@ -54,35 +51,32 @@ class RemoteSpec(DeclaringSpec, Credentials):
         return self
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Return the columns that are sent, as far as its settings tell."""
-        return frozenset(self.inputs)
+    def columns_read(self) -> InputColumns:
+        """Return the columns that are sent; all of the input if the settings do not name them."""
+        return InputColumns(frozenset(self.inputs), frozenset() if self.inputs else None)
 
     @property
     def source(self) -> str:
         """Return in one phrase what answers."""
         return f"{self.model} at {self.url}"
 
-    def load(self) -> Model:
-        """Return a model as load_within does, with no other limit than its own."""
-        return self.load_within(math.inf)
-
-    def load_within(self, call_timeout_s: float) -> Model:
-        """Return a model that asks the server; nothing is sent before the first call, since the server may be away.
-
-        Its calls end a moment before the stage gives up on them. Raises ConfigError where a package, the token or a
-        certificate is missing.
-        """
-        self.require("remote", "anyio", "httpcore2")
-        from cauc_ray.models.inference_client import RemoteModel
-
-        return RemoteModel(self, *self._proof(), min(self.timeout_s, IN_TIME * call_timeout_s))
-
-    def check(self, here: bool) -> None:
+    def check(self, local: bool) -> None:
         """Raise ConfigError where the token or a certificate is missing."""
-        if here:
-            self._proof()
+        if local:
+            self.proof()
 
-    def _proof(self) -> tuple[str | None, SSLContext | None]:
+    def proof(self) -> tuple[str | None, SSLContext | None]:
+        """Return the token, and how servers are checked. Raises ConfigError if either is missing."""
         whose = f"model {self.model!r}"
         return self.token(whose), None if self.url.startswith("http:") else self.trust(whose)
+
+
+def load(spec: RemoteSpec, placement: Placement) -> Model:
+    """Return a model that asks the server; nothing is sent before the first call, since the server may be away.
+
+    Its calls end a moment before the stage gives up on them. Raises ConfigError where the token or a certificate is
+    missing.
+    """
+    from cauc_ray.models.inference_client import RemoteModel
+
+    return RemoteModel(spec, *spec.proof(), min(spec.timeout_s, IN_TIME * placement.call_timeout_s))

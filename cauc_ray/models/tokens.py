@@ -215,7 +215,7 @@ class Tokenizing:
         """Return a question, or why it cannot be asked: its row would be read as more than text."""
         if self._as_text:
             return question
-        columns = [name for name in self._spec.reads if name in batch]
+        columns = [name for name in self._spec.columns_read.names or () if name in batch]
         values = (str(value) for name in columns for value in np.ravel(batch[name][row]))
         mark = self._special.search(" ".join(values))
         return question if mark is None else Unusable(f"its text has {mark[0]!r}, a control token of the model")

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import PASS_TOKENS, Answers, ModelFacts
-from cauc_ray.models.kind import Device, Precision
+from cauc_ray.models.kind import Precision, TorchDevice
 from cauc_ray.models.passes import Inputs, LocalModel
 from cauc_ray.models.resources import amounts_text
 from cauc_ray.numbers.types import Floats
@@ -92,38 +92,45 @@ class TorchModel(LocalModel):
         self._events[-1].record()
 
 
-def choose_device(device: Device) -> torch.device:
+def choose_device(device: TorchDevice) -> torch.device:
     """Return the device to use; on a GPU, this thread's work does not wait for that of other threads from now on.
 
     Raises ConfigError if a GPU is required and the stage has none.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda: no GPU is visible; give the stage num_gpus under resources, or device cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    backends = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}
+    if device != "cpu" and not backends[device].is_available():
+        raise ConfigError(f"device {device}: no GPU is visible; give the stage num_gpus under resources, or device cpu")
     if device == "cuda":  # stages may be threads of one process, which all use one stream otherwise
         torch.cuda.set_stream(torch.cuda.Stream())
     return torch.device(device)
 
 
-def require_memory(model: str, n_bytes: int, over_gpus: bool) -> None:
-    """Raise ConfigError if the GPUs of the stage, or the one that is used, cannot hold so many bytes of weights."""
-    sizes = [torch.cuda.mem_get_info(gpu)[1] for gpu in range(torch.cuda.device_count() if over_gpus else 1)]
-    if n_bytes > sum(sizes):
+def require_memory(model: str, n_bytes: int, num_gpus: float) -> None:
+    """Raise ConfigError if the GPUs of the stage, or its share of one, cannot hold so many bytes of weights."""
+    share = min(1.0, num_gpus or 1.0)
+    memory = [torch.cuda.mem_get_info(gpu) for gpu in range(torch.cuda.device_count() if num_gpus > 1 else 1)]
+    n_free = sum(min(free, share * total) for free, total in memory)
+    if n_bytes > n_free:
+        gpus, size = amounts_text({"GPU": len(memory) * share}), memory[0][1]
         raise ConfigError(
-            f"model {model!r} has {n_bytes / 1e9:,.1f} GB of weights, more than {amounts_text({'GPU': len(sizes)})} of "
-            f"{sizes[0] / 1e9:,.1f} GB can hold; give it num_gpus: {n_bytes // sizes[0] + 1} under resources"
+            f"model {model!r} has {n_bytes / 1e9:,.1f} GB of weights, more than the {n_free / 1e9:,.1f} GB free on "
+            f"{gpus} of {size / 1e9:,.1f} GB; give it num_gpus: {n_bytes // size + 1} under resources"
         )
 
 
-def free_bytes(device: torch.device, *, over_gpus: bool) -> int:
-    """Return the memory that tensors may still take on a device or on all GPUs; of the host's, a quarter of all."""
+def free_bytes(device: torch.device, num_gpus: float) -> int:
+    """Return the memory that tensors may still take on a stage's GPUs or share of one; of the host's, a quarter."""
     if device.type != "cuda":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    gpus = range(torch.cuda.device_count()) if over_gpus else [torch.cuda.current_device()]
-    unused = [torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu) for gpu in gpus]
-    n_free = min(torch.cuda.mem_get_info(gpu)[0] + n for gpu, n in zip(gpus, unused, strict=True))
-    return len(gpus) * int(n_free)
+    gpus = range(torch.cuda.device_count()) if num_gpus > 1 else [torch.cuda.current_device()]
+    n_free = []
+    for gpu in gpus:
+        (free, total), allocated = torch.cuda.mem_get_info(gpu), torch.cuda.memory_allocated(gpu)
+        unused = torch.cuda.memory_reserved(gpu) - allocated
+        n_free.append(min(free + unused, min(1.0, num_gpus or 1.0) * total - allocated))
+    return len(gpus) * max(0, int(min(n_free)))
 
 
 @contextmanager

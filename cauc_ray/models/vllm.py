@@ -2,63 +2,102 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from cauc_ray.errors import ConfigError, first_line
-from cauc_ray.models.answers import Batch, Model, ModelFacts
-from cauc_ray.models.kind import HubModel
+from cauc_ray.models.answers import Batch, ModelFacts
+from cauc_ray.models.kind import Device, HubModel, Placement
 from cauc_ray.models.passes import LocalModel, Passes
 from cauc_ray.models.tokens import Tokenizing, Tokens, log_likelihoods, next_tokens, scored
 from cauc_ray.models.transformers import HubLanguageSpec
 from cauc_ray.numbers.types import Floats
 
+# Ranks of adapters that vLLM reserves memory for; its default, 16, refuses larger ones in the first call.
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+# The part of a share of a GPU that an engine takes.
+_OF_SHARE = 0.9
+
 
 class VllmSpec(HubLanguageSpec):
     """`{kind: vllm, model: ORG/NAME, engine: {max_model_len: 4096}}`: a language model in a vLLM engine of the stage.
 
-    lora: an adapter's folder or hub id.   engine: arguments of vllm.LLM, such as quantization, max_model_len or
-    gpu_memory_utilization; over a stage's several GPUs it is tensor parallel.
+    Attributes:
+        lora: An adapter's folder or hub id.
+        engine: Arguments of vllm.LLM, such as quantization, max_model_len or gpu_memory_utilization. Over a stage's
+            several GPUs it is tensor parallel; a share of a GPU is its share of the memory.
     """
 
+    LOADER: ClassVar[str] = "cauc_ray.models.vllm:load"
+    PACKAGES: ClassVar[tuple[str, ...]] = ("vllm", "vllm", "torch")
     kind: Literal["vllm"]
+    device: Device = "auto"
     lora: HubModel | None = None
     engine: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def identity(self) -> str:
+        """Return a hash of all settings that its answers depend on: not of the share of the memory that it takes."""
+        engine = {name: value for name, value in self.engine.items() if name != "gpu_memory_utilization"}
+        return super(VllmSpec, self.model_copy(update={"engine": engine})).identity
 
     @property
     def least_gpus(self) -> int:
         """Return how many GPUs its engine is to use."""
         sizes = [self.engine.get(f"{how}_parallel_size", 1) for how in ("tensor", "pipeline", "data")]
-        own = math.prod(size for size in sizes if isinstance(size, int))
-        return max(super().least_gpus, own if own > 1 and self.device != "cpu" else 0)
+        n_gpus = math.prod(size for size in sizes if isinstance(size, int))
+        return max(super().least_gpus, n_gpus if n_gpus > 1 and self.device != "cpu" else 0)
 
-    def load(self, *, over_gpus: bool = False) -> Model:
-        """Start the engine on the CPU, one GPU, or tensor parallel on all that the process sees. Raises ConfigError."""
-        self.require("vllm", "vllm", "torch")
-        self.check(here=True)
-        import torch
-        from vllm import LLM
 
-        n_gpus = torch.cuda.device_count() if over_gpus else 1
-        settings = {
-            "revision": self.revision,
-            "dtype": "float32" if self.dtype == "auto" and not torch.cuda.is_available() else self.dtype,
-            "tensor_parallel_size": n_gpus,
-            "enable_prefix_caching": True,
-            "enable_lora": self.lora is not None,
-            # Without Ray's own placement, which the stage has already.
-            **({"distributed_executor_backend": "mp"} if n_gpus > 1 else {}),
-            **self.engine,
-        }
-        try:
-            engine = LLM(model=self.model, **settings)
-        except Exception as error:  # of the engine's own process, of many types
-            raise ConfigError(f"model {self.model!r} cannot be loaded by vLLM: {first_line(error)}") from error
-        return VllmModel(self, engine)
+def load(spec: VllmSpec, placement: Placement) -> VllmModel:
+    """Start the engine on the CPU, one GPU, or tensor parallel on all that the process sees. Raises ConfigError."""
+    spec.check(local=True)
+    import torch
+    from vllm import LLM
+
+    has_gpu = torch.cuda.is_available()
+    if spec.device != "auto" and has_gpu != (spec.device == "cuda"):
+        visible = "a GPU is" if has_gpu else "no GPU is"
+        raise ConfigError(f"device {spec.device}: {visible} visible, where vLLM computes; set num_gpus under resources")
+    n_gpus = torch.cuda.device_count() if placement.over_gpus else 1
+    settings = {
+        "revision": spec.revision,
+        "dtype": "float32" if spec.dtype == "auto" and not has_gpu else spec.dtype,
+        "tensor_parallel_size": n_gpus,
+        "enable_prefix_caching": True,
+        **({} if spec.lora is None else {"enable_lora": True, "max_lora_rank": _max_lora_rank(spec.lora)}),
+        # Of a whole GPU it takes vLLM's own default.
+        **({"gpu_memory_utilization": _OF_SHARE * placement.num_gpus} if 0 < placement.num_gpus < 1 else {}),
+        # Without Ray's own placement, which the stage has already.
+        **({"distributed_executor_backend": "mp"} if n_gpus > 1 else {}),
+        **spec.engine,
+    }
+    try:
+        engine = LLM(model=spec.model, **settings)
+    except Exception as error:  # of the engine's own process, of many types
+        raise ConfigError(f"model {spec.model!r} cannot be loaded by vLLM: {first_line(error)}") from error
+    return VllmModel(spec, engine)
+
+
+def _max_lora_rank(adapter: str) -> int:
+    """Return the smallest rank that vLLM supports and an adapter fits in. Raises ConfigError if it cannot be read."""
+    from cauc_ray.models.hub import loading
+
+    with loading(adapter):
+        file = Path(adapter, "adapter_config.json")
+        if not Path(adapter).is_dir():
+            from huggingface_hub import hf_hub_download
+
+            file = Path(hf_hub_download(adapter, file.name))
+        config = json.loads(file.read_text())
+        ranks = [config["r"], *config.get("rank_pattern", {}).values()]
+    return next((rank for rank in _LORA_RANKS if rank >= max(ranks)), max(ranks))
 
 
 class VllmModel(LocalModel):

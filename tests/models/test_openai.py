@@ -17,6 +17,7 @@ from scipy.special import log_softmax, logsumexp
 from cauc_ray.errors import ConfigError, ExecutionError
 from cauc_ray.models.answers import BELOW, LITTLE_MASS
 from cauc_ray.models.completions import letter_logits, unsaid_bound
+from cauc_ray.models.kind import Placement
 from cauc_ray.models.openai import OpenAISpec
 
 KEY = "sk-0123456789abcdef"
@@ -162,7 +163,7 @@ def test_an_option_that_a_server_does_not_tokenise_fails_its_question_alone(tiny
     reply = LanguageServer.reply
 
     def refusing(self, path, headers, body):
-        bad = path == "/tokenize" and "unspeakable" in str(body.get("prompt"))
+        bad = path == "/tokenize" and "unspeakable" in str(body)
         return Fault(422, {"detail": "no such text"}) if bad else reply(self, path, headers, body)
 
     monkeypatch.setattr(LanguageServer, "reply", refusing)
@@ -171,7 +172,7 @@ def test_an_option_that_a_server_does_not_tokenise_fails_its_question_alone(tiny
         rows = [("q?", ["x", "unspeakable"]), ("q?", ["x", "y z"])]
         answers = model(question_batch(*rows[:: 1 if first else -1]))
     assert list(answers.failures) == [0 if first else 1]
-    assert "does not tokenise" in answers.failures[0 if first else 1]
+    assert "no such text" in answers.failures[0 if first else 1]
 
 
 # A server that follows a script: rate limits, faults and answers that a real one does not give at will.
@@ -334,7 +335,7 @@ def test_a_silent_server_ends_the_call_at_its_deadline(settings, call_timeout_s,
         return chat_answer({"A": 0.9})
 
     with scripted_server(script) as server:
-        model = spec(base_url=server.url, **settings).load_within(call_timeout_s)
+        model = spec(base_url=server.url, **settings).load(Placement(call_timeout_s=call_timeout_s))
         with pytest.raises(ExecutionError, match=words):
             model(question_batch(*TWO))
         assert all(n_asked <= settings.get("max_retries", 0) + 1 for n_asked in server.asked.values())
