@@ -52,7 +52,7 @@ class LocalModel(PreparingModel):
         return batch_size(batch), *self.read(batch)
 
     def answer(self, prepared: Inputs) -> Answers:
-        """Compute a batch; rows that cannot be read, or whose logits are no numbers, are failures."""
+        """Compute a batch; rows that cannot be read, or whose logits are not finite, are failures."""
         n, passes, faults = prepared
         logits: dict[int, Floats] = {}
         counts: Counter[str] = Counter()

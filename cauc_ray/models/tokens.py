@@ -230,7 +230,7 @@ class Tokenizing:
             rows = [row for row in rows if self._remembered.find(prompts[row][1]) is None]
         joint = self._joint(rows, questions, prompts)
         remembered = {row: self._remembered.find(prompts[row][1]) for row in prompts.keys() - joint.keys()}
-        joint |= {row: found for row, found in remembered.items() if found is not None}
+        joint |= {row: split for row, split in remembered.items() if split is not None}
         return joint | self._joint(prompts.keys() - joint.keys(), questions, prompts)
 
     def _joint(
