@@ -44,7 +44,8 @@ def join(cascade, out, head, home, **environment):
     words += ["-o", str(out), "--address", head.gcs_address]
     process = subprocess.run(
         [Path(sys.executable).with_name("cauc"), *words],
-        cwd=cascade, env={**inherited, **PATIENT, "HOME": home, **environment}, capture_output=True, text=True, timeout=280,
+        cwd=cascade, env={**inherited, **PATIENT, "HOME": home, **environment}, capture_output=True, text=True,
+        timeout=280,
     )  # fmt: skip
     return process.returncode, [line for line in process.stderr.splitlines() if "cost-shift" not in line]
 
