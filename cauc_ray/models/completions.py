@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.models.endpoint import Bill, EndpointModel, Reply, value_at
+from cauc_ray.models.endpoint import Bill, EndpointModel, Reply, messages, value_at
 from cauc_ray.models.openai import OpenAISpec
 from cauc_ray.models.prompts import LETTERS, Asked
 from cauc_ray.models.tokens import requests
@@ -45,7 +45,7 @@ class CompletionsModel(EndpointModel):
 
     _spec: OpenAISpec
 
-    def __init__(self, spec: OpenAISpec, key: str, deadline_s: float) -> None:
+    def __init__(self, spec: OpenAISpec, key: str | None, deadline_s: float) -> None:
         source = f"openai {spec.model} at {spec.url} ({spec.endpoint}), log-probabilities of the options"
         super().__init__(spec, key, deadline_s, source, chat=spec.endpoint == "chat")
         self._has_logprobs = False
@@ -163,7 +163,7 @@ class CompletionsModel(EndpointModel):
         if self._spec.endpoint == "completions":
             return {"prompt": question.text}
         settings = self._spec.chat_template_kwargs
-        turns = {"messages": [{"role": "user", "content": question.text}]}
+        turns = {"messages": messages(self._spec, question)}
         return turns | ({"chat_template_kwargs": settings} if settings else {})
 
     async def _continued(self, prompt: list[int], option: list[int], bill: Bill) -> float:

@@ -9,26 +9,28 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from cauc_ray.models.answers import Model
-from cauc_ray.models.credentials import Credentials
+from cauc_ray.models.credentials import LOOPBACK, Credentials, HeaderSettings
 from cauc_ray.models.kind import DeclaringSpec
 
-# The share of the time until a stage gives up on a call in which the call ends by itself.
-IN_TIME = 0.9
+# A call ends after this share of the time after which the stage gives up on it.
+CALL_TIMEOUT_SHARE = 0.9
 
 
-class RemoteSpec(DeclaringSpec, Credentials):
+class RemoteSpec(DeclaringSpec, Credentials, HeaderSettings):
     """`{kind: remote, url: https://cloud:8000, model: NAME}`: a model of another server.
 
     inputs: tensors of the model by the columns that they are filled from; without them each of its inputs is filled
     from the column of its name.   output: the one that has the logits, rows by options.   logit_kind: of that output,
-    raw unless declared.   token_env, ca, cert, key: as Credentials has them.   timeout_s: of a call, all attempts
-    together.   retries: further attempts of a request after a fault of the connection, or a server that has too much
-    to do or is down.   compress: send bodies gzipped.   max_rows: in one request.   max_concurrency: requests at a
+    raw unless declared.   token_env: the environment variable that holds a bearer token.   headers: sent with every
+    request, as HeaderSettings has them.   ca, cert, key: PEM files, as Credentials has them.   timeout_s: of a call,
+    all attempts together.   retries: further attempts of a request after a fault of the connection, or if the server
+    is busy or down.   compress: send bodies gzipped.   max_rows: in one request.   max_concurrency: requests at a
     time.
     """
 
     HOW: ClassVar[frozenset[str]] = DeclaringSpec.HOW | {
-        *("token_env", "ca", "cert", "key", "timeout_s", "retries", "compress", "max_rows", "max_concurrency")
+        *("token_env", "headers", "ca", "cert", "key", "timeout_s", "retries", "compress", "max_rows"),
+        "max_concurrency",
     }
     SPANS_GPUS: ClassVar[bool] = False
     GIVES_UP: ClassVar[bool] = True
@@ -49,13 +51,16 @@ class RemoteSpec(DeclaringSpec, Credentials):
     def _agrees(self) -> RemoteSpec:
         if self.url.startswith("http:") and (self.ca or self.cert):
             raise ValueError("ca, cert and key need a url with https")
+        has_secret = self.token_env or any(value.startswith("$") for value in self.headers.values())
+        if self.url.startswith("http:") and has_secret and not LOOPBACK.match(self.url):
+            raise ValueError("a token would be sent in clear text; use a url with https, or leave the token out")
         if len(set(self.inputs.values())) < len(self.inputs):
             raise ValueError("two columns fill the same tensor")
         return self
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return the columns that are sent, as far as its settings tell."""
+        """Return the columns that are sent, as far as the settings name them."""
         return frozenset(self.inputs)
 
     @property
@@ -73,16 +78,17 @@ class RemoteSpec(DeclaringSpec, Credentials):
         Its calls end a moment before the stage gives up on them. Raises ConfigError where a package, the token or a
         certificate is missing.
         """
-        self.require("remote", "anyio", "httpcore2")
+        self.require("remote", "httpx2")
         from cauc_ray.models.inference_client import RemoteModel
 
-        return RemoteModel(self, *self._proof(), min(self.timeout_s, IN_TIME * call_timeout_s))
+        return RemoteModel(self, *self._proof(), min(self.timeout_s, CALL_TIMEOUT_SHARE * call_timeout_s))
 
     def check(self, here: bool) -> None:
-        """Raise ConfigError where the token or a certificate is missing."""
+        """Raise ConfigError if the token, a header's variable or a certificate is missing."""
         if here:
             self._proof()
 
     def _proof(self) -> tuple[str | None, SSLContext | None]:
-        whose = f"model {self.model!r}"
-        return self.token(whose), None if self.url.startswith("http:") else self.trust(whose)
+        owner = f"model {self.model!r}"
+        self.http_headers(owner)
+        return self.token(owner), None if self.url.startswith("http:") else self.trust(owner)

@@ -125,11 +125,13 @@ class HubLanguageSpec(SpreadSpec, LanguageSpec):
     """A language model by hub id or local folder.
 
     chat_template: whether prompts go through the model's own; by default they do if it has one, unless the texts of
-    the options are compared.   max_tokens: longest sequence, by default the model's context.
+    the options are compared.   chat_template_kwargs: variables of that template, such as enable_thinking: false.
+    max_tokens: longest sequence, by default the model's context.
     """
 
     COMPLETE: ClassVar[tuple[str, str]] = ("causal language model", "CausalLM|LMHead|Generation|Text2Text")
     chat_template: bool | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_tokens: int | None = Field(default=None, ge=1)
 
 
