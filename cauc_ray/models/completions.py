@@ -60,7 +60,8 @@ class CompletionsModel(EndpointModel):
 
     async def ask(self, question: Asked, bill: Bill) -> Reply:
         """Ask for an answer of one token."""
-        tokens = await self._tokens_of(question.options, bill)
+        # Scored tokens follow a prompt in tokens, which an image has no place in.
+        tokens = None if question.image else await self._tokens_of(question.options, bill)
         if tokens is not None:
             logits, n_below = await self._scored(question, tokens, bill)
         else:

@@ -24,6 +24,7 @@ from cauc_ray.models.answers import BELOW, LITTLE_MASS
 from cauc_ray.models.completions import letter_logits, unsaid_bound
 from cauc_ray.models.images import decode_image
 from cauc_ray.models.openai import OpenAISpec
+from cauc_ray.models.transformers import TransformersChoiceSpec
 
 KEY = "sk-0123456789abcdef"
 
@@ -156,6 +157,21 @@ def test_options_get_the_log_probabilities_of_a_plain_forward_pass(served, langu
         assert answers.costs[row] == pytest.approx((len(tokens) * prices["input"] + prices["output"]) / 1e6)
     assert answers.counts.get(BELOW, 0) == n_below
     assert n_below > 0 or n_top > 3
+
+
+def test_more_names_than_a_server_scores_at_once_get_their_log_probabilities(tiny_model):
+    tokenizer = tiny_model.tokenizer
+    texts = [tokenizer.decode([token]) for token in range(2, len(tokenizer))]
+    names = [text for text in texts if text.strip() and len(tokenizer.encode(text)) == 1][:150]
+    assert len(names) == 150
+    with language_server(tiny_model, scores_tokens=True) as url:
+        model_spec = spec(base_url=url, labels=names, options="name", prompt="{{ text }}")
+        answers = model_spec.load()({"text": column(["Which?"])})
+    local = TransformersChoiceSpec(
+        kind="transformers-choice", model=str(tiny_model.folder), labels=names, options="name", prompt="{{ text }}"
+    )
+    assert not answers.failures
+    assert answers.logits == pytest.approx(local.load()({"text": column(["Which?"])}).logits, abs=2e-3)
 
 
 def test_a_server_that_scores_no_given_tokens_is_refused_for_names(served):
