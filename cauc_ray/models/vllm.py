@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError, first_line
 from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.kind import HubModel, Placement
 from cauc_ray.models.passes import LocalModel, Passes
+from cauc_ray.models.prompts import ImagePromptSpec
 from cauc_ray.models.tokens import Tokenizing, Tokens, parts, requests, scored
 from cauc_ray.models.transformers import HubLanguageSpec
 from cauc_ray.numbers.types import Floats
 
+# Questions in tokens, and the images that go with them, by row.
+Questions: TypeAlias = tuple[Sequence[Tokens], Mapping[int, Any]]
 
-class VllmSpec(HubLanguageSpec):
+
+class VllmSpec(HubLanguageSpec, ImagePromptSpec):
     """`{kind: vllm, model: ORG/NAME, engine: {max_model_len: 4096}}`: a language model in a vLLM engine of the stage.
 
-    lora: an adapter's folder or hub id.   engine: arguments of vllm.LLM, such as quantization, max_model_len or
+    image: whether the column `image` goes with each prompt, for a vision-language model.   lora: an adapter's folder
+    or hub id.   engine: arguments of vllm.LLM, such as quantization, max_model_len or
     gpu_memory_utilization; over a stage's several GPUs it is tensor parallel.
     """
 
@@ -31,6 +36,12 @@ class VllmSpec(HubLanguageSpec):
     kind: Literal["vllm"]
     lora: HubModel | None = None
     engine: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _images_have_a_place(self) -> VllmSpec:
+        if self.image and (self.chat_template is False or (self.chat_template is None and self.answers_with == "text")):
+            raise ValueError("image needs the model's chat template, which has a place for it; set chat_template: true")
+        return self
 
     @property
     def identity(self) -> str:
@@ -81,10 +92,18 @@ class VllmModel(LocalModel):
         self._engine = engine
         self._sampling = SamplingParams
         self._lora = None if spec.lora is None else LoRARequest("adapter", 1, spec.lora)
-        self._by_token = spec.lora is not None  # vLLM 0.32 ends when asked for a prompt's log-probabilities with one
+        # Of an image's prompt, the tokens that the engine puts in its place are not known here.
+        self._by_token = (
+            spec.lora is not None or spec.image
+        )  # vLLM 0.32 ends when asked for a prompt's log-probabilities with one
         config = engine.llm_engine.model_config
         longest = min(spec.max_tokens or config.max_model_len, config.max_model_len - 1)  # and one of answer
-        self._tokenizing = Tokenizing(spec, engine.get_tokenizer(), longest)
+        tokenizer = engine.get_tokenizer()
+        if spec.image:
+            if not tokenizer.chat_template:
+                raise ConfigError(f"{spec.model}: image needs a chat template, and its tokenizer has none")
+            tokenizer = ImageTokenizer(tokenizer)
+        self._tokenizing = Tokenizing(spec, tokenizer, longest)
         precision = str(config.dtype).removeprefix("torch.")
         if config.quantization:
             precision = f"{config.quantization} in {precision}"
@@ -99,12 +118,23 @@ class VllmModel(LocalModel):
     def read(self, batch: Batch) -> tuple[Passes, dict[int, str]]:
         """Turn a batch into tokens. Raises DataError when a column is missing."""
         asked, faults = self._tokenizing(batch)
-        return [([one.row for one in asked], asked)] if asked else [], faults
+        images: dict[int, Any] = {}
+        if self._spec.image:
+            from cauc_ray.models.images import read_images
 
-    def launch(self, inputs: Sequence[Tokens]) -> list[Floats]:
+            images, image_faults = read_images(batch, lambda image: image)
+            asked, faults = [one for one in asked if one.row in images], image_faults | faults
+        return [([one.row for one in asked], (asked, images))] if asked else [], faults
+
+    def launch(self, questions: Questions) -> list[Floats]:
         """Return the log-likelihoods of each row's options; the engine makes batches of all requests."""
+        inputs, images = questions
         asked = [(one, *request) for one in inputs for request in requests(one.options, by_token=self._by_token)]
-        prompts = [{"prompt_token_ids": one.prompt + tokens} for one, tokens, _ in asked]
+        prompts = [
+            {"prompt_token_ids": one.prompt + tokens}
+            | ({"multi_modal_data": {"image": images[one.row]}} if images else {})
+            for one, tokens, _ in asked
+        ]
         params = [self._params(ids) for *_, ids in asked]
         outputs = self._engine.generate(prompts, params, use_tqdm=False, lora_request=self._lora)
         scores: dict[int, dict[tuple[int, ...], float]] = {one.row: {} for one in inputs}
@@ -121,10 +151,35 @@ class VllmModel(LocalModel):
 
         return [np.array([logprob(one.row, option) for option in one.options]) for one in inputs]
 
-    def take(self, inputs: Sequence[Tokens], launched: list[Floats], counts: Counter[str]) -> list[Floats]:
+    def take(self, questions: Questions, launched: list[Floats], counts: Counter[str]) -> list[Floats]:
         """Return each row's logits."""
-        return scored(self._spec, inputs, launched, counts)
+        return scored(self._spec, questions[0], launched, counts)
 
     def _params(self, ids: Sequence[int]) -> Any:
         what = {"logprob_token_ids": list(ids)} if ids else {"prompt_logprobs": 0}
         return self._sampling(max_tokens=1, temperature=0, detokenize=False, **what)
+
+
+class ImageTokenizer:
+    """A tokenizer whose chat template gets an image before the text of each question."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        """Return the tokens of texts."""
+        return self._tokenizer(*arguments, **settings)
+
+    def apply_chat_template(self, conversations: list[Any], **settings: Any) -> Any:
+        """Return the text of one or several conversations."""
+        return self._tokenizer.apply_chat_template(_with_images(conversations), **settings)
+
+
+def _with_images(conversations: Any) -> Any:
+    if isinstance(conversations, list):
+        return [_with_images(part) for part in conversations]
+    image = [{"type": "image"}] if conversations["role"] == "user" else []
+    return {**conversations, "content": [*image, {"type": "text", "text": conversations["content"]}]}
