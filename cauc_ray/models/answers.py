@@ -282,24 +282,28 @@ def little(logprobs: Iterable[Floats]) -> dict[str, int]:
     return {LITTLE_MASS: n} if n else {}
 
 
-# What a pass costs by itself, in tokens: on a GPU, launching its kernels takes as long as computing so many.
-PASS_TOKENS, GPU_PASS_TOKENS = 32, 2048
+# What a pass costs in itself on a CPU, in tokens.
+PASS_TOKENS = 32
 
 
-def bucketed(lengths: Mapping[int, int], most: int, *, on_gpu: bool = False) -> Iterator[list[int]]:
+def bucketed(lengths: Mapping[int, int], max_tokens: int, pass_tokens: int = PASS_TOKENS) -> Iterator[list[int]]:
     """Yield rows of like lengths together, in the cheapest way: few passes, and little padding in each.
 
-    lengths: by row.   most: padded tokens of a pass; one row always fits.   Exact, by dynamic programming over the rows
-    in order of their lengths.
+    Exact, by dynamic programming over the rows in order of their lengths.
+
+    Args:
+        lengths: Tokens of each row.
+        max_tokens: Tokens of a pass, padding included; one row always fits.
+        pass_tokens: Tokens that cost as much as a pass does in itself.
     """
     rows = sorted(lengths, key=lengths.__getitem__)
     sizes = np.array([lengths[row] for row in rows], dtype=np.int64)
     cost, begins = np.zeros(len(rows) + 1), [0]  # of the first rows, and where the last pass of them begins
     for end, size in enumerate(sizes.tolist(), 1):
-        first = max(0, end - max(1, most // max(1, size)))
+        first = max(0, end - max(1, max_tokens // max(1, size)))
         costs = cost[first:end] + size * np.arange(end - first, 0, -1)
         best = int(costs.argmin())
-        cost[end] = costs[best] + (GPU_PASS_TOKENS if on_gpu else PASS_TOKENS)
+        cost[end] = costs[best] + pass_tokens
         begins.append(first + best)
     ends = [len(rows)]
     while ends[-1]:

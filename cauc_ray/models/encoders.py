@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import numpy as np
-from pydantic import SerializeAsAny
+from pydantic import Field, SerializeAsAny
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import EMBEDDING, Batch, Model, ModelFacts, Unusable, batch_size, parted, require_columns
-from cauc_ray.models.kind import Device, HubModel, InputColumns, KindSpec, Placement
-from cauc_ray.models.passes import LocalModel, Passes
+from cauc_ray.models.answers import EMBEDDING, Model
+from cauc_ray.models.kind import HubModel, InputColumns, KindSpec, Placement, Precision, TorchDevice
 from cauc_ray.models.transformers import HubImageSpec
 from cauc_ray.numbers.logits import LogitKind
-from cauc_ray.numbers.types import Floats
 
 if TYPE_CHECKING:
     from cauc_ray.models.classifiers import ImageModel
@@ -88,14 +84,25 @@ def load_image_encoder(spec: ImageEncoderSpec, placement: Placement) -> ImageMod
 class TextEncoderSpec(KindSpec):
     """A sentence encoder of sentence-transformers, by hub id or local folder.
 
-    columns: what it reads, line by line; those of a question by default.   required: those that each row must have.
+    Attributes:
+        model: A hub id or a local folder.
+        device: Where it computes; auto is a GPU if the stage has one.
+        revision: Of the hub's repository.
+        dtype: Precision of the computation.
+        batch_tokens: Most tokens of one forward pass, at about three bytes of text each.
+        columns: What it reads, line by line; those of a question by default.
+        required: Columns that each row must have.
     """
 
-    LOADER: ClassVar[str] = "cauc_ray.models.encoders:load_text_encoder"
+    LOADER: ClassVar[str] = "cauc_ray.models.sentence_encoder:load"
     PACKAGES: ClassVar[tuple[str, ...]] = ("embeddings", "torch", "sentence_transformers")
+    EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = frozenset({"device", "batch_tokens"})
     kind: Literal["sentence-encoder"] = "sentence-encoder"
     model: HubModel
-    device: Device = "auto"
+    device: TorchDevice = "auto"
+    revision: str | None = None
+    dtype: Precision = "float32"
+    batch_tokens: int = Field(default=16384, ge=1)
     columns: tuple[str, ...] = ("context", "question", "choices")
     required: tuple[str, ...] = ("question", "choices")
 
@@ -108,50 +115,3 @@ class TextEncoderSpec(KindSpec):
     def answers_kind(self) -> LogitKind:
         """Return that it gives embeddings."""
         return EMBEDDING
-
-
-def load_text_encoder(spec: TextEncoderSpec, placement: Placement) -> Model:
-    """Load the encoder. Raises ConfigError if it cannot be loaded."""
-    from sentence_transformers import SentenceTransformer
-
-    from cauc_ray.models.hub import loading
-    from cauc_ray.models.torch_device import choose_device
-
-    with loading(spec.model):
-        encoder = SentenceTransformer(spec.model, device=str(choose_device(spec.device)))
-    return TextEncoder(spec, encoder, ModelFacts(f"sentence-transformers {spec.model}", EMBEDDING))
-
-
-class TextEncoder(LocalModel):
-    """A sentence encoder that reads text columns."""
-
-    def __init__(self, spec: TextEncoderSpec, encoder: Any, facts: ModelFacts) -> None:
-        self._spec = spec
-        self._encoder = encoder
-        self.facts = facts
-
-    def read(self, batch: Batch) -> tuple[Passes, dict[int, str]]:
-        """Return each row's text; rows without one are failures. Raises DataError if the batch has no such column."""
-        columns = [name for name in self._spec.columns if name in batch]
-        require_columns(batch, *(self._spec.required or columns or self._spec.columns))
-        found: dict[int, str | Unusable] = {}
-        for row in range(batch_size(batch)):
-            text = "\n".join(_texts(batch[name][row] for name in columns))
-            missing = [name for name in self._spec.required if not any(_texts([batch[name][row]]))]
-            found[row] = Unusable(f"it has no text in {', '.join(missing or columns)}") if missing or not text else text
-        texts, faults = parted(found)
-        return [([*texts], [*texts.values()])] if texts else [], faults
-
-    def launch(self, inputs: list[str]) -> Floats:
-        """Return the embeddings of texts, float32 (m, d)."""
-        vectors: Floats = self._encoder.encode(inputs, convert_to_numpy=True, show_progress_bar=False)
-        return vectors.astype(np.float32)
-
-
-def _texts(values: Iterable[Any]) -> Iterator[str]:
-    """Yield the texts of a row's values and lists."""
-    for value in values:
-        if isinstance(value, str):
-            yield from filter(None, [value])
-        elif isinstance(value, list | tuple | np.ndarray):
-            yield from _texts(value)

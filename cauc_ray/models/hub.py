@@ -12,10 +12,10 @@ import torch
 from cauc_ray.errors import CaucError, ConfigError, first_line
 from cauc_ray.models.kind import Placement
 from cauc_ray.models.torch_device import choose_device, choose_dtype, require_memory
-from cauc_ray.models.transformers import HubSpec
+from cauc_ray.models.transformers import PretrainedSpec
 
 
-def load_network(factory: Any, spec: HubSpec, *, optional: str | None = None, **options: Any) -> Any:
+def load_network(factory: Any, spec: PretrainedSpec, *, optional: str | None = None, **options: Any) -> Any:
     """Load a network by one of transformers' auto classes.
 
     Args:
@@ -30,7 +30,7 @@ def load_network(factory: Any, spec: HubSpec, *, optional: str | None = None, **
     """
     spec.check(local=True)
     more = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    network, report = fetched(factory, spec, **more, **options)
+    network, report = fetched(factory, spec, **more, **spec.settings, **options)
     for name, shape, expected in sorted(report["mismatched_keys"]):
         shapes = f"{tuple(shape)} in the file, {tuple(expected)} by its config"
         raise ConfigError(f"model {spec.model!r} cannot be loaded: {name} has shape {shapes}")
@@ -47,25 +47,28 @@ def load_network(factory: Any, spec: HubSpec, *, optional: str | None = None, **
     return network
 
 
-def load_placed(factory: Any, spec: HubSpec, placement: Placement, *, config: Any, **options: Any) -> Any:
+def load_placed(factory: Any, spec: PretrainedSpec, placement: Placement, *, config: Any, **options: Any) -> Any:
     """Load a network of a config on its device, or layer by layer over all GPUs, in its precision.
 
     Raises ConfigError as load_network, and before any weights are loaded if the GPUs have too little memory for them.
     """
-    if placement.over_gpus:
+    is_quantised = "quantization_config" in spec.settings or bool(getattr(config, "quantization_config", None))
+    if placement.over_gpus or "quantization_config" in spec.settings:
         spec.require("multi-gpu", "accelerate")
     device = choose_device(spec.device)
     over_gpus = placement.over_gpus and spec.device != "cpu"
     dtype = choose_dtype(spec.dtype, device)
     if device.type == "cuda":
         spec.check(local=True)
-        with loading(spec.model), torch.device("meta"):
-            outline = factory.from_config(config)
-        if not getattr(config, "quantization_config", None):
-            require_memory(spec.model, sum(p.numel() for p in outline.parameters()) * dtype.itemsize, over_gpus)
-    spread = "auto" if over_gpus else None
+        if not is_quantised:
+            with loading(spec.model), torch.device("meta"):
+                outline = factory.from_config(config, trust_remote_code=spec.settings.get("trust_remote_code", False))
+            n_bytes = sum(p.numel() for p in outline.parameters()) * dtype.itemsize
+            require_memory(spec.model, n_bytes, placement.num_gpus)
+    # What is quantised cannot be moved after it is loaded.
+    spread = "auto" if over_gpus else {"": device} if "quantization_config" in spec.settings else None
     network = load_network(factory, spec, config=config, dtype=dtype, device_map=spread, **options).eval()
-    return network if over_gpus else network.to(device)
+    return network.to(device) if spread is None else network
 
 
 def option_names(by_index: Mapping[int, Any]) -> tuple[str, ...] | None:
@@ -81,10 +84,15 @@ def context_length(config: Any) -> int:
     return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9)
 
 
-def fetched(factory: Any, spec: HubSpec, **options: Any) -> Any:
+# Settings of networks that also concern configs, tokenizers and preprocessing.
+_OF_ALL_PARTS = frozenset({"trust_remote_code", "code_revision", "subfolder", "cache_dir", "local_files_only"})
+
+
+def fetched(factory: Any, spec: PretrainedSpec, **options: Any) -> Any:
     """Load a part of a model. Raises ConfigError in one line if it cannot be loaded."""
+    common = {name: spec.settings[name] for name in _OF_ALL_PARTS & spec.settings.keys()}
     with loading(spec.model):
-        return factory.from_pretrained(spec.model, revision=spec.revision, **options)
+        return factory.from_pretrained(spec.model, revision=spec.revision, **{**common, **options})
 
 
 @contextmanager

@@ -38,6 +38,8 @@ IN_TIME = 0.9
 
 # auto: a GPU if the stage has one.
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
+# Of torch, which also computes on the GPUs of Apple (mps) and Intel (xpu).
+TorchDevice: TypeAlias = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 # auto: bfloat16 on a GPU that computes in it, float32 elsewhere.
 Precision: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, ValidationInfo
 
 from cauc_ray.errors import ConfigError, one_line, unknown_name
 from cauc_ray.models.answers import ModelFacts
-from cauc_ray.models.kind import Device, ImageSpec, Placement, Precision, local_path, require_file
+from cauc_ray.models.kind import ImageSpec, Placement, Precision, TorchDevice, local_path, require_file
 
 if TYPE_CHECKING:
     from cauc_ray.models.classifiers import ImageModel
@@ -49,7 +49,7 @@ class TorchvisionSpec(ImageSpec):
     kind: Literal["torchvision"]
     arch: str
     weights: Annotated[str, AfterValidator(_weights)] = "DEFAULT"
-    device: Device = "auto"
+    device: TorchDevice = "auto"
     dtype: Precision = "auto"
 
     def check(self, local: bool) -> None:

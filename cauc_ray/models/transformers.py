@@ -7,10 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.kind import Device, HubModel, ImageSpec, InputColumns, KindSpec, Precision, TextColumns
+from cauc_ray.models.kind import HubModel, ImageSpec, InputColumns, KindSpec, Precision, TextColumns, TorchDevice
 from cauc_ray.models.prompts import LanguageSpec
 from cauc_ray.numbers.logits import LogitKind
 
@@ -36,7 +36,7 @@ class HubSpec(KindSpec):
     PACKAGES: ClassVar[tuple[str, ...]] = ("transformers", "torch", "transformers")
     REQUIRED_HEAD: ClassVar[tuple[str, str]] = ("model", "")
     model: HubModel
-    device: Device = "auto"
+    device: TorchDevice = "auto"
     revision: str | None = None
     dtype: Precision = "auto"
 
@@ -52,7 +52,31 @@ class HubSpec(KindSpec):
             raise ConfigError(f"model {self.model!r} is not a complete {what}: it was saved as {architectures[0]}")
 
 
-class HubImageSpec(HubSpec, ImageSpec):
+# Arguments of from_pretrained that have a key of their own, or that a stage sets.
+_RESERVED = frozenset({"revision", "dtype", "torch_dtype", "device_map", "config", "gguf_file"})
+
+
+class PretrainedSpec(HubSpec):
+    """A model that transformers loads.
+
+    Attributes:
+        settings: Further arguments of from_pretrained, such as trust_remote_code, attn_implementation, subfolder or
+            quantization_config.
+    """
+
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("settings")
+    @classmethod
+    def _are_not_reserved(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        for name in sorted(_RESERVED & settings.keys()):
+            raise ValueError(
+                f"{name} does not belong there: give it as a key of the model, and devices by the stage's resources"
+            )
+        return settings
+
+
+class HubImageSpec(PretrainedSpec, ImageSpec):
     """An image model of transformers with the preprocessing of its folder or repository."""
 
     PACKAGES: ClassVar[tuple[str, ...]] = ("transformers", "torch", "transformers", "PIL")
@@ -73,7 +97,7 @@ class SpreadSpec(HubSpec):
     EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = frozenset({"device", "batch_tokens"})
 
 
-class TransformersClassifierSpec(SpreadSpec):
+class TransformersClassifierSpec(SpreadSpec, PretrainedSpec):
     """`{kind: transformers-classifier, model: ORG/NAME, text: text}`: any AutoModelForSequenceClassification.
 
     Attributes:
@@ -111,7 +135,7 @@ class HubLanguageSpec(SpreadSpec, LanguageSpec):
     max_tokens: int | None = Field(default=None, ge=1)
 
 
-class TransformersChoiceSpec(HubLanguageSpec):
+class TransformersChoiceSpec(PretrainedSpec, HubLanguageSpec):
     """`{kind: transformers-choice, model: ORG/NAME}`: a language model in torch that chooses among options.
 
     Attributes:

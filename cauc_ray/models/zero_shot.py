@@ -70,8 +70,11 @@ def load(spec: TransformersZeroShotSpec, placement: Placement) -> ImageModel:
             self.register_buffer("texts", texts)
 
         def forward(self, images: torch.Tensor) -> torch.Tensor:
-            found = _embedding(self.network.get_image_features(pixel_values=images))
-            return found @ self.texts.T * self.network.logit_scale.exp() + getattr(self.network, "logit_bias", 0)
+            output = self.network.get_image_features(pixel_values=images)
+            # In bfloat16 a similarity of 0.25, which is scaled by 100, has steps of 0.002.
+            with torch.autocast(images.device.type, enabled=False):
+                similarities = _embedding(output) @ self.texts.T
+            return similarities * self.network.logit_scale.exp() + getattr(self.network, "logit_bias", 0)
 
     network = load_network(AutoModelForZeroShotImageClassification, spec).float().eval()
     if not hasattr(network, "logit_scale"):
@@ -79,8 +82,8 @@ def load(spec: TransformersZeroShotSpec, placement: Placement) -> ImageModel:
     # SigLIP was trained on texts of one length.
     padding = "max_length" if "siglip" in network.config.model_type else True
     longest = context_length(network.config.text_config)
-    given = {"padding": padding, "truncation": True, "max_length": longest, "return_tensors": "pt"}
-    tokens = fetched(AutoTokenizer, spec)(spec.label_texts, **given)
+    settings = {"padding": padding, "truncation": True, "max_length": longest, "return_tensors": "pt"}
+    tokens = fetched(AutoTokenizer, spec)(spec.label_texts, **settings)
     with torch.inference_mode():
         texts = _embedding(network.get_text_features(**tokens))
     for name in ("text_model", "text_projection"):  # which have done their work
@@ -89,6 +92,6 @@ def load(spec: TransformersZeroShotSpec, placement: Placement) -> ImageModel:
 
 
 def _embedding(output: Any) -> Any:
-    """Return the embeddings in a tower's output, each of length 1."""
-    found = getattr(output, "pooler_output", output)
-    return found / found.norm(dim=-1, keepdim=True)
+    """Return the embeddings in a tower's output, each of length 1, in float32."""
+    vectors = getattr(output, "pooler_output", output).float()
+    return vectors / vectors.norm(dim=-1, keepdim=True)

