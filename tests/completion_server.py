@@ -54,11 +54,12 @@ class ScriptedServer(CompletionServer):
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.n_in_flight = 0
         self.most_in_flight = 0
+        self.n_answered = 0
 
     def reply(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> dict[str, Any] | Fault:
         if path == "/tokenize":  # a server without it, as most are
             return Fault(404, {"detail": "Not Found"})
-        prompt = body.get("prompt") or body.get("input") or body["messages"][0]["content"]
+        prompt = _text(body.get("prompt") or body.get("input") or body.get("state") or body.get("messages"))
         with self.lock:
             before = self.asked[prompt]
             self.asked[prompt] += 1
@@ -69,7 +70,15 @@ class ScriptedServer(CompletionServer):
         reply = self.script(prompt, before)
         with self.lock:
             self.n_in_flight -= 1
+            self.n_answered += not isinstance(reply, Fault)
         return reply
+
+
+def _text(prompt: Any) -> str:
+    """Return the text of a prompt, of the last of several messages, or of the last part of one."""
+    while not isinstance(prompt, str):
+        prompt = prompt[-1] if isinstance(prompt, list) else prompt.get("content") or prompt["text"]
+    return prompt
 
 
 class LanguageServer(CompletionServer):
@@ -189,6 +198,7 @@ def language_server(model: Loaded, *, scores_tokens: bool = False) -> Iterator[s
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: CompletionServer
 
     def do_POST(self) -> None:

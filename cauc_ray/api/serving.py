@@ -132,7 +132,7 @@ def _edge(pool: Pool, policy: Policy, local: bool) -> Edge | None:
         return None
     if not local:
         raise ConfigError("serving.fleet is for a service in one process; start it with --local (local=True)")
-    require_packages("serving.fleet", "fleet", "anyio", "cryptography", "httpcore2")
+    require_packages("serving.fleet", "fleet", "anyio", "cryptography", "httpx2")
     from cauc_ray.serving.fleet import Edge  # its packages are another extra's
 
     return Edge(pool.serving.fleet, policy)

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for models whose calls wait for a server."""
+"""An event loop in its own thread, for models whose calls wait for a server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Background:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def end(self, close: Callable[[], Awaitable[object]]) -> None:
-        """Close what the coroutines used, then end the thread; do not wait for either."""
+        """Close what the coroutines used, then end the thread; wait for neither."""
         self._loop.call_soon_threadsafe(_end, close)
 
 

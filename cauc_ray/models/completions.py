@@ -13,10 +13,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.models.endpoint import Bill, EndpointModel, Reply, value_at
+from cauc_ray.models.endpoint import Bill, EndpointModel, Reply, messages, value_at
+from cauc_ray.models.kind import IN_TIME, Placement
 from cauc_ray.models.openai import OpenAISpec
 from cauc_ray.models.prompts import LETTERS, Asked
 from cauc_ray.models.served_tokens import SPACE, ServedTokens
+from cauc_ray.models.votes import VotesModel
 from cauc_ray.numbers.types import Floats
 
 _PATHS = {"chat": "/chat/completions", "completions": "/completions"}
@@ -36,12 +38,19 @@ _LEAST_LEFT = 2.0**-24
 _SHOWN_TOKENS = 5
 
 
+def load(spec: OpenAISpec, placement: Placement) -> EndpointModel:
+    """Return a model that asks the server; nothing is sent before the first question. Raises ConfigError as check."""
+    spec.check(local=True)
+    model = CompletionsModel if spec.votes is None else VotesModel
+    return model(spec, spec.key, IN_TIME * placement.call_timeout_s)
+
+
 class CompletionsModel(EndpointModel):
     """A served model that answers with the log-probabilities of the options."""
 
     _spec: OpenAISpec
 
-    def __init__(self, spec: OpenAISpec, key: str, deadline_s: float) -> None:
+    def __init__(self, spec: OpenAISpec, key: str | None, deadline_s: float) -> None:
         source = f"openai {spec.model} at {spec.url} ({spec.endpoint}), log-probabilities of the options"
         super().__init__(spec, key, deadline_s, source, chat=spec.endpoint == "chat")
         self._has_logprobs = False
@@ -53,7 +62,9 @@ class CompletionsModel(EndpointModel):
 
     async def ask(self, question: Asked, bill: Bill) -> Reply:
         """Ask for an answer of one token."""
-        logprobs = await self._tokens.log_likelihoods(question, self._prompt_of(question), bill)
+        # Scored tokens follow a prompt in tokens, which an image has no place in.
+        prompt = self._prompt_of(question)
+        logprobs = None if question.image else await self._tokens.log_likelihoods(question, prompt, bill)
         if logprobs is None:
             return Reply(*letter_logits(await self._likeliest(question, bill), len(question.options)))
         per_byte = self._spec.answers_with == "text"
@@ -81,7 +92,7 @@ class CompletionsModel(EndpointModel):
         if self._spec.endpoint == "completions":
             return {"prompt": question.text}
         settings = self._spec.chat_template_kwargs
-        turns = {"messages": [{"role": "user", "content": question.text}]}
+        turns = {"messages": messages(self._spec, question)}
         return turns | ({"chat_template_kwargs": settings} if settings else {})
 
 

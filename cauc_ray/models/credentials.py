@@ -1,8 +1,9 @@
-"""How a client of an HTTP server proves who it is, and whom it trusts: settings of remote stages and of fleets."""
+"""How a client of an HTTP server identifies itself, and which servers it trusts."""
 
 from __future__ import annotations
 
 import os
+import re
 import ssl
 
 from pydantic import Field, model_validator
@@ -10,12 +11,47 @@ from pydantic import Field, model_validator
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.kind import LocalFile, Section
 
+# Headers whose values are secrets, which a file must not hold.
+SECRET_HEADERS = re.compile(r"auth|key|token|secret|cookie|password", re.I)
+LOOPBACK = re.compile(r"http://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?(/|$)")
+
+
+class HeaderSettings(Section):
+    """Settings of a client.
+
+    headers: sent with every request; a value of $NAME is that of the environment variable NAME, and secrets must be
+    given so.
+    """
+
+    headers: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _headers_can_be_sent(self) -> HeaderSettings:
+        for name, value in self.headers.items():
+            if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) or not _is_text(value):
+                raise ValueError(f"headers: {name!r} cannot be sent; names and values are printable ASCII")
+            if SECRET_HEADERS.search(name) and not value.startswith("$"):
+                raise ValueError(f"headers: {name} is a secret; write $NAME, and set the environment variable NAME")
+        return self
+
+    def http_headers(self, owner: str) -> tuple[dict[str, str], list[str]]:
+        """Return the headers to send, and those values that come from the environment.
+
+        Args:
+            owner: Whose headers they are, for messages.
+
+        Raises:
+            ConfigError: An environment variable is missing.
+        """
+        secrets = {name: _variable(value[1:], owner) for name, value in self.headers.items() if value.startswith("$")}
+        return {**self.headers, **secrets}, [*secrets.values()]
+
 
 class Credentials(Section):
     """Settings of a client.
 
     token_env: the environment variable that holds the token, which is stored nowhere else.   ca: PEM file of
-    certificates to trust instead of the system's.   cert, key: PEM files of the client's own certificate, where the
+    certificates to trust instead of the system's.   cert, key: PEM files of the client's own certificate, if the
     server asks for one.
     """
 
@@ -30,25 +66,37 @@ class Credentials(Section):
             raise ValueError("cert and key belong together")
         return self
 
-    def token(self, whose: str) -> str | None:
-        """Return the token, None without token_env. Raises ConfigError if it is missing.   whose: for messages."""
-        if self.token_env is None:
-            return None
-        token = os.environ.get(self.token_env, "").strip()
-        if not (token and token.isascii() and token.isprintable()):
-            raise ConfigError(
-                f"{whose}: the environment variable {self.token_env} has no token; set it where this runs"
-            )
-        return token
+    def token(self, owner: str) -> str | None:
+        """Return the token, None without token_env. Raises ConfigError if it is missing.
 
-    def trust(self, whose: str) -> ssl.SSLContext:
-        """Return how servers are checked, and the client's own certificate. Raises ConfigError for unusable files."""
+        Args:
+            owner: Whose token it is, for messages.
+        """
+        return None if self.token_env is None else _variable(self.token_env, owner)
+
+    def trust(self, owner: str) -> ssl.SSLContext:
+        """Return how servers are verified, with the client's own certificate. Raises ConfigError for unusable files.
+
+        Args:
+            owner: Whose certificates they are, for messages.
+        """
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
-                # Of a key with a passphrase, OpenSSL would ask on the terminal.
+                # Without this, OpenSSL would ask for a key's passphrase on the terminal.
                 context.load_cert_chain(self.cert, self.key, password=lambda: b"")
         except (OSError, ValueError) as error:
             files = ", ".join(file for file in (self.ca, self.cert, self.key) if file)
-            raise ConfigError(f"{whose}: {files} cannot be used as ca, cert and key: {error}") from error
+            raise ConfigError(f"{owner}: {files} cannot be used as ca, cert and key: {error}") from error
         return context
+
+
+def _variable(name: str, owner: str) -> str:
+    value = os.environ.get(name, "").strip()
+    if not (value and _is_text(value)):
+        raise ConfigError(f"{owner}: the environment variable {name} has no token; set it where this runs")
+    return value
+
+
+def _is_text(value: str) -> bool:
+    return value.isascii() and value.isprintable()

@@ -35,6 +35,10 @@ def load_network(factory: Any, spec: PretrainedSpec, *, optional: str | None = N
         shapes = f"{tuple(shape)} in the file, {tuple(expected)} by its config"
         raise ConfigError(f"model {spec.model!r} cannot be loaded: {name} has shape {shapes}")
     missing = sorted(report["missing_keys"])
+    weights = dict(network.named_parameters(remove_duplicate=False))
+    loaded = {id(tensor) for name, tensor in weights.items() if name not in missing}
+    # A weight that is tied to a loaded one is there, whether or not the library lists it.
+    missing = [name for name in missing if id(weights.get(name)) not in loaded]
     needed = [name for name in missing if optional is None or not name.startswith(optional)]
     if needed:
         lacks = ", ".join(needed[:3])

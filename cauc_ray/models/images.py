@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import threading
 import warnings
@@ -22,6 +23,8 @@ FORMATS = tuple(
 )
 # Preprocessing scales an image by its shorter side: 1 x 60,000 pixels would become 10 GB.
 MAX_ASPECT = 100
+# The EXIF tag of how a camera was held; 1 is upright.
+ORIENTATION = 0x0112
 
 
 class ImageError(DataError):
@@ -35,15 +38,46 @@ def read_images(
 
     apply: the map that reads them. Raises DataError without a column `image`.
     """
+    return _read(batch, lambda image: preprocess(decode_image(image)), apply)
+
+
+def read_data_uris(batch: Batch, apply: Callable[..., Iterable[Any]] = map) -> tuple[dict[int, str], dict[int, str]]:
+    """Return a batch's images as data URIs by row, and why the other rows have none.
+
+    Args:
+        batch: Columns, with one named `image`.
+        apply: The map that reads them.
+    """
+    return _read(batch, _data_uri, apply)
+
+
+def _read(
+    batch: Batch, read: Callable[[Any], Any], apply: Callable[..., Iterable[Any]]
+) -> tuple[dict[int, Any], dict[int, str]]:
     require_columns(batch, "image")
 
-    def read(image: Any) -> Any:
+    def read_or_fail(image: Any) -> Any:
         try:
-            return preprocess(decode_image(image))
+            return read(image)
         except ImageError as error:
             return Unusable(error)
 
-    return parted(dict(enumerate(apply(read, batch["image"]))))
+    return parted(dict(enumerate(apply(read_or_fail, batch["image"]))))
+
+
+def _data_uri(image: Any) -> str:
+    """Return an image as decode_image reads it: its own bytes if every server reads the same from them, else a PNG."""
+    pixels, buffer = decode_image(image), io.BytesIO()
+    kind, content = "png", b""
+    if isinstance(image, bytes):
+        with _opened(image) as header:
+            is_upright = header.getexif().get(ORIENTATION, 1) == 1
+            if header.format in ("JPEG", "PNG") and header.mode in ("RGB", "L") and is_upright:
+                kind, content = header.format.lower(), b"" if "transparency" in header.info else image
+    if not content:
+        pixels.save(buffer, "PNG")
+        kind, content = "png", buffer.getvalue()
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def decode_image(image: Any) -> Image.Image:

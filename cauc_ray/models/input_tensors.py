@@ -25,20 +25,23 @@ Element: TypeAlias = "bytes | npt.NDArray[Any]"
 class InputTensors:
     """Rows as a server reads them.
 
-    inputs: by name.   elements: of each row, by the inputs that it has.   faults: why rows cannot be sent, by row.
+    Attributes:
+        inputs: Tensors by name.
+        elements: Elements of each row, by the inputs that it has.
+        faults: Why rows cannot be sent, by row.
     """
 
     inputs: Mapping[str, TensorMetadata]
     elements: Mapping[int, Mapping[str, Element]]
     faults: Mapping[int, str]
 
-    def requests(self, most: int) -> Iterator[Ints]:
+    def requests(self, max_rows: int) -> Iterator[Ints]:
         """Yield rows that can share a request: they have the same inputs, of the same shapes."""
-        alike: defaultdict[Any, list[int]] = defaultdict(list)
-        for row, own in self.elements.items():
-            alike[tuple((name, np.shape(element)) for name, element in own.items())].append(row)
-        for rows in alike.values():
-            yield from (np.array(rows[start : start + most]) for start in range(0, len(rows), most))
+        groups: defaultdict[Any, list[int]] = defaultdict(list)
+        for row, elements in self.elements.items():
+            groups[tuple((name, np.shape(element)) for name, element in elements.items())].append(row)
+        for rows in groups.values():
+            yield from (np.array(rows[start : start + max_rows]) for start in range(0, len(rows), max_rows))
 
     def of(self, rows: Ints) -> list[Tensor]:
         """Return the tensors of rows that can share a request."""
@@ -53,8 +56,14 @@ def input_tensors(
 ) -> InputTensors:
     """Return a batch as a server reads it.
 
-    inputs: by the column that each is filled from.   optional: those that are left out where a row has no value.
-    Raises DataError for a missing column, ConfigError for one that does not have the values that its tensor takes.
+    Args:
+        batch: Columns, each (n, ...).
+        inputs: Tensors by the columns that fill them.
+        optional: Tensors that are left out of rows without a value, by their columns.
+
+    Raises:
+        DataError: A column is missing.
+        ConfigError: No column can fill a tensor.
     """
     require_columns(batch, *inputs)
     filled = {**inputs, **{column: tensor for column, tensor in optional.items() if column in batch}}
@@ -72,11 +81,11 @@ def input_tensors(
                 elements[row][tensor["name"]] = element
     for row in faults:
         del elements[row]
-    return InputTensors({one["name"]: one for one in filled.values()}, elements, faults)
+    return InputTensors({tensor["name"]: tensor for tensor in filled.values()}, elements, faults)
 
 
 def _reader(column: str, tensor: TensorMetadata) -> Callable[[Any], Element | Unusable]:
-    """Return what reads a value of a column for a tensor. Raises ConfigError for a tensor that no column can fill."""
+    """Return the function that reads a value of a column for a tensor. Raises ConfigError if no column can fill it."""
     datatype, shape = tensor["datatype"], tensor["shape"]
     if datatype not in DATATYPES or (shape and shape[0] != -1):
         raise ConfigError(
@@ -91,18 +100,18 @@ def _reader(column: str, tensor: TensorMetadata) -> Callable[[Any], Element | Un
         if value is None:
             return Unusable("has no value")
         try:
-            given = np.asarray(value)
+            values = np.asarray(value)
         except ValueError:  # lists of several lengths
             return Unusable(f"is not of the shape {dims}")
-        if not np.can_cast(given.dtype, dtype, "same_kind"):
-            return Unusable(f"has {given.dtype}, the server takes {datatype}")
-        if dims == [1] and not given.ndim:
-            given = given.reshape(1)
-        if given.ndim != len(dims) or any(want not in (-1, have) for want, have in zip(dims, given.shape, strict=True)):
-            return Unusable(f"is of shape {list(given.shape)}, the server takes {dims}")
+        if not np.can_cast(values.dtype, dtype, "same_kind"):
+            return Unusable(f"has {values.dtype}, the server takes {datatype}")
+        if dims == [1] and not values.ndim:
+            values = values.reshape(1)
+        if values.ndim != len(dims) or any(size not in (-1, n) for size, n in zip(dims, values.shape, strict=True)):
+            return Unusable(f"is of shape {list(values.shape)}, the server takes {dims}")
         with np.errstate(over="ignore"):
-            cast = given.astype(dtype)
-        if dtype.kind in "iu" and not np.array_equal(cast, given):
+            cast = values.astype(dtype)
+        if dtype.kind in "iu" and not np.array_equal(cast, values):
             return Unusable(f"has a number outside the range of {datatype}")
         return cast
 

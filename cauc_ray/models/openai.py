@@ -1,4 +1,4 @@
-"""Models behind OpenAI-compatible servers as stages: log-probabilities of one token, or decisions."""
+"""Models behind OpenAI-compatible servers as stages: log-probabilities of options, sampled votes, or decisions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import Model
-from cauc_ray.models.kind import IN_TIME, Placement, Section
-from cauc_ray.models.prompts import LanguageSpec, OptionsAs, Prompts
+from cauc_ray.models.credentials import HeaderSettings
+from cauc_ray.models.kind import Section
+from cauc_ray.models.prompts import ImagePromptSpec, OptionsAs, Prompts
 from cauc_ray.numbers.logits import LogitKind
 
 OPENAI_URL = "https://api.openai.com/v1"
-# A placeholder for servers without keys, since the client requires one.
-NO_KEY = "no-key-needed"
+# Fields of a request that the other settings of a model fill.
+RESERVED_FIELDS = frozenset(
+    {"model", "messages", "prompt", "input", "state", "questions", "temperature", "n", "logprobs", "top_logprobs"}
+    | {"response_format", "chat_template_kwargs", "logprob_token_ids", "return_tokens_as_token_ids"}
+    | {"prompt_logprobs", "stream"}
+)
+# The most options of a question to a decision model.
+MAX_DECISION_OPTIONS = 255
 
 
 class Prices(Section):
@@ -27,25 +33,32 @@ class Prices(Section):
     output: float = Field(ge=0, allow_inf_nan=False)
 
 
-class EndpointSpec(LanguageSpec):
+class EndpointSpec(ImagePromptSpec, HeaderSettings):
     """A language model behind a server.
 
     base_url: of another server than OpenAI's, up to and with its /v1.   api_key_env: the environment variable
-    that holds the key, which is stored nowhere else; servers other than OpenAI's may need none.   prices: of
-    tokens, so that each call reports its own cost.   max_usd: what a replica may spend before it asks no more.
-    max_concurrency: requests at a time within one call.   timeout_s: of one attempt.   max_retries: further attempts
-    after a rate limit, a fault of the server or of the connection.
+    that holds the key, which is stored nowhere else; servers other than OpenAI's may need none.   system: a system
+    message before each prompt.   image: whether the column `image` goes with each prompt.   extra_body: more fields of
+    each request, such as reasoning_effort or service_tier.   headers: sent with every request; a value of $NAME is that
+    of the environment variable NAME, and secrets must be given so.   prices: of tokens, so that each call reports its
+    own cost; an attempt without an answer in time is billed like the one that was answered.   max_usd: what a replica
+    may spend, requests in flight included, before it sends no more; those are counted at the price of the most
+    expensive request so far.   max_concurrency: requests at a time within one call, fewer while the server limits its
+    rate.   timeout_s: of one attempt.   max_retries: further attempts after a fault of the server or of the connection;
+    rate limits are waited for until the call ends.
     """
 
-    PACKAGES: ClassVar[tuple[str, ...]] = ("openai", "openai")
+    PACKAGES: ClassVar[tuple[str, ...]] = ("openai", "httpx2")
     EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = frozenset(
-        {"api_key_env", "max_concurrency", "timeout_s", "max_retries", "max_usd", "prices"}
+        {"api_key_env", "headers", "prices", "max_concurrency", "timeout_s", "max_retries", "max_usd"}
     )
     ENFORCES_OWN_TIMEOUT: ClassVar[bool] = True
     model: str = Field(min_length=1)
     # A password or key in the address would appear in tables and messages.
     base_url: str | None = Field(default=None, pattern=r"^https?://[^/@?#\s]+(/[^?#\s]*)?$")
     api_key_env: str = Field(default="OPENAI_API_KEY", min_length=1)
+    system: str | None = Field(default=None, min_length=1)
+    extra_body: dict[str, Any] = Field(default_factory=dict)
     prices: Prices | None = None
     max_usd: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     max_concurrency: int = Field(default=32, ge=1, le=1000)
@@ -53,9 +66,11 @@ class EndpointSpec(LanguageSpec):
     max_retries: int = Field(default=5, ge=0, le=100)
 
     @model_validator(mode="after")
-    def _budget_has_prices(self) -> EndpointSpec:
+    def _settings_fit(self) -> EndpointSpec:
         if self.max_usd is not None and self.prices is None:
             raise ValueError("max_usd needs prices")
+        if reserved := sorted(self.extra_body.keys() & RESERVED_FIELDS):
+            raise ValueError(f"extra_body: {reserved[0]} is set by other settings of the model")
         return self
 
     @property
@@ -65,8 +80,16 @@ class EndpointSpec(LanguageSpec):
 
     @property
     def cost_unit(self) -> str | None:
-        """Return the unit of what each call costs, None where no prices are given."""
+        """Return the unit of what each call costs, None if no prices are given."""
         return "USD" if self.prices else None
+
+    @property
+    def shown(self) -> str:
+        """Return the system message and the prompt as one text."""
+        return self._with_system(super().shown)
+
+    def _with_system(self, prompt: str) -> str:
+        return prompt if self.system is None else f"{self.system}\n\n{prompt}"
 
     @property
     def key(self) -> str | None:
@@ -74,10 +97,11 @@ class EndpointSpec(LanguageSpec):
         return os.environ.get(self.api_key_env)
 
     def check(self, local: bool) -> None:
-        """Raise ConfigError where the package openai is missing, or the key that OpenAI's own server needs."""
+        """Raise ConfigError if a package is missing, a header's variable, or the key that OpenAI's server needs."""
         if not local:
             return
         self.require(*self.PACKAGES)
+        self.http_headers(f"model {self.model!r}")
         if not self.key and self.base_url is None:
             raise ConfigError(
                 f"model {self.model!r}: the environment variable {self.api_key_env} has no key for {self.url}; "
@@ -88,34 +112,68 @@ class EndpointSpec(LanguageSpec):
 class OpenAISpec(EndpointSpec):
     """`{kind: openai, model: gpt-4o-mini, prices: {input: 0.15, output: 0.60}}`: a server with log-probabilities.
 
-    top_logprobs: how many of the likeliest first tokens to ask for, where the server does not score given tokens.
+    top_logprobs: how many of the likeliest first tokens to ask for, if the server does not score given tokens.
     endpoint: completions gives the bare prompt to a model, chat goes through the model's own template.
+    chat_template_kwargs: variables of that template, such as enable_thinking: false.   votes: for models without
+    log-probabilities, how often to sample an answer at temperature 1; the shares of the votes, with one more vote
+    spread over all options, are its probabilities.
     """
 
-    LOADER: ClassVar[str] = "cauc_ray.models.openai:load_completions"
+    LOADER: ClassVar[str] = "cauc_ray.models.completions:load"
     kind: Literal["openai"]
     top_logprobs: int = Field(default=20, ge=1, le=20)
     endpoint: Literal["chat", "completions"] = "chat"
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    votes: int | None = Field(default=None, ge=2, le=128)
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> OpenAISpec:
-        if self.base_url is None and self.answers_with != "letter":
+        if self.endpoint == "completions":
+            chat_only = ("system", "image", "chat_template_kwargs", "votes")
+            if unused := next((name for name in chat_only if getattr(self, name)), None):
+                raise ValueError(f"{unused} is for endpoint: chat, where the server makes the prompt of a conversation")
+        if self.votes is not None:
+            if self.answers_with == "text":
+                raise ValueError("votes are for options: letter or name, which the prompt lists")
+            if "top_logprobs" in self.model_fields_set:
+                raise ValueError("votes are for models without log-probabilities; leave top_logprobs out")
+        elif self.image and self.answers_with != "letter":
+            raise ValueError(
+                f"options: {self.answers_with} cannot be scored after an image by a server; use letter, or votes"
+            )
+        elif self.base_url is None and self.answers_with != "letter":
             raise ValueError(f"options: {self.answers_with} needs a server that scores given tokens, such as vLLM's")
         return self
+
+    @property
+    def answers_kind(self) -> LogitKind:
+        """Return the kind of its logits."""
+        return "log-probabilities" if self.votes is None else "probabilities"
 
 
 class DecisionsSpec(EndpointSpec):
     """`{kind: decisions, model: NAME, base_url: URL}`: a server that returns a probability for every option.
 
-    It is asked POST /v1/decisions, with the prompt as input.   instructions: of the question.   question: "choice"
-    among the options; "score", where these are levels in their order; or "predicate", for two options of which the
-    second says that the statement in instructions is true.
+    instructions: of the question.   question: "choice" among the options; "score", where these are levels in their
+    order; or "predicate", for two options of which the second means that the statement in instructions is true.
+    format: "decisions" asks POST /v1/decisions with the prompt as input; "systemone" asks POST /v1/systemone with the
+    prompt as state.
+
+    | | `decisions` | `systemone` |
+    | --- | --- | --- |
+    | question | an element of `questions` | `answer` in the object `questions` |
+    | choice | `choices`: objects of `value`, `description` | `criteria`: an object from option to description or null |
+    | score | `levels`: objects of `label`, `description` | `criteria`: a list of "option: description" |
+    | predicate | type `predicate` | type `noul` |
+    | probabilities | a list of `probability` with `value` or `label` | an object by option, or by number of level |
+    | of a predicate | `probability` | `noul` |
     """
 
-    LOADER: ClassVar[str] = "cauc_ray.models.openai:load_decisions"
+    LOADER: ClassVar[str] = "cauc_ray.models.endpoint:load_decisions"
     kind: Literal["decisions"]
     instructions: str = "Choose the right option."
     question: Literal["choice", "score", "predicate"] = "choice"
+    format: Literal["decisions", "systemone"] = "decisions"
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> DecisionsSpec:
@@ -123,6 +181,10 @@ class DecisionsSpec(EndpointSpec):
             raise ValueError("options are for models that are asked by prompt; a decision lists its own")
         if self.question == "predicate" and len(self.labels or ()) != 2:
             raise ValueError("a predicate needs two labels: that it is false, and that it is true")
+        if len(self.labels or ()) > MAX_DECISION_OPTIONS:
+            raise ValueError(f"a decision takes up to {MAX_DECISION_OPTIONS} labels, not {len(self.labels or ())}")
+        if self.format == "systemone" and (self.system or self.image):
+            raise ValueError("format: systemone has neither system nor image; write the task into instructions")
         return self
 
     @property
@@ -134,36 +196,28 @@ class DecisionsSpec(EndpointSpec):
     def shown(self) -> str:
         """Return the prompt and the question that is asked about it as one text."""
         prompt, question = Prompts(self, chat=True), self.asked(self.label_names or ())
-        return f"{prompt.head}{self.template.rstrip()}\n\n{json.dumps(question, ensure_ascii=False)}"
+        text = f"{prompt.head}{self.template.rstrip()}\n\n{json.dumps(question, ensure_ascii=False)}"
+        return self._with_system(text)
 
     def asked(self, options: Sequence[str]) -> dict[str, Any]:
-        """Return the question about a row with these options, as the protocol has it."""
-        question = {"type": self.question, "instructions": self.instructions}
+        """Return the question about a row with these options, in the format of the server."""
+        question: dict[str, Any] = {"type": self.question, "instructions": self.instructions}
+        texts = self.descriptions
+        if self.format == "systemone":
+            if self.question == "predicate":
+                return {**question, "type": "noul"}
+            if self.question == "choice":
+                return {**question, "criteria": {option: texts.get(option) for option in options}}
+            levels = [f"{option}: {texts[option]}" if option in texts else option for option in options]
+            return {**question, "criteria": levels}
         if self.question == "predicate":
             return question
-        about = self.descriptions
-        name, listed = ("value", "choices") if self.question == "choice" else ("label", "levels")
-        more = [{"description": about[option]} if option in about else {} for option in options]
-        return {**question, listed: [{name: option, **own} for option, own in zip(options, more, strict=True)]}
+        name, key = ("value", "choices") if self.question == "choice" else ("label", "levels")
+        descriptions = [{"description": texts[option]} if option in texts else {} for option in options]
+        listed = [{name: option, **text} for option, text in zip(options, descriptions, strict=True)]
+        return {**question, key: listed}
 
     @property
     def answers_kind(self) -> LogitKind:
         """Return the kind of its logits."""
         return "probabilities"
-
-
-def load_completions(spec: OpenAISpec, placement: Placement) -> Model:
-    """Return a model that asks the server; nothing is sent before the first question. Raises ConfigError as check."""
-    from cauc_ray.models.completions import CompletionsModel
-
-    spec.check(local=True)
-    return CompletionsModel(spec, spec.key or NO_KEY, IN_TIME * placement.call_timeout_s)
-
-
-def load_decisions(spec: DecisionsSpec, placement: Placement) -> Model:
-    """Return a model that asks the server; nothing is sent before the first question. Raises ConfigError as check."""
-    from cauc_ray.models.endpoint import DecisionsModel
-
-    spec.check(local=True)
-    source = f"decisions of {spec.model} at {spec.url}"
-    return DecisionsModel(spec, spec.key or NO_KEY, IN_TIME * placement.call_timeout_s, source)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -166,10 +166,17 @@ class PromptSettings(Labelled):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A row as a question.   text: of the prompt.   options: what the model may answer with, in order."""
+    """A row as a question.
+
+    Attributes:
+        text: The prompt.
+        options: What the model may answer with, in order.
+        image: The image that goes with the prompt, as a data URI.
+    """
 
     text: str
     options: tuple[str, ...]
+    image: str | None = None
 
 
 # Descriptions of a model's logits.
@@ -181,12 +188,7 @@ LOGITS_ARE: Mapping[OptionsAs, str] = {
 
 
 class LanguageSpec(PromptSettings, KindSpec):
-    """A language model that chooses among options.
-
-    chat_template_kwargs: variables of the model's own chat template, such as enable_thinking: false.
-    """
-
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """A language model that chooses among options."""
 
     @model_validator(mode="after")
     def _prompt_is_complete(self) -> LanguageSpec:
@@ -198,7 +200,7 @@ class LanguageSpec(PromptSettings, KindSpec):
             ) from error
         if self.labels is not None and self.prompt is None:
             raise ValueError("labels need a prompt: a template over the input's columns such as 'Text: {{ text }}'")
-        if self.prompt is not None and not read - {"options"}:
+        if self.prompt is not None and not (read | self.columns_read.required) - {"options", "choices"}:
             raise ValueError("prompt reads no column: name those of the input, such as {{ text }}")
         if self.labels is not None and len(self.labels) < 2:
             raise ValueError("a model needs at least two labels to choose from")
@@ -207,7 +209,7 @@ class LanguageSpec(PromptSettings, KindSpec):
         if self.labels is not None and self.answers_with == "letter" and len(self.labels) > len(LETTERS):
             raise ValueError(f"options: letter takes up to {len(LETTERS)} labels, not {len(self.labels)}; use name")
         for index, example in enumerate(self.examples):
-            missing = sorted((self.columns_read.required | {"label"}) - example.keys())
+            missing = sorted((self.columns_read.required - self.image_columns | {"label"}) - example.keys())
             if missing:
                 raise ValueError(f"example {index} has no {missing[0]!r}; it has {', '.join(sorted(example))}")
             self.label_of(index, example)
@@ -230,6 +232,11 @@ class LanguageSpec(PromptSettings, KindSpec):
             return InputColumns(QUESTION_NEEDS, QUESTION_READS, texts=QUESTION_NEEDS - {"choices"})
         required = _variables(self.prompt) - {"options"} | (frozenset() if self.labels is not None else {"choices"})
         return InputColumns(required, texts=required - {"choices"})
+
+    @property
+    def image_columns(self) -> frozenset[str]:
+        """Return the column of images, if it is read."""
+        return frozenset()
 
     @property
     def answers_kind(self) -> LogitKind:
@@ -258,6 +265,31 @@ class LanguageSpec(PromptSettings, KindSpec):
         return number
 
 
+class ImagePromptSpec(LanguageSpec):
+    """A language model that may look at an image.
+
+    Attributes:
+        image: Whether the column `image` goes with each prompt.
+    """
+
+    image: bool = False
+
+    @property
+    def image_columns(self) -> frozenset[str]:
+        """Return the column of images, if it is read."""
+        return frozenset({"image"} if self.image else ())
+
+    @property
+    def columns_read(self) -> InputColumns:
+        """Return the columns of the prompt, and that of images if it is read."""
+        columns = super().columns_read
+        return replace(
+            columns,
+            required=columns.required | self.image_columns,
+            texts=columns.texts - self.image_columns,
+        )
+
+
 class Prompts:
     """The prompts of rows, for a model that continues a text or for one that answers in a chat."""
 
@@ -269,7 +301,7 @@ class Prompts:
         self._with = spec.answers_with
         self._whole = spec.lists_itself
         self._template = _ENVIRONMENT.from_string(spec.template)
-        self._reads = sorted((spec.columns_read.names or frozenset()) - {"choices"})
+        self._reads = sorted((spec.columns_read.names or frozenset()) - {"choices", *spec.image_columns})
         self.head = self._head()
 
     def __call__(self, batch: Batch) -> tuple[dict[int, Asked], dict[int, str]]:
@@ -307,7 +339,8 @@ class Prompts:
                 return Unusable("one of its choices is empty")
         if self._spec.prompt is None and not isinstance(values["question"], str):
             return Unusable("it has no question")
-        if all(values[name] is None or not str(values[name]).strip() for name in self._reads if name in values):
+        columns = [values[name] for name in self._reads if name in values]
+        if columns and all(value is None or not str(value).strip() for value in columns):
             return Unusable(f"it has nothing in {', '.join(self._reads)}")
         if self._with == "letter" and len(options) > self._n_letters:
             return Unusable(

@@ -7,26 +7,27 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from cauc_ray.models.answers import Model
-from cauc_ray.models.credentials import Credentials
-from cauc_ray.models.kind import IN_TIME, DeclaringSpec, InputColumns, Placement
+from cauc_ray.models.credentials import LOOPBACK, Credentials, HeaderSettings
+from cauc_ray.models.kind import DeclaringSpec, InputColumns
 
 
-class RemoteSpec(DeclaringSpec, Credentials):
+class RemoteSpec(DeclaringSpec, Credentials, HeaderSettings):
     """`{kind: remote, url: https://cloud:8000, model: NAME}`: a model of another server.
 
     inputs: tensors of the model by the columns that they are filled from; without them each of its inputs is filled
     from the column of its name.   output: the one that has the logits, rows by options.   logit_kind: of that output,
-    raw unless declared.   token_env, ca, cert, key: as Credentials has them.   timeout_s: of a call, all attempts
-    together.   retries: further attempts of a request after a fault of the connection, or a server that has too much
-    to do or is down.   compress: send bodies gzipped.   max_rows: in one request.   max_concurrency: requests at a
+    raw unless declared.   token_env: the environment variable that holds a bearer token.   headers: sent with every
+    request, as HeaderSettings has them.   ca, cert, key: PEM files, as Credentials has them.   timeout_s: of a call,
+    all attempts together.   retries: further attempts of a request after a fault of the connection, or if the server
+    is busy or down.   compress: send bodies gzipped.   max_rows: in one request.   max_concurrency: requests at a
     time.
     """
 
-    LOADER: ClassVar[str] = "cauc_ray.models.remote:load"
-    PACKAGES: ClassVar[tuple[str, ...]] = ("remote", "anyio", "httpcore2")
+    LOADER: ClassVar[str] = "cauc_ray.models.inference_client:load"
+    PACKAGES: ClassVar[tuple[str, ...]] = ("remote", "httpx2")
     EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = DeclaringSpec.EXCLUDED_FROM_IDENTITY | {
-        *("token_env", "ca", "cert", "key", "timeout_s", "retries", "compress", "max_rows", "max_concurrency")
+        *("token_env", "headers", "ca", "cert", "key", "timeout_s", "retries", "compress", "max_rows"),
+        "max_concurrency",
     }
     ENFORCES_OWN_TIMEOUT: ClassVar[bool] = True
     REMOTE: ClassVar[bool] = True
@@ -46,6 +47,9 @@ class RemoteSpec(DeclaringSpec, Credentials):
     def _agrees(self) -> RemoteSpec:
         if self.url.startswith("http:") and (self.ca or self.cert):
             raise ValueError("ca, cert and key need a url with https")
+        has_secret = self.token_env or any(value.startswith("$") for value in self.headers.values())
+        if self.url.startswith("http:") and has_secret and not LOOPBACK.match(self.url):
+            raise ValueError("a token would be sent in clear text; use a url with https, or leave the token out")
         if len(set(self.inputs.values())) < len(self.inputs):
             raise ValueError("two columns fill the same tensor")
         return self
@@ -61,22 +65,12 @@ class RemoteSpec(DeclaringSpec, Credentials):
         return f"{self.model} at {self.url}"
 
     def check(self, local: bool) -> None:
-        """Raise ConfigError where the token or a certificate is missing."""
+        """Raise ConfigError if the token, a header's variable or a certificate is missing."""
         if local:
             self.proof()
 
     def proof(self) -> tuple[str | None, SSLContext | None]:
-        """Return the token, and how servers are checked. Raises ConfigError if either is missing."""
-        whose = f"model {self.model!r}"
-        return self.token(whose), None if self.url.startswith("http:") else self.trust(whose)
-
-
-def load(spec: RemoteSpec, placement: Placement) -> Model:
-    """Return a model that asks the server; nothing is sent before the first call, since the server may be away.
-
-    Its calls end a moment before the stage gives up on them. Raises ConfigError where the token or a certificate is
-    missing.
-    """
-    from cauc_ray.models.inference_client import RemoteModel
-
-    return RemoteModel(spec, *spec.proof(), min(spec.timeout_s, IN_TIME * placement.call_timeout_s))
+        """Return the token, and how the server is verified. Raises ConfigError if one of them is missing."""
+        owner = f"model {self.model!r}"
+        self.http_headers(owner)
+        return self.token(owner), None if self.url.startswith("http:") else self.trust(owner)

@@ -19,6 +19,7 @@ import numpy as np
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Batch, Unusable, little, parted
 from cauc_ray.models.chat import ChatTemplate, special_tokens
+from cauc_ray.models.passes import texts_in
 from cauc_ray.models.prompts import IDS_AT_ONCE, LETTERS, Asked, LanguageSpec, Prompts
 from cauc_ray.models.transformers import HubLanguageSpec
 from cauc_ray.numbers.types import Floats
@@ -222,8 +223,7 @@ class Tokenizing:
         if self._as_text:
             return question
         columns = [name for name in self._spec.columns_read.names or () if name in batch]
-        values = (str(value) for name in columns for value in np.ravel(batch[name][row]))
-        mark = self._special.search(" ".join(values))
+        mark = self._special.search(" ".join(texts_in(batch[name][row] for name in columns)))
         return question if mark is None else Unusable(f"its text has {mark[0]!r}, a control token of the model")
 
     def _with_options(

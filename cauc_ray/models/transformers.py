@@ -125,11 +125,13 @@ class HubLanguageSpec(SpreadSpec, LanguageSpec):
     Attributes:
         chat_template: Whether prompts go through the model's own template; by default if it has one, unless the texts
             of the options are compared.
+        chat_template_kwargs: Variables of that template, such as enable_thinking: false.
         max_tokens: Longest sequence, by default the model's context.
     """
 
     REQUIRED_HEAD: ClassVar[tuple[str, str]] = ("causal language model", "CausalLM|LMHead|Generation|Text2Text")
     chat_template: bool | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_tokens: int | None = Field(default=None, ge=1)
 
 

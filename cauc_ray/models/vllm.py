@@ -5,30 +5,34 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError, first_line
 from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.kind import Device, HubModel, Placement
 from cauc_ray.models.passes import LocalModel, Passes
+from cauc_ray.models.prompts import ImagePromptSpec
 from cauc_ray.models.tokens import Tokenizing, Tokens, log_likelihoods, next_tokens, scored
 from cauc_ray.models.transformers import HubLanguageSpec
 from cauc_ray.numbers.types import Floats
 
+# Questions in tokens, and the images that go with them, by row.
+Questions: TypeAlias = tuple[Sequence[Tokens], Mapping[int, Any]]
 # Ranks of adapters that vLLM reserves memory for; its default, 16, refuses larger ones in the first call.
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # The part of a share of a GPU that an engine takes.
 _OF_SHARE = 0.9
 
 
-class VllmSpec(HubLanguageSpec):
+class VllmSpec(HubLanguageSpec, ImagePromptSpec):
     """`{kind: vllm, model: ORG/NAME, engine: {max_model_len: 4096}}`: a language model in a vLLM engine of the stage.
 
     Attributes:
+        image: Whether the column `image` goes with each prompt, for a vision-language model.
         lora: An adapter's folder or hub id.
         engine: Arguments of vllm.LLM, such as quantization, max_model_len or gpu_memory_utilization. Over a stage's
             several GPUs it is tensor parallel; a share of a GPU is its share of the memory.
@@ -40,6 +44,12 @@ class VllmSpec(HubLanguageSpec):
     device: Device = "auto"
     lora: HubModel | None = None
     engine: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _images_have_a_place(self) -> VllmSpec:
+        if self.image and (self.chat_template is False or (self.chat_template is None and self.answers_with == "text")):
+            raise ValueError("image needs the model's chat template, which has a place for it; set chat_template: true")
+        return self
 
     @property
     def identity(self) -> str:
@@ -113,7 +123,12 @@ class VllmModel(LocalModel):
         self._lora = None if spec.lora is None else LoRARequest("adapter", 1, spec.lora)
         config = engine.llm_engine.model_config
         longest = min(spec.max_tokens or config.max_model_len, config.max_model_len - 1)  # and one of answer
-        self._tokenizing = Tokenizing(spec, engine.get_tokenizer(), longest)
+        tokenizer = engine.get_tokenizer()
+        if spec.image:
+            if not tokenizer.chat_template:
+                raise ConfigError(f"{spec.model}: image needs a chat template, and its tokenizer has none")
+            tokenizer = ImageTokenizer(tokenizer)
+        self._tokenizing = Tokenizing(spec, tokenizer, longest)
         precision = str(config.dtype).removeprefix("torch.")
         if config.quantization:
             precision = f"{config.quantization} in {precision}"
@@ -128,12 +143,23 @@ class VllmModel(LocalModel):
     def read(self, batch: Batch) -> tuple[Passes, dict[int, str]]:
         """Turn a batch into tokens. Raises DataError when a column is missing."""
         asked, faults = self._tokenizing(batch)
-        return [([question.row for question in asked], asked)] if asked else [], faults
+        images: dict[int, Any] = {}
+        if self._spec.image:
+            from cauc_ray.models.images import read_images
 
-    def launch(self, inputs: Sequence[Tokens]) -> list[Floats]:
+            images, image_faults = read_images(batch, lambda image: image)
+            asked, faults = [one for one in asked if one.row in images], image_faults | faults
+        return [([one.row for one in asked], (asked, images))] if asked else [], faults
+
+    def launch(self, questions: Questions) -> list[Floats]:
         """Return the log-likelihoods of each row's options; the engine makes batches of all requests."""
+        inputs, images = questions
         asked = [(index, *request) for index, one in enumerate(inputs) for request in next_tokens(one.options)]
-        prompts = [{"prompt_token_ids": inputs[index].prompt + before} for index, before, _ in asked]
+        prompts = [
+            {"prompt_token_ids": inputs[index].prompt + before}
+            | ({"multi_modal_data": {"image": images[inputs[index].row]}} if images else {})
+            for index, before, _ in asked
+        ]
         params = [
             self._sampling(max_tokens=1, temperature=0, detokenize=False, logprob_token_ids=ids) for *_, ids in asked
         ]
@@ -144,6 +170,31 @@ class VllmModel(LocalModel):
             logprobs[index] |= {(*before, token): following[token].logprob for token in ids}
         return [log_likelihoods(one.options, scores) for one, scores in zip(inputs, logprobs, strict=True)]
 
-    def take(self, inputs: Sequence[Tokens], launched: list[Floats], counts: Counter[str]) -> list[Floats]:
+    def take(self, questions: Questions, launched: list[Floats], counts: Counter[str]) -> list[Floats]:
         """Return each row's logits."""
-        return scored(self._spec, inputs, launched, counts)
+        return scored(self._spec, questions[0], launched, counts)
+
+
+class ImageTokenizer:
+    """A tokenizer whose chat template gets an image before the text of each question."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        """Return the tokens of texts."""
+        return self._tokenizer(*arguments, **settings)
+
+    def apply_chat_template(self, conversations: list[Any], **settings: Any) -> Any:
+        """Return the text of one or several conversations."""
+        return self._tokenizer.apply_chat_template(_with_images(conversations), **settings)
+
+
+def _with_images(conversations: Any) -> Any:
+    if isinstance(conversations, list):
+        return [_with_images(part) for part in conversations]
+    image = [{"type": "image"}] if conversations["role"] == "user" else []
+    return {**conversations, "content": [*image, {"type": "text", "text": conversations["content"]}]}

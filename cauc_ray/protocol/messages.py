@@ -185,10 +185,19 @@ def _request_of(message: InferenceRequest, raw: memoryview) -> InferRequest:
 def write_infer_request(
     inputs: Sequence[Tensor], outputs: Sequence[str], parameters: Mapping[str, object], *, binary: bool
 ) -> tuple[bytes, int | None]:
-    """Write a request: its body, and the length of the JSON part, None where it is all.
+    """Write a request, with its outputs requested as raw bytes.
 
-    outputs: names of those that are asked for.   binary: whether tensors are sent, and asked for, as raw bytes.
-    Raises RequestError naming an input that JSON cannot hold.
+    Args:
+        inputs: Tensors of the rows.
+        outputs: Names of the requested outputs.
+        parameters: Parameters of the request.
+        binary: Whether inputs are sent as raw bytes.
+
+    Returns:
+        The body, and the length of its JSON part, None if that is all.
+
+    Raises:
+        RequestError: JSON cannot hold an input; names it.
 
     >>> import numpy as np
     >>> x = Tensor("x", "INT8", np.array([[3, 4]], np.int8))
@@ -196,10 +205,9 @@ def write_infer_request(
     >>> read_infer_request(body, json_length).inputs["x"].values.tolist()
     [[3, 4]]
     """
-    how = {"parameters": {"binary_data": True}} if binary else {}
-    asked = [{"name": name, **how} for name in outputs]
-    about = {"parameters": parameters} if parameters else {}
-    return _written({**about, "outputs": asked}, "inputs", [(tensor, binary) for tensor in inputs])
+    requested = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
+    settings = {"parameters": parameters} if parameters else {}
+    return _written({**settings, "outputs": requested}, "inputs", [(tensor, binary) for tensor in inputs])
 
 
 def read_infer_response(body: bytes | memoryview, json_length: int | None) -> InferResponse:

@@ -20,7 +20,6 @@ import httpcore2
 from cauc_ray.errors import CaucError, ConfigError, PolicyError, one_line
 from cauc_ray.files.documents import atomic_file, make_folder
 from cauc_ray.models.fleet import FleetSpec
-from cauc_ray.models.traffic import CountingBackend, Traffic
 from cauc_ray.policies.policy import SIGNED, Policy
 from cauc_ray.policies.signing import SIGNATURE, SIGNATURE_BYTES, SignatureError, public_key, verified
 from cauc_ray.protocol.tensors import RequestError
@@ -113,7 +112,7 @@ class Edge:
     async def run(self, service: Service) -> None:
         """Pull and report until cancelled."""
         self._service, every_s = service, self._spec.every_s
-        connections = httpcore2.AsyncConnectionPool(self._tls, network_backend=CountingBackend(Traffic()))
+        connections = httpcore2.AsyncConnectionPool(self._tls)
         async with connections as self._connections, asyncio.TaskGroup() as tasks:
             for do, url in ((self.pull, self._spec.policy), (self.report, self._spec.report)):
                 if url is not None:

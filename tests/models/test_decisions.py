@@ -59,19 +59,86 @@ def test_no_formula_of_confidence_and_no_order_changes_an_answer(confidence, ord
     assert logits == pytest.approx(np.array([probabilities(row) for row in rows]))
 
 
-def test_predicates_and_scores_are_read_by_their_own_probabilities():
+def levels(format, values):
+    """Return probabilities of levels as a server writes them."""
+    if format == "systemone":
+        return {str(n): value for n, value in enumerate(values)}
+    return [{"label": f"{n}", "value": n - 1, "probability": value} for n, value in enumerate(values, 1)][::-1]
+
+
+@pytest.mark.parametrize("format", ["decisions", "systemone"])
+def test_predicates_and_scores_are_read_by_their_own_probabilities(format):
     def script(text, before):
-        if "levels" in server.requests[-1][2]["questions"][0]:
-            listed = [{"label": f"{n}", "value": n, "probability": p} for n, p in ((3, 0.5), (1, 0.2), (2, 0.3))]
-            return {"answers": [{"type": "score", "score": 2.3, "confidence": 0.9, "probabilities": listed}]}
-        return {"answers": [{"type": "predicate", "probability": 0.8}]}
+        body = server.requests[-1][2]
+        question = body["questions"]["answer"] if format == "systemone" else body["questions"][0]
+        is_score = question["type"] == "score"
+        reply = {"score": 2.3, "probabilities": levels(format, [0.2, 0.3, 0.5])} if is_score else {"probability": 0.8}
+        reply = {"noul": 0.8} if question["type"] == "noul" else reply
+        return {"answers": {"answer": reply} if format == "systemone" else [reply]}
 
     with scripted_server(script) as server:
-        predicate = spec(server, labels=["no", "yes"], question="predicate", instructions="It is urgent.").load()
-        assert predicate(texts(["row 1"])).logits.tolist() == [pytest.approx([0.2, 0.8])]
-        assert server.requests[-1][2]["questions"] == [{"type": "predicate", "instructions": "It is urgent."}]
-        score = spec(server, labels=["1", "2", "3"], question="score").load()
-        assert score(texts(["row 1"])).logits.tolist() == [pytest.approx([0.2, 0.3, 0.5])]
+        predicate = spec(server, labels=["no", "yes"], question="predicate", instructions="Urgent.", format=format)
+        assert predicate.load()(texts(["row 1"])).logits.tolist() == [pytest.approx([0.2, 0.8])]
+        score = spec(server, labels={"1": "low", "2": "", "3": "high"}, question="score", format=format)
+        assert score.load()(texts(["row 1"])).logits.tolist() == [pytest.approx([0.2, 0.3, 0.5])]
+        (path, _, first), (_, _, second) = server.requests
+    assert path == f"/v1/{format}"
+    if format == "systemone":
+        assert first["state"] == "Ticket: row 1"
+        assert first["questions"] == {"answer": {"type": "noul", "instructions": "Urgent."}}
+        assert second["questions"]["answer"]["criteria"] == ["1: low", "2", "3: high"]
+    else:
+        assert first["questions"] == [{"type": "predicate", "instructions": "Urgent."}]
+        described = [{"label": "1", "description": "low"}, {"label": "2"}, {"label": "3", "description": "high"}]
+        assert second["questions"][0]["levels"] == described
+
+
+def test_choices_are_asked_as_system_one_has_them():
+    def script(text, before):
+        values = dict(zip(LABELS, map(float, probabilities(text)), strict=True))
+        reply = {"type": "choice", "choice": max(values, key=values.get), "probabilities": values, "confidence": 0.1}
+        usage = {"input_tokens": 30, "output_tokens": 0}
+        return {"answers": {} if text.endswith("row 3") else {"answer": reply}, "usage": usage}
+
+    with scripted_server(script) as server:
+        answers = spec(server, format="systemone", prices={"input": 1, "output": 2}).load()(texts(["row 1", "row 3"]))
+        path, _, body = server.requests[0]
+    assert path == "/v1/systemone"
+    criteria = {"billing": "about invoices", "bug": None, "other": None}
+    question = {"type": "choice", "instructions": "Choose the right option.", "criteria": criteria}
+    assert body["questions"] == {"answer": question}
+    assert answers.logits[0] == pytest.approx(probabilities("row 1"))
+    assert answers.failures.keys() == {1}
+    assert answers.costs == pytest.approx([30e-6, 30e-6])
+
+
+def test_a_system_message_and_an_image_make_the_input_a_conversation():
+    with scripted_server(lambda text, before: answer(text)) as server:
+        model = spec(server, system="Be fair.", image=True).load()
+        answers = model({**texts(["row 1", "row 2"]), "image": column([np.zeros((4, 4, 3), np.uint8), None])})
+        ((_, _, body),) = server.requests
+    assert answers.failures.keys() == {1}
+    system, user = body["input"]
+    assert system == {"role": "system", "content": "Be fair."}
+    assert [part["type"] for part in user["content"]] == ["input_image", "input_text"]
+    assert user["content"][0]["image_url"].startswith("data:image/png;base64,")
+    assert user["content"][1]["text"] == "Ticket: row 1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"labels": [f"label {n}" for n in range(256)]}, "255 labels, not 256"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"options": "name"}, "options"),
+        ({"question": "predicate"}, "two labels"),
+        ({"format": "systemone", "image": True}, "systemone"),
+        ({"format": "systemone", "system": "Be fair."}, "systemone"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        DecisionsSpec(kind="decisions", model="m", **{"labels": LABELS, "prompt": "{{ text }}", **settings})
 
 
 @pytest.mark.parametrize(

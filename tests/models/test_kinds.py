@@ -239,7 +239,7 @@ def torchvision(folder: Path, stack: ExitStack) -> Case:
         ({"arch": "resnet-50"}, "unknown arch 'resnet-50'; did you mean 'resnet50'?"),
         ({"arch": "fasterrcnn_resnet50_fpn"}, "unknown arch"),  # a detector
         ({"weights": "IMAGENET1K_V3"}, "unknown weights 'IMAGENET1K_V3'; did you mean 'IMAGENET1K_V1'"),
-        ({"weights": "absent.pth"}, "does not exist"),
+        ({"weights": "absent.pth"}, "absent.pth does not exist"),
         *(({"weights": name}, "is not a readable weight file") for name in (*damaged, "module.pth")),
         ({"weights": "list.pth"}, "has no named weights"),
         ({"weights": "none.safetensors"}, "has no classifier.1.weight"),

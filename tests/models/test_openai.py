@@ -1,24 +1,31 @@
 import asyncio
+import base64
+import io
+import itertools
 import math
 import re
 import threading
 import time
 import traceback
+from collections import Counter
 
 import numpy as np
 import pytest
-from batches import question_batch
+from batches import column, question_batch
 from completion_server import Fault, LanguageServer, chat_answer, language_server, scripted_server
 from hypothesis import given
 from hypothesis import strategies as st
 from language_models import LETTERS, question_prompt
+from PIL import Image
 from scipy.special import log_softmax, logsumexp
 
 from cauc_ray.errors import ConfigError, ExecutionError
 from cauc_ray.models.answers import BELOW, LITTLE_MASS
 from cauc_ray.models.completions import letter_logits, unsaid_bound
+from cauc_ray.models.images import decode_image
 from cauc_ray.models.kind import Placement
 from cauc_ray.models.openai import OpenAISpec
+from cauc_ray.models.transformers import TransformersChoiceSpec
 
 KEY = "sk-0123456789abcdef"
 
@@ -153,6 +160,21 @@ def test_options_get_the_log_probabilities_of_a_plain_forward_pass(served, langu
     assert n_below > 0 or n_top > 3
 
 
+def test_more_names_than_a_server_scores_at_once_get_their_log_probabilities(tiny_model):
+    tokenizer = tiny_model.tokenizer
+    texts = [tokenizer.decode([token]) for token in range(2, len(tokenizer))]
+    names = [text for text in texts if text.strip() and len(tokenizer.encode(text)) == 1][:150]
+    assert len(names) == 150
+    with language_server(tiny_model, scores_tokens=True) as url:
+        model_spec = spec(base_url=url, labels=names, options="name", prompt="{{ text }}")
+        answers = model_spec.load()({"text": column(["Which?"])})
+    local = TransformersChoiceSpec(
+        kind="transformers-choice", model=str(tiny_model.folder), labels=names, options="name", prompt="{{ text }}"
+    )
+    assert not answers.failures
+    assert answers.logits == pytest.approx(local.load()({"text": column(["Which?"])}).logits, abs=2e-3)
+
+
 def test_a_server_that_scores_no_given_tokens_is_refused_for_names(served):
     with pytest.raises(ConfigError, match="needs a server with /tokenize and logprob_token_ids"):
         spec(base_url=served, options="name").load()(question_batch(*TWO))
@@ -246,9 +268,37 @@ def test_a_rate_limit_is_waited_for_as_long_as_the_server_asks():
         # Longer than the client's own first wait.
         return chat_answer({"A": 0.9}) if before else Fault(429, {"error": {"message": "slow"}}, retry_after="0.7")
 
-    answers, _ = ask(script, TWO[0], max_retries=1)
+    answers, _ = ask(script, TWO[0], max_retries=0)
     assert not answers.failures
     assert asked_at[1] - asked_at[0] >= 0.7
+
+
+def test_a_server_that_limits_its_rate_is_asked_by_fewer_at_a_time_until_all_are_answered():
+    """It answers two at a time; 20 would exceed every number of attempts."""
+    lock, in_flight = threading.Lock(), Counter()
+
+    def script(prompt, before):
+        with lock:
+            in_flight["now"] += 1
+            limited = in_flight["now"] > 2
+        time.sleep(0.01)
+        with lock:
+            in_flight["now"] -= 1
+            in_flight["limited"] += limited
+        return Fault(429, {}) if limited else chat_answer({"A": 0.9})
+
+    rows = [(f"{place}?", ["x", "y"]) for place in range(60)]
+    answers, _ = ask(script, *rows, max_concurrency=20, max_retries=0)
+    assert not answers.failures
+    assert in_flight["limited"] < len(rows)
+
+
+def test_a_wait_beyond_the_deadline_or_an_account_without_credit_ends_the_call_at_once():
+    with pytest.raises(ExecutionError, match="429"):
+        ask(lambda prompt, before: Fault(429, {}, retry_after="3600"))
+    no_credit = Fault(429, {"error": {"message": "quota", "code": "insufficient_quota"}})
+    with pytest.raises(ConfigError, match="quota"):
+        ask(lambda prompt, before: no_credit)
 
 
 @pytest.mark.parametrize("fault", [Fault(500, {}), Fault(503, "busy", content_type="text/plain"), Fault()])
@@ -267,7 +317,7 @@ REFUSAL = "This model's maximum context length is\n8192 tokens " + "…" * 300
         (Fault(400, {"error": {"message": REFUSAL, "param": "messages"}}), "context length is 8192 tokens"),
         (Fault(413, {"detail": "too large"}), "413: too large"),
         (Fault(422, "no JSON", content_type="text/plain"), "422: no JSON"),
-        (Fault(200, "<html>", content_type="text/html"), "has no choices"),
+        (Fault(200, "<html>", content_type="text/html"), "not JSON"),
         (Fault(200, "{", content_type="application/json"), "not JSON"),
         (Fault(200, {"choices": [{"logprobs": {"content": []}}]}), "ended its answer before"),
         (Fault(200, {"choices": []}), "has no choices"),
@@ -308,23 +358,22 @@ def test_a_fault_of_every_question_ends_the_call_without_showing_the_key(fault, 
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"), [(Fault(429, {}), "429"), (Fault(500, {}), "500"), (Fault(), "RemoteProtocolError")]
+    ("fault", "words"), [(Fault(429, {}), "429"), (Fault(500, {}), "500"), (Fault(), "disconnected")]
 )
 def test_a_server_that_does_not_answer_ends_the_call(fault, words):
     with scripted_server(lambda prompt, before: fault) as server:
         settings = spec(base_url=server.url, max_retries=0)
-        with pytest.raises(ExecutionError, match=rf"for model 'm' after up to 1 attempts \({words}"):
-            settings.load()(question_batch(*TWO))
-    with pytest.raises(ExecutionError, match="ConnectError"):  # the server is gone now
+        with pytest.raises(ExecutionError, match=rf"does not answer for model 'm' .*{words}"):
+            settings.load(Placement(call_timeout_s=1.0))(question_batch(*TWO))
+    with pytest.raises(ExecutionError, match="connect"):  # the server is gone now
         settings.load()(question_batch(*TWO))
 
 
 @pytest.mark.parametrize(
     ("settings", "call_timeout_s", "words"),
     [
-        # The client's own limit and that of the whole call run out together: either may be the first.
-        ({"max_retries": 1, "timeout_s": 0.2}, math.inf, r"up to 2 attempts \((no answer within|\w+Timeout)"),
-        ({"timeout_s": 60}, 0.5, "no answer within 0.45 s"),  # before the stage gives up on it
+        ({"max_retries": 1, "timeout_s": 0.2}, math.inf, "no answer within 0.2 s, 2 attempts"),
+        ({"timeout_s": 60}, 0.5, r"no answer within 0\."),  # before the stage gives up on it
     ],
 )
 def test_a_silent_server_ends_the_call_at_its_deadline(settings, call_timeout_s, words):
@@ -411,12 +460,190 @@ def test_a_paid_answer_is_kept_when_another_question_ends_the_call():
     assert (answers.costs > 0).all()
 
 
-def test_a_budget_ends_a_call():
-    with scripted_server(lambda prompt, before: chat_answer({"A": 0.9}, n_prompt=100)) as server:
-        settings = {"prices": {"input": 1, "output": 1}, "max_usd": 450e-6, "max_concurrency": 1}
-        with pytest.raises(ExecutionError, match=r"its budget of 0\.00045 USD is spent"):
-            spec(base_url=server.url, **settings).load()(question_batch(*[(f"{n}?", ["x", "y"]) for n in range(9)]))
-        assert len(server.requests) == 5
+@pytest.mark.parametrize("max_concurrency", [1, 32])
+@pytest.mark.parametrize("by_length", [False, True])
+def test_a_budget_is_never_exceeded_by_requests_in_flight(max_concurrency, by_length):
+    def script(prompt, before):
+        return chat_answer({"A": 0.9}, n_prompt=len(prompt) // 4 if by_length else 100)
+
+    rows = [("word " * n + "?", ["x", "y"]) for n in range(100)]
+    settings = {"prices": {"input": 1, "output": 1}, "max_usd": 1000e-6, "max_concurrency": max_concurrency}
+    with scripted_server(script, hold_s=0.002) as server:
+        model = spec(base_url=server.url, **settings).load()
+        with pytest.raises(ExecutionError, match=r"its budget of 0\.001 USD is spent"):
+            model(question_batch(*rows))
+        n_tokens = sum(
+            script(body["messages"][0]["content"], 0)["usage"]["total_tokens"] for *_, body in server.requests
+        )
+        assert 500 < n_tokens <= 1000
+        with pytest.raises(ExecutionError):  # of later calls, too
+            model(question_batch(("another?", ["x", "y"]), ("word " * 50, ["x", "y"])))
+
+
+def test_an_attempt_without_an_answer_in_time_is_billed_like_the_one_that_was_answered():
+    released = threading.Event()
+
+    def script(prompt, before):
+        if not before:
+            released.wait(60)
+        return chat_answer({"A": 0.9}, n_prompt=99)
+
+    with scripted_server(script) as server:
+        answers = spec(base_url=server.url, prices={"input": 1, "output": 1}, timeout_s=0.3).load()(
+            question_batch(TWO[0])
+        )
+        released.set()
+    assert answers.costs == pytest.approx([200e-6])
+
+
+# Settings of requests.
+
+
+def test_system_messages_and_more_fields_are_sent_and_change_the_identity(monkeypatch):
+    monkeypatch.setenv("GATEWAY_KEY", KEY)
+    more = {"reasoning_effort": "low", "service_tier": "flex"}
+    settings = {"system": "Be brief.", "extra_body": more, "headers": {"api-key": "$GATEWAY_KEY", "x-team": "a"}}
+    _, server = ask(always_a, TWO[0], **settings)
+    ((_, headers, body),) = server.requests
+    assert more.items() <= body.items()
+    assert [message["role"] for message in body["messages"]] == ["system", "user"]
+    assert body["messages"][0]["content"] == "Be brief."
+    assert (headers["api-key"], headers["x-team"]) == (KEY, "a")
+    plain = spec()
+    assert "Be brief." in spec(system="Be brief.").shown
+    for change in ({"system": "Be brief."}, {"extra_body": more}, {"votes": 3}):
+        assert spec(**change).identity != plain.identity
+    for change in ({"headers": {"x-team": "a"}}, {"prices": {"input": 1, "output": 2}}, {"max_concurrency": 3}):
+        assert spec(**change).identity == plain.identity
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"extra_body": {"logprobs": False}}, "set by other settings"),
+        ({"endpoint": "completions", "system": "Be brief."}, "system is for endpoint: chat"),
+        ({"endpoint": "completions", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs is for endpoint: chat"),
+        ({"endpoint": "completions", "votes": 3}, "votes is for endpoint: chat"),
+        ({"votes": 3, "top_logprobs": 5}, "top_logprobs"),
+        ({"votes": 3, "options": "text"}, "letter or name"),
+        ({"base_url": "http://h/v1", "image": True, "options": "name"}, "use letter, or votes"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        spec(**settings)
+
+
+# Images.
+
+
+def jpeg(**settings):
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 255, (8, 16, 3), np.uint8)
+    Image.fromarray(pixels).save(buffer, "JPEG", **settings)
+    return buffer.getvalue()
+
+
+def turned():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return jpeg(exif=exif)
+
+
+def test_images_go_before_the_text_that_asks_about_them():
+    transparent = io.BytesIO()
+    Image.new("RGBA", (4, 4), (255, 0, 0, 0)).save(transparent, "PNG")
+    pixels = np.full((4, 6, 3), 7, np.uint8)
+    images = [jpeg(), turned(), transparent.getvalue(), pixels, b"no image", None]
+    settings = {"image": True, "labels": ["cat", "dog"], "prompt": "Which animal is this?"}
+    with scripted_server(always_a) as server:
+        model_spec = spec(base_url=server.url, max_concurrency=1, **settings)
+        answers = model_spec.load()({"image": column(images), "unread": np.ones(6)})
+    assert model_spec.columns_read.names == {"image"}
+    assert answers.failures.keys() == {4, 5}
+    assert "cannot be decoded" in answers.failures[4]
+    assert len(server.requests) == 4
+    for image, (_, _, body) in zip(images, server.requests, strict=False):
+        (message,) = body["messages"]
+        first, second = message["content"]
+        assert second["type"] == "text"
+        assert "A. cat" in second["text"]
+        kind, _, content = first["image_url"]["url"].partition(";base64,")
+        sent = base64.b64decode(content)
+        if image is images[0]:
+            assert (kind, sent) == ("data:image/jpeg", image)
+        else:
+            assert kind == "data:image/png"
+            assert np.array_equal(Image.open(io.BytesIO(sent)), decode_image(image))
+
+
+# Sampled votes.
+
+
+def sampled(*texts):
+    choices = [{"message": {"content": text}} for text in texts]
+    return {"choices": choices, "usage": {"prompt_tokens": 10, "completion_tokens": len(texts)}}
+
+
+def several(texts):
+    """Return a script of a server that answers n times."""
+    return lambda body, before: sampled(*texts[: body.get("n", 1)])
+
+
+def one_by_one(texts):
+    """Return a script of a server that ignores n."""
+    return lambda body, before: sampled(texts[before % len(texts)])
+
+
+def rejects_n(texts):
+    """Return a script of a server that rejects n."""
+    asked = itertools.count()
+    refusal = Fault(400, {"error": {"message": "n must be 1", "param": "n"}})
+    return lambda body, before: refusal if "n" in body else sampled(texts[next(asked) % len(texts)])
+
+
+TEXTS = ['{"answer": "B"}', "B", ' {"answer": "B"}\n', '{"answer": "A"}', '{"answer": "C"}', "I think B", "", "[]"]
+
+
+@pytest.mark.parametrize(("server_kind", "n_requests"), [(several, 1), (one_by_one, 8), (rejects_n, 9)])
+def test_the_shares_of_sampled_answers_are_probabilities(server_kind, n_requests):
+    answer = server_kind(TEXTS)
+    with scripted_server(lambda prompt, before: answer(server.requests[-1][2], before)) as server:
+        settings = {"votes": 8, "prices": {"input": 1, "output": 1}, "max_concurrency": 1}
+        model = spec(base_url=server.url, **settings).load()
+        answers = model(question_batch(TWO[0]))
+        n_first = len(server.requests)
+        model(question_batch(TWO[1]))
+    assert model.facts.logit_kind == "probabilities"
+    assert answers.logits == pytest.approx(np.array([[(1 + 0.5) / 5, (3 + 0.5) / 5]]))
+    assert list(answers.counts.values()) == [4]
+    n_answered = 1 if server_kind is several else 8
+    assert answers.costs == pytest.approx([(10 * n_answered + 8) * 1e-6])
+    assert n_first == n_requests
+    assert len(server.requests) - n_first == n_answered  # what the server takes is known then
+    body = server.requests[0][2]
+    assert body["temperature"] == 1
+    schema = body["response_format"]["json_schema"]["schema"]
+    assert schema["properties"]["answer"]["enum"] == ["A", "B"]
+    assert "logprobs" not in body
+
+
+def test_names_are_voted_for_and_a_question_without_a_vote_fails_alone():
+    labels = ["order", "order_status", "billing"]
+
+    def script(prompt, before):
+        if "third" in prompt:
+            return Fault(400, {"error": {"message": "content filter"}})
+        return sampled(*["none" if "second" in prompt else "order_status"] * 4)
+
+    settings = {"votes": 4, "options": "name", "labels": labels, "prompt": "{{ text }}"}
+    with scripted_server(script) as server:
+        model = spec(base_url=server.url, **settings).load()
+        answers = model({"text": column(["first", "second", "third"])})
+    assert answers.logits[0] == pytest.approx([1 / 15, 13 / 15, 1 / 15])
+    assert answers.failures.keys() == {1, 2}
+    assert "none of its 4 sampled answers" in answers.failures[1]
+    assert "content filter" in answers.failures[2]
 
 
 @pytest.mark.parametrize("place", ["token", "field"])

@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 from link import Link
-from strict_server import LOGITS, METADATA, NUMBERS, TITLES, logits_of, strict_server
+from strict_server import LENGTH, LOGITS, METADATA, NUMBERS, TITLES, logits_of, strict_server
 
-from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
+from cauc_ray.errors import CaucError, ConfigError, ExecutionError
 from cauc_ray.models.pool import pool_of
 
 INPUTS = {"numbers": "INPUT__0", "title": "TITLE"}
@@ -49,19 +49,43 @@ def test_a_server_of_other_names_gets_what_it_reads_and_no_more_in_any_number_of
     assert (answers.n_options == 3).all()
     assert not answers.failures
     assert answers.costs is None
-    assert sorted(n for _, _, n in server.asked) == sizes
-    assert len({headers["Idempotency-Key"] for headers, _, _ in server.asked}) == len(server.asked)
-    assert all(0 < parameters["timeout"] <= 60e6 for _, parameters, _ in server.asked)
+    assert sorted(n for _, _, n in server.requests) == sizes
+    assert all(0 < parameters["timeout"] <= 60e6 for _, parameters, _ in server.requests)
+
+
+@pytest.mark.parametrize(
+    ("extensions", "speaks_binary", "formats"),
+    [(["binary_tensor_data"], True, [True, True]), (None, True, [False, True]), (None, False, [False, False])],
+)
+def test_a_gateway_that_exposes_models_only_is_asked_in_json_until_it_answers_in_raw_bytes(
+    extensions, speaks_binary, formats
+):
+    with strict_server(extensions=extensions, speaks_binary=speaks_binary) as server:
+        model = remote(server.url)
+        for n in (3, 4):
+            assert np.array_equal(model(batch_of(n)).logits, expected_of(batch_of(n)))
+    assert [LENGTH in headers for headers, _, _ in server.requests] == formats
 
 
 @pytest.mark.parametrize("statuses", [[], [429], [503, 502, 504]])
-def test_what_passes_is_tried_again_with_the_same_key(statuses):
+def test_a_transient_status_is_tried_again(statuses):
     with strict_server(faults=[(status, {"Retry-After": "0"}) for status in statuses]) as server:
         assert not remote(server.url)(batch_of(2)).failures
-    assert len({headers["Idempotency-Key"] for headers, _, _ in server.asked}) == 1
-    assert len(server.asked) == len(statuses) + 1
-    left = [parameters["timeout"] for _, parameters, _ in server.asked]
+    assert len(server.requests) == len(statuses) + 1
+    left = [parameters["timeout"] for _, parameters, _ in server.requests]
     assert left == sorted(left, reverse=True)
+
+
+def test_the_limit_of_a_server_is_learned_once():
+    """Triton with a max_batch_size rejects larger requests."""
+    batch = batch_of(256)
+    with strict_server(max_batch_size=8) as server:
+        model = remote(server.url)
+        assert np.array_equal(model(batch).logits, expected_of(batch))
+        n_first = len(server.requests)
+        assert n_first < 2 * 256 / 8 + 4 * 4  # each of four requests may learn it
+        assert np.array_equal(model(batch).logits, expected_of(batch))
+        assert len(server.requests) - n_first == 256 / 8
 
 
 def answers_with(*fault):
@@ -77,8 +101,8 @@ def describes(**changes):
     [
         (answers_with(503, {}), {}, ExecutionError, "503: not now, 3 attempts"),
         (answers_with(503, {"Retry-After": "3600"}), {}, ExecutionError, "503: not now, 1 attempts"),
-        (answers_with(500, {}), {}, DataError, "fails (500: not now)"),
-        (answers_with(401, {}), {}, ConfigError, "rejects the token (401: not now); check token_env"),
+        (answers_with(500, {}), {}, ExecutionError, "it fails on every row, 500: not now"),
+        (answers_with(401, {}), {}, ConfigError, "rejects the token (401: not now); check token_env and headers"),
         (answers_with(404, {}), {}, ConfigError, "does not answer such requests (404: not now)"),
         (answers_with(302, {"Location": "https://elsewhere"}), {}, ConfigError, "see https://elsewhere"),
         (answers_with(200, {}, b"<html>Welcome</html>"), {}, ExecutionError, "its answer cannot be read"),
@@ -98,22 +122,26 @@ def test_a_server_that_fails_or_is_unlike_the_settings_is_one_line(server, setti
     assert "\n" not in str(raised.value)
 
 
-def test_what_a_server_refuses_are_failed_rows_and_the_others_are_answered():
+@pytest.mark.parametrize("status", [400, 500])
+def test_a_rejected_row_fails_alone_and_does_not_shrink_later_requests(status):
     batch = batch_of(20)
-    with strict_server(refuses="né 7") as server:
-        answers = remote(server.url, max_rows=8)(batch)
+    with strict_server(refuses="né 7", status=status) as server:
+        model = remote(server.url, max_rows=8)
+        answers = model(batch)
+        model(batch_of(6))
     assert list(answers.failures) == [7]
-    assert "400: not now" not in answers.failures[7]
-    assert "refuses it: not now" in answers.failures[7]
+    assert "not now" in answers.failures[7]
     rest = np.arange(20) != 7
     assert np.array_equal(answers.logits[rest], expected_of(batch)[rest])
-    assert server.n_rows == 19
+    assert server.n_rows == 19 + 6
+    assert server.requests[-1][2] == 6
 
 
-def test_a_server_that_refuses_everything_from_the_start_is_not_the_rows_fault():
-    with strict_server(faults=[(400, {})] * 999) as server, pytest.raises(ConfigError, match="refuses every row"):
+@pytest.mark.parametrize(("status", "error"), [(400, ConfigError), (500, ExecutionError)])
+def test_a_server_that_rejects_everything_from_the_start_ends_the_call(status, error):
+    with strict_server(faults=[(status, {})] * 999) as server, pytest.raises(error, match="every row"):
         remote(server.url)(batch_of(64))
-    assert len(server.asked) < 64
+    assert len(server.requests) < 64
 
 
 def test_a_row_whose_logits_are_infinite_fails():
@@ -229,14 +257,49 @@ def test_seconds_are_measured_of_remote_stages_only():
         pool_of({**content, "stages": [{"name": "s", "model": python, "cost": {"seconds": "auto"}}]}, None)
 
 
-def test_a_token_comes_from_the_environment_and_is_not_shown(monkeypatch):
-    secret = "s3cret-t0ken"
-    monkeypatch.setenv("CLOUD_TOKEN", f"{secret}\n")
-    echoes = (403, {}, json.dumps({"error": f"bad token {secret}"}).encode())
+def test_secrets_come_from_the_environment_and_are_not_shown(monkeypatch):
+    token, key = "s3cret-t0ken", "k3y-of-the-gateway"
+    monkeypatch.setenv("CLOUD_TOKEN", f"{token}\n")
+    monkeypatch.setenv("GATEWAY_KEY", key)
+    echoes = (403, {}, json.dumps({"error": f"bad token {token} or key {key}"}).encode())
+    settings = {"token_env": "CLOUD_TOKEN", "headers": {"api-key": "$GATEWAY_KEY", "Host": "net.models.example"}}
     with strict_server(faults=[echoes]) as server:
-        model = remote(server.url, token_env="CLOUD_TOKEN")
+        model = remote(server.url, **settings)
         with pytest.raises(ConfigError) as raised:
             model(batch_of(1))
-        assert secret not in str(raised.value)
+        assert token not in str(raised.value)
+        assert key not in str(raised.value)
         assert not model(batch_of(1)).failures
-    assert {headers["Authorization"] for headers, _, _ in server.asked} == {f"Bearer {secret}"}
+    for headers, _, _ in server.requests:
+        assert headers["Authorization"] == f"Bearer {token}"
+        assert headers["api-key"] == key
+        assert headers.get_all("Host") == ["net.models.example"]
+    monkeypatch.delenv("GATEWAY_KEY")
+    with pytest.raises(ConfigError, match="GATEWAY_KEY"):
+        remote("https://h", **settings)
+
+
+@pytest.mark.parametrize(
+    ("url", "settings", "words"),
+    [
+        ("http://h", {"token_env": "T"}, "https"),
+        ("http://10.0.0.1:8000", {"headers": {"x-api-key": "$T"}}, "https"),
+        ("http://127.0.0.1.example", {"token_env": "T"}, "https"),
+        ("https://h", {"headers": {"Authorization": "Bearer abc"}}, "environment variable"),
+        ("https://h", {"headers": {"a b": "c"}}, "cannot be sent"),
+        ("https://h", {"headers": {"a": "c\r\nb: d"}}, "cannot be sent"),
+    ],
+)
+def test_settings_that_would_show_a_secret_or_cannot_be_sent_are_refused(url, settings, words):
+    with pytest.raises(ConfigError, match=words):
+        stage(url, **settings)
+
+
+@pytest.mark.parametrize("bypassed", [False, True])
+def test_a_proxy_of_the_environment_is_used_unless_the_host_is_excepted(monkeypatch, bypassed):
+    with strict_server() as server, strict_server() as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1" if bypassed else "other.example")
+        url = server.url if bypassed else "http://models.example:8000"
+        assert not remote(url)(batch_of(2)).failures
+    assert (len(server.requests), len(proxy.requests)) == ((1, 0) if bypassed else (0, 1))

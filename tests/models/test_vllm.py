@@ -71,6 +71,42 @@ def test_the_engine_gets_its_settings(engines, tiny_model, tmp_path, rank, reser
     assert model.facts.dtype == "fp8 in float32"
 
 
+@pytest.mark.parametrize("options", ["letter", "name"])
+def test_images_go_with_the_prompts_of_their_rows(engines, tiny_model, monkeypatch, options):
+    """The stand-in does not look at them; the template writes where they belong."""
+    template = (
+        "{% for message in messages %}{% for part in message.content %}"
+        "{{ 'picture ' if part.type == 'image' else part.text }}\n{% endfor %}{% endfor %}"
+    )
+    prompts, generate, get_tokenizer = [], fake_vllm.LLM.generate, fake_vllm.LLM.get_tokenizer
+
+    def noted(self, requests, *arguments, **settings):
+        prompts.extend(requests)
+        return generate(self, requests, *arguments, **settings)
+
+    def with_template(self):
+        tokenizer = get_tokenizer(self)
+        tokenizer.chat_template = template
+        return tokenizer
+
+    monkeypatch.setattr(fake_vllm.LLM, "generate", noted)
+    monkeypatch.setattr(fake_vllm.LLM, "get_tokenizer", with_template)
+    settings = {"labels": ["cat", "dog bones"], "prompt": "Which one? {{ hint }}", "options": options}
+    model = spec(tiny_model, image=True, **settings).load()
+    pixels = [np.full((4, 6, 3), row, np.uint8) for row in range(3)]
+    batch = {"image": column([pixels[0], b"", pixels[2]]), "hint": column(["a", "b", "c"])}
+    answers = model(batch)
+    assert answers.failures.keys() == {1}
+    assert np.isfinite(answers.logits[[0, 2]]).all()
+    for prompt in prompts:
+        text = tiny_model.tokenizer.decode(prompt["prompt_token_ids"])
+        row = 0 if "Which one? a" in text else 2
+        assert "picture" in text
+        assert np.array_equal(np.asarray(prompt["multi_modal_data"]["image"]), pixels[row])
+    with pytest.raises(ValueError, match="chat template"):
+        spec(tiny_model, image=True, chat_template=False, **settings)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [({"lora": "/adapter"}, "there is no such folder"), ({"device": "cuda"}, "device cuda: no GPU is visible")],

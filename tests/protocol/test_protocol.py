@@ -405,7 +405,7 @@ def test_what_a_client_writes_is_what_a_service_reads(names, binary, parameters,
     for tensor in inputs:
         assert read.inputs[tensor.name].datatype == tensor.datatype
         assert same(read.inputs[tensor.name].values, tensor.values)
-    assert read.outputs == dict.fromkeys(outputs, binary)
+    assert read.outputs == dict.fromkeys(outputs, True)
     assert read.parameters == parameters
 
 

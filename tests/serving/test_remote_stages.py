@@ -1,10 +1,8 @@
 """A service as a stage of another, the edge's: what the edge answers, whatever the link to the cloud does."""
 
-import contextlib
 import datetime
 import ipaddress
 import ssl
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import openai
@@ -176,37 +174,13 @@ def test_questions_are_answered_as_a_remote_stage_and_as_decisions(tmp_path):
     assert len({row[0] for row in answers.logits.tolist()}) == 3  # each prompt was another
 
 
-def test_stalled_and_reset_connections_lose_no_row(deployed, cloud):
-    with Link(port_of(cloud), stall_share=0.2, reset_share=0.2, seed=1) as link:
+def test_reset_connections_lose_no_row(deployed, cloud):
+    with Link(port_of(cloud), reset_share=0.3, seed=1) as link:
         model = deployed.model(link.url, timeout_s=40, retries=40, max_rows=4)
         for _ in range(3):
             require_logits(deployed, model({"example_id": deployed.ids}))
             link.reset()
         assert link.n_connections > 6
-
-
-@pytest.mark.soak("links")
-def test_a_slow_hour_does_not_make_stuck_connections_cost_a_call_all_of_its_time(deployed, cloud):
-    with Link(port_of(cloud)) as link:
-        model, batch = deployed.model(link.url, timeout_s=4.0), {"example_id": deployed.ids[:1]}
-        for _ in range(7):
-            model(batch)
-        for link.delay_s in (0.4, 0.75, 1.2):
-            with contextlib.suppress(ExecutionError):
-                model(batch)
-        link.delay_s, link.stall_share, n = 0.0, 1.0, link.n_connections
-        link.reset()
-
-        def heal():
-            until(lambda: link.n_connections > n)
-            link.stall_share = 0.0
-
-        with ThreadPoolExecutor(1) as healing:
-            healed = healing.submit(heal)
-            for _ in range(12):  # at one of these, the connection is stuck
-                assert not model(batch).failures
-            healed.result()
-        assert link.n_connections > n + 1
 
 
 # TLS.
@@ -263,8 +237,9 @@ def test_mutual_tls_and_a_token_are_required_and_faults_told_in_one_line(deploye
             answers = model(batch)
             require_logits(deployed, answers)
             wires.append(answers.wire)
-        until(lambda: sum(wire.bytes_out for wire in wires) == outer.bytes_out)
-        assert sum(wire.bytes_in for wire in wires) == outer.bytes_in
+        # Without those of TLS.
+        assert sum(wire.bytes_out for wire in wires) == inner.bytes_out < outer.bytes_out
+        assert sum(wire.bytes_in for wire in wires) == inner.bytes_in < outer.bytes_in
         untrusted, untrusted_key = others.issue("edge")
         monkeypatch.setenv("OTHER_TOKEN", "guess")
         for change, reason in (
