@@ -104,5 +104,5 @@ def texts_in(values: Iterable[Any]) -> Iterator[str]:
     for value in values:
         if isinstance(value, str):
             yield from filter(None, [value])
-        elif isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
+        elif isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype.kind in "OU"):
             yield from texts_in(value)
