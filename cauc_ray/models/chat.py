@@ -35,8 +35,10 @@ def open_thought(text: str) -> str | None:
 def special_tokens(tokenizer: Any, template: str = "") -> re.Pattern[str]:
     """Return the pattern of a tokenizer's special tokens, and of the added tokens that a template writes."""
     added = tokenizer.added_tokens_decoder.values()
-    texts = {token.content for token in added if token.special or token.content in template}
-    # A template also writes line ends, and words such as "user", which a few vocabularies have as added tokens.
+    texts = {
+        token.content for token in added if token.special or (token.content in template and len(token.content) > 2)
+    }
+    # A template also has line ends, and words such as "user", which a few vocabularies have as added tokens.
     marks = sorted((text for text in texts if re.search(r"[^\w\s]", text)), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, marks)) or r"(?!)")
 
