@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from cauc_ray.comparison.sweeping import sweep
     from cauc_ray.data.writing import write_logits
     from cauc_ray.errors import CaucError, CaucWarning
+    from cauc_ray.models.answers import Answers
     from cauc_ray.planning.plan import plan
     from cauc_ray.policies.policy import Policy
     from cauc_ray.reporting.writing import report
 
 # Loaded at first use, so that importing the package costs nothing.
 _PUBLIC = {
+    "Answers": "cauc_ray.models.answers",
     "CascadeClassifier": "cauc_ray.api.estimator",
     "CaucError": "cauc_ray.errors",
     "CaucWarning": "cauc_ray.errors",
@@ -51,6 +53,7 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "Answers",
     "CascadeClassifier",
     "CaucError",
     "CaucWarning",

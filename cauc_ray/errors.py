@@ -89,10 +89,17 @@ class ExecutionError(CaucError):
 
 
 def require_packages(what: str, extra: str, *packages: str) -> None:
-    """Raise ConfigError with the install command where packages of an extra are missing.   what: needs them."""
+    """Raise ConfigError with the install command if packages are missing.
+
+    Args:
+        what: What needs them, for the message.
+        extra: The extra of this package that installs them, "" for packages that none does.
+        packages: The packages, by the names that they are imported by.
+    """
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
-        raise ConfigError(f"{what} needs {' and '.join(missing)}; install with: pip install 'cauc-ray[{extra}]'")
+        target = f"'cauc-ray[{extra}]'" if extra else " ".join(missing)
+        raise ConfigError(f"{what} needs {' and '.join(missing)}; install with: pip install {target}")
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:

@@ -210,6 +210,12 @@ def _classes(base: type) -> dict[str, type]:
 
 
 def _parsed(docstring: str | None, names: Iterable[str]) -> tuple[str, dict[str, str]]:
+    about, _, attributes = inspect.cleandoc(docstring or "").partition("\n\nAttributes:\n")
+    if attributes:
+        items = (" ".join(item.split()) for item in re.split(r"\n(?=\S)", textwrap.dedent(attributes)))
+        keys = (item.partition(": ") for item in items)
+        paragraphs = (" ".join(paragraph.split()) for paragraph in about.split("\n\n"))
+        return "\n\n".join(paragraphs), {key: meaning.rstrip(".") for key, _, meaning in keys}
     text = " ".join(re.sub(r"\n\s*\n\s*", "\0", docstring or "").split())
     keys = "|".join(map(re.escape, names))
     parts = re.split(rf"(?:^|(?<=\0)|(?<=\. ))((?:{keys})(?:(?:, | and )(?:{keys}))*): ", text)

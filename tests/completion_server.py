@@ -84,7 +84,7 @@ def _text(prompt: Any) -> str:
 class LanguageServer(CompletionServer):
     """Answers with the one token that a language model continues with, and its true log-probabilities.
 
-    scores_tokens: as vLLM's server does, tokenise texts and chats, and score given tokens and those of prompts.
+    scores_tokens: as vLLM's server does, tokenise texts and chats, and score given tokens.
     """
 
     def __init__(self, model: Loaded, scores_tokens: bool = False) -> None:
@@ -96,7 +96,9 @@ class LanguageServer(CompletionServer):
     def reply(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> dict[str, Any] | Fault:
         chat = path == "/v1/chat/completions"
         if path == "/tokenize" and self.scores_tokens:
-            return {"tokens": self._tokens(body)}
+            tokens = self._tokens(body)
+            texts = self.model.tokenizer.convert_ids_to_tokens(tokens)
+            return {"tokens": tokens} | ({"token_strs": texts} if body.get("return_token_strs") else {})
         if not chat and path != "/v1/completions":
             return Fault(404, {"error": {"message": f"there is no {path}"}})
         if body.get("max_tokens") != 1 or body.get("temperature") != 0:
@@ -108,11 +110,6 @@ class LanguageServer(CompletionServer):
         usage = {"prompt_tokens": len(tokens), "completion_tokens": 1, "total_tokens": len(tokens) + 1}
         with self.lock:
             logprobs = _logprobs(self.model, tokens)
-        if self.scores_tokens and "prompt_logprobs" in body:
-            listed = [
-                {str(token): {"logprob": float(at[token])}} for token, at in zip(tokens[1:], logprobs, strict=False)
-            ]
-            return {"choices": [{"text": "", "logprobs": None, "prompt_logprobs": [None, *listed]}], "usage": usage}
         n_top = body.get("top_logprobs") if chat else body.get("logprobs")
         following = logprobs[-1]
         ended = int(following.argmax()) == self.model.tokenizer.eos_token_id
@@ -127,12 +124,19 @@ class LanguageServer(CompletionServer):
 
     def _tokens(self, body: dict[str, Any]) -> list[int]:
         if "messages" in body:
-            return self.model.chat(body["messages"][0]["content"])
+            return self._chat_tokens(**body)
         if isinstance(body["prompt"], list):
             return list(body["prompt"])
         return list(
             self.model.tokenizer.encode(body["prompt"], add_special_tokens=body.get("add_special_tokens", True))
         )
+
+    def _chat_tokens(self, messages: list[Any], **body: Any) -> list[int]:
+        continues = body.get("continue_final_message", False)
+        settings = {"add_generation_prompt": body.get("add_generation_prompt", True)}
+        settings |= {"continue_final_message": continues, **body.get("chat_template_kwargs", {})}
+        text = self.model.tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+        return list(self.model.tokenizer.encode(text, add_special_tokens=False))
 
 
 Top = list[tuple[str, float]]

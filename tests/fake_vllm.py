@@ -13,12 +13,11 @@ from scipy.special import log_softmax
 
 
 class SamplingParams:
-    def __init__(self, *, max_tokens, temperature, logprob_token_ids=None, prompt_logprobs=None, detokenize=True):
+    def __init__(self, *, max_tokens, temperature, logprob_token_ids, detokenize=True):
         assert (max_tokens, temperature) == (1, 0)
-        if logprob_token_ids is not None and len(logprob_token_ids) > 128:
+        if len(logprob_token_ids) > 128:
             raise ValueError("Requested logprob_token_ids of length above 128")
         self.logprob_token_ids = logprob_token_ids
-        self.prompt_logprobs = prompt_logprobs
 
 
 class LLM:
@@ -38,23 +37,14 @@ class LLM:
         return self._loaded.tokenizer
 
     def generate(self, prompts, params, *, use_tqdm, lora_request):
-        if lora_request and any(settings.prompt_logprobs is not None for settings in params):
-            raise RuntimeError("EngineCore encountered an issue")
         return [self._answered(p["prompt_token_ids"], settings) for p, settings in zip(prompts, params, strict=True)]
 
     def _answered(self, tokens, params):
         if len(tokens) >= self.llm_engine.model_config.max_model_len:
             raise ValueError("The decoder prompt is longer than the maximum model length")
         logprobs = log_softmax(self._loaded.logits(tokens).astype(float), axis=1)
-        scores = [None, *({t: _Said(logprobs[n, t])} for n, t in enumerate(tokens[1:]))]
-        following = {t: _Said(logprobs[-1, t]) for t in params.logprob_token_ids or []}
-        prompt_logprobs = None if params.prompt_logprobs is None else scores
-        return SimpleNamespace(outputs=[SimpleNamespace(logprobs=[following])], prompt_logprobs=prompt_logprobs)
-
-
-class _Said(SimpleNamespace):
-    def __init__(self, logprob):
-        super().__init__(logprob=float(logprob))
+        following = {t: SimpleNamespace(logprob=float(logprobs[-1, t])) for t in params.logprob_token_ids}
+        return SimpleNamespace(outputs=[SimpleNamespace(logprobs=[following])])
 
 
 def install(monkeypatch):

@@ -19,6 +19,51 @@ def by_x(factor=1.0):
     return lambda batch: np.stack([factor * batch["x"], np.zeros(len(batch["x"]))], axis=1)
 
 
+def on_device(device="unknown"):
+    """Answer with costs of 1 on a GPU and 0 elsewhere, until the model is closed."""
+    from cauc_ray import Answers
+
+    class Model:
+        closed = False
+
+        def __call__(self, batch):
+            if self.closed:
+                raise RuntimeError("closed")
+            n = len(batch["x"])
+            return Answers(np.zeros((n, 2), np.float32), costs=np.full(n, float(device == "cuda")))
+
+        def close(self):
+            self.closed = True
+
+    return Model()
+
+
+def labelled(names):
+    """Answer x as an option's number, and name that option."""
+    from cauc_ray import Answers
+
+    def answer(batch):
+        numbers = [int(value) for value in batch["x"]]
+        return Answers(np.eye(len(names), dtype=np.float32)[numbers], labels=[names[number] for number in numbers])
+
+    return answer
+
+
+def notes_its_end(path):
+    """Answer as by_x does, and write a file when the model is closed."""
+    answer = by_x()
+
+    class Model:
+        def __call__(self, batch):
+            return answer(batch)
+
+        def close(self):
+            with open(path, "a") as file:
+                file.write(f"{os.getpid()}\n")
+
+    return Model()
+
+
 def before(factory):
     """Make a factory of a function of a batch and options: its model does that, and then answers as another's does."""
 

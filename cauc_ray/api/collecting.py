@@ -162,7 +162,8 @@ def _encoder(pool: Pool, embedding: str) -> StageSpec:
     encoder = (ImageEncoderSpec if images else TextEncoderSpec).model_validate(
         {"model": embedding}, context={"folder": here}
     )
-    prompted = next((stage.model.reads for stage in pool.stages if isinstance(stage.model, LanguageSpec)), None)
+    language = [stage.model.columns_read.names for stage in pool.stages if isinstance(stage.model, LanguageSpec)]
+    prompted = next(iter(language), None)
     if isinstance(encoder, TextEncoderSpec) and pool.task == "classification" and prompted:
         encoder = encoder.model_copy(update={"columns": tuple(sorted(prompted)), "required": ()})
     name = Path(os.path.normpath(here / embedding)).name.replace("=", "-")  # of a link, its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ from cauc_ray.api.evaluated import Evaluation
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Costs
+from cauc_ray.numbers.intervals import signs_of
 from cauc_ray.numbers.logits import LogitKind, as_logits, log_softmax
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.numbers.types import Floats, Ints
@@ -33,6 +35,8 @@ except ImportError as missing:
 _FIT_OPTIONS = ("costs", "method", "budget", "threshold", "price", "objective", "calibrator", "safe", "validation")
 # Below the least score of a row, for a class that a member has not seen.
 _UNSEEN = 50.0
+# Labels and scores of a member are compared on at most twice as many rows, and may differ on this share of them.
+_COMPARED_ROWS, _TOLERATED_SHARE = 500, 0.05
 
 
 class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -68,7 +72,7 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     Attributes:
         policy_: the policy, as cauc_ray.fit returns it.
         classes_: the labels, sorted; a prediction of the policy is an index of them.
-        members_: the fitted classifiers by name.
+        members_: the fitted classifiers by name; their labels are indexes of classes_, but for frozen ones.
         cost_: the mean cost of a row that the policy expects.
     """
 
@@ -130,9 +134,16 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any, **fit_params: Any) -> Self:
         """Fit the members, and the policy on rows that they were not fitted on.
 
-        X: (N, features) or what else the members take.   y: (N,) labels.   fit_params: for every member's fit, such as
-        sample_weight (N,); the policy counts every row once.
-        Raises ValueError as scikit-learn does, ConfigError for parameters and costs, BudgetError for the budget.
+        Args:
+            X: (N, features) or what else the members take.
+            y: Labels, (N,), of any type.
+            **fit_params: Passed to the fit of every member, such as sample_weight (N,), or of the member named before
+                two underscores. The policy counts every row once.
+
+        Raises:
+            ValueError: As scikit-learn does, and for a row without a label.
+            ConfigError: A parameter, a cost, or the scores of a member, which are not those of its labels.
+            BudgetError: No operating point is within the budget.
         """
         names = self._names()
         if self.costs is None:
@@ -146,18 +157,21 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         folds = list(check_cv(cv, y, classifier=True).split(X, y))
         answers: dict[str, list[Floats]] = {name: [] for name in names}
         kinds: dict[str, LogitKind] = {}
-        for train, held_out in folds:
-            self.members_ = self._fitted(X, y, fit_params, train)
+        codes = self._codes(y)
+        for fold, (train, held_out) in enumerate(folds):
+            self.members_ = self._fitted(X, codes, fit_params, train)
             for name, member in self.members_.items():
                 values, kinds[name] = self._scores(name, member, _rows_of(X, held_out))
                 answers[name].append(values)
+                if not fold:
+                    self._require_same_labels(name, member, X, codes, held_out, values)
         if len(folds) > 1:
-            self.members_ = self._fitted(X, y, fit_params)
+            self.members_ = self._fitted(X, codes, fit_params)
         held_out = np.concatenate([rows for _, rows in folds])
         order = np.argsort(held_out, kind="stable")
         self.policy_ = offline.fit(
             {name: np.concatenate(parts)[order] for name, parts in answers.items()},
-            self._codes(y[held_out[order]]),
+            codes[held_out[order]],
             models=names,
             seed=seed,
             logit_kind=kinds,
@@ -189,6 +203,7 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             labels=None,
             models=self.policy_.models,
             cost_unit=self.policy_.cost_unit,
+            names=self._names_of_classes(),
         )
 
     def evaluate(self, X: Any, y: Any) -> Evaluation:
@@ -196,7 +211,11 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         X = self._opened(X)
         logits = {name: self._scores(name, self.members_[name], X)[0] for name in self.policy_.models}
         kinds = {name: self._scores_kind(self.members_[name]) for name in self.policy_.models}
-        return offline.evaluate(logits, self.policy_, labels=self._codes(column_or_1d(y)), logit_kind=kinds)
+        evaluation = offline.evaluate(logits, self.policy_, labels=self._codes(column_or_1d(y)), logit_kind=kinds)
+        return replace(evaluation, names=self._names_of_classes())
+
+    def _names_of_classes(self) -> tuple[str, ...]:
+        return tuple(map(str, self.classes_.tolist()))
 
     def _pairs(self) -> list[tuple[str, Any]]:
         """Return the members; none where estimators are not pairs, which fit() refuses."""
@@ -206,12 +225,14 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _names(self) -> list[str]:
         names = [name for name, _ in self._pairs()]
         if not names or len(set(names)) < len(self.estimators):
-            raise ConfigError(f"estimators: pairs (name, classifier) with each name once, got {self.estimators!r}")
-        other = next((member for _, member in self._pairs() if not hasattr(member, "fit")), None)
-        if other is not None:
-            raise ConfigError(f"estimators: {other!r} is not a classifier; leave the pair out")
-        own = self.get_params(deep=False)
-        clashes = [name for name in names if "__" in name or name in own]
+            entries = self.estimators if isinstance(self.estimators, list | tuple) else [self.estimators]
+            types = ", ".join(name if name in names else type(name).__name__ for name in (names or entries))
+            raise ConfigError(f"estimators: pairs (name, classifier) with each name once, got {types or 'none'}")
+        invalid = next((member for _, member in self._pairs() if not hasattr(member, "fit")), None)
+        if invalid is not None:
+            raise ConfigError(f"estimators: {invalid!r} is not a classifier; leave the pair out")
+        parameters = self.get_params(deep=False)
+        clashes = [name for name in names if "__" in name or name in parameters]
         if clashes:
             raise ConfigError(f"estimators: {clashes[0]!r} cannot name a member: it has '__' or is a parameter")
         return names
@@ -221,6 +242,7 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if y is None:
             raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None")
         validate_data(self, X, skip_check_array=True)
+        _require_labels(y)
         y = column_or_1d(y, warn=True)
         check_classification_targets(y)
         X, y = indexable(X, y)
@@ -235,12 +257,64 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
         return X, y
 
-    def _fitted(self, X: Any, y: Any, params: Mapping[str, Any], rows: Ints | None = None) -> dict[str, Any]:
-        """Return the members, fitted on some rows, None for all."""
+    def _fitted(self, X: Any, codes: Ints, params: Mapping[str, Any], rows: Ints | None = None) -> dict[str, Any]:
+        """Return the members, fitted on some rows, None for all.
+
+        Their labels are 0, 1, … without gaps, which some classifiers require: positions in the fitted classes.
+        """
         if rows is not None:
-            n, X, y = len(y), _rows_of(X, rows), y[rows]
-            params = {key: _rows_of(of, rows) if _n_rows(of) == n else of for key, of in params.items()}
-        return {name: clone(member).fit(X, y, **params) for name, member in self._pairs()}
+            n, X, codes = len(codes), _rows_of(X, rows), codes[rows]
+            params = {key: _rows_of(value, rows) if _n_rows(value) == n else value for key, value in params.items()}
+        self._fitted_classes, labels = np.unique(codes, return_inverse=True)
+        prefixes = {name: f"{name}__" for name, _ in self._pairs()}
+        shared = {key: value for key, value in params.items() if not key.startswith(tuple(prefixes.values()))}
+        members = {}
+        for name, member in self._pairs():
+            prefix = prefixes[name]
+            private = {key.removeprefix(prefix): value for key, value in params.items() if key.startswith(prefix)}
+            members[name] = clone(member).fit(X, labels, **shared, **private)
+        return members
+
+    def _codes_of(self, member: Any, labels: Any) -> Ints:
+        """Return a member's labels, (n,), as indexes of classes_."""
+        if isinstance(member, FrozenEstimator):
+            return self._codes(np.asarray(labels))
+        codes: Ints = self._fitted_classes[np.asarray(labels).astype(np.intp)]
+        return codes
+
+    def _require_same_labels(self, name: str, member: Any, X: Any, codes: Ints, rows: Ints, scores: Floats) -> None:
+        """Raise ConfigError if a member's labels are right more often than the classes of its highest scores.
+
+        Probabilities that a classifier fits after its labels (SVC) differ in a few rows, and a tuned threshold may cost
+        accuracy; scores that are not those of the classes in order differ in many, and answer worse.
+
+        Args:
+            name: Name of the member.
+            member: Fitted classifier.
+            X: Rows of the fit.
+            codes: Their labels, as indexes of classes_, (N,).
+            rows: Rows that the member was not fitted on, (n,).
+            scores: The member's scores of these rows, (n, K).
+        """
+        if not hasattr(member, "predict"):
+            return
+        sample = np.arange(0, len(rows), max(1, len(rows) // _COMPARED_ROWS))
+        scores, rows = scores[sample], rows[sample]
+        predicted, best = self._codes_of(member, np.ravel(member.predict(_rows_of(X, rows)))), scores.argmax(axis=1)
+        differ = scores[np.arange(len(rows)), predicted] < scores.max(axis=1)
+        comparison = signs_of(predicted == codes[rows], best == codes[rows])
+        if differ.mean() > _TOLERATED_SHARE and comparison.gains:
+            raise self._not_its_classes(
+                name,
+                f"its predict() differs from the class of the highest score on {int(differ.sum()):,} of {len(rows):,} "
+                "rows, and is right more often",
+            )
+
+    def _not_its_classes(self, name: str, reason: str) -> ConfigError:
+        return ConfigError(
+            f"member {name!r}: {reason}; it must have one score for each class, in the order of classes_, as SVC has "
+            "with decision_function_shape='ovr'"
+        )
 
     def _opened(self, X: Any) -> Any:
         check_is_fitted(self, "policy_")
@@ -284,17 +358,37 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         kind = self._scores_kind(member)
         if kind == "surrogate" and not hasattr(member, "decision_function"):
             raise ConfigError(f"member {name!r} has neither predict_proba nor decision_function")
-        own = member.predict_proba(X) if kind == "probabilities" else member.decision_function(X)
-        own = np.asarray(own, dtype=np.float32)
-        if own.ndim == 1:
-            own = np.stack([np.zeros_like(own), own], axis=1)
-        if np.array_equal(member.classes_, self.classes_):
-            return own, kind
+        scores = member.predict_proba(X) if kind == "probabilities" else member.decision_function(X)
+        scores = np.asarray(scores, dtype=np.float32)
+        if scores.ndim == 1:
+            scores = np.stack([np.zeros_like(scores), scores], axis=1)
+        codes = self._codes_of(member, member.classes_)
+        if scores.shape[1:] != codes.shape:
+            raise self._not_its_classes(name, f"it gives {scores.shape[1]} scores for {len(codes)} classes")
+        if np.array_equal(codes, np.arange(len(self.classes_))):
+            return scores, kind
         # A fold may lack a class: improbable, not impossible.
-        unseen = np.zeros(len(own)) if kind == "probabilities" else own.min(axis=1) - _UNSEEN
+        unseen = np.zeros(len(scores)) if kind == "probabilities" else scores.min(axis=1) - _UNSEEN
         values = np.repeat(unseen[:, None], len(self.classes_), axis=1).astype(np.float32)
-        values[:, self._codes(member.classes_)] = own
+        values[:, codes] = scores
         return values, kind
+
+
+def _require_labels(y: Any) -> None:
+    """Raise ValueError naming a row without a label: None, NaN or pandas' NA."""
+    labels = np.asarray(y)
+    if labels.dtype.kind not in "fO":
+        return
+    missing = next((row for row, label in enumerate(labels.ravel().tolist()) if _is_missing(label)), None)
+    if missing is not None:
+        raise ValueError(f"y: row {missing} has no label ({labels.ravel()[missing]}); leave such rows out of X and y")
+
+
+def _is_missing(label: object) -> bool:
+    try:
+        return label is None or bool(label != label)
+    except TypeError:  # pandas' NA has no truth value
+        return True
 
 
 def _n_rows(X: Any) -> int:

@@ -141,8 +141,9 @@ def require_usable(
     there = None if columns is None else frozenset(columns)
     for stage in stages:
         stage.model.check(here)
-        # A model that does not tell what it reads is given the inputs that the pool declares.
-        needed = stage.model.needs | (pool.inputs.keys() if stage.model.reads is None else frozenset())
+        read = stage.model.columns_read
+        # A model that declares no columns is given the inputs that the pool declares.
+        needed = read.required | (pool.inputs.keys() if read.names is None else frozenset())
         missing = sorted(needed.difference(there or needed))
         if missing:
             has = ", ".join(sorted(there or ()))

@@ -97,7 +97,7 @@ def serve(
     stages = pool.chain(policy.models)
     require_agreement(stages, policy)
     for stage in stages:
-        stage.model.check(here=local or _runs_here(address))
+        stage.model.check(local or _runs_here(address))
     edge = _edge(pool, policy, local)
     policy = policy if edge is None else edge.policy
     port = _free_port(host, port)

@@ -194,27 +194,36 @@ class Source:
         splits = [calibration, *({validation} & set(self._source.splits(self.models[0])))]
         priced, unit = _in_order(self.costs, self.models), self._options.cost_unit
         chains = [self._source.read_chain_heads(self.models, split, costs=priced) for split in splits]
-        chains[0] = _labelled(chains[0], chains[0].known["source"])
+        chains = [_with_warning(chain, chain.known["source"]) for chain in chains]
         if unit is not None:
             chains = [replace(c, known={**c.known, "costs": Costs(unit, c.known["costs"].per_call)}) for c in chains]
         return chains
 
     def _read(self, models: Sequence[str], split: str, costs: CallCosts) -> ChainLogits:
         chain = self._source.read_chain(models, split, costs=costs)
-        if split == self._options.calibration_split:
-            chain = _labelled(chain, chain.source)
+        if split in self._options.splits:
+            chain = _with_warning(chain, chain.source)
         unit = self._options.cost_unit
         return chain if unit is None else replace(chain, costs=Costs(unit, chain.costs.per_call))
 
 
-def _labelled(chain: _Chain, source: str) -> _Chain:
-    """Return the examples that have a label, with a warning that counts the others; all of them where none has one."""
+def labelled_examples(chain: _Chain) -> _Chain:
+    """Return the examples that have a label; all of them if none has one."""
     rows = np.flatnonzero(chain.labelled)
-    if len(rows) in (0, len(chain)):
-        return chain
-    lacking = f"{len(chain) - len(rows):,} of {len(chain):,} examples have no label and are left out"
-    warnings.warn(f"{source}: {lacking}", CaucWarning, stacklevel=5)
-    return chain.of_rows(rows)
+    return chain if len(rows) in (0, len(chain)) else chain.of_rows(rows)
+
+
+def _with_warning(chain: _Chain, source: str) -> _Chain:
+    """Return the examples that have a label, as labelled_examples does, with a warning that counts the others."""
+    labelled = labelled_examples(chain)
+    if labelled is not chain:
+        n_missing = len(chain) - len(labelled)
+        warnings.warn(
+            f"{source}: {n_missing:,} of {len(chain):,} examples have no label and are left out",
+            CaucWarning,
+            stacklevel=5,
+        )
+    return labelled
 
 
 def _in_order(costs: ModelCosts, models: Sequence[str]) -> CallCosts:

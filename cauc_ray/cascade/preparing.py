@@ -28,6 +28,10 @@ class PreparingWorker:
         """Load the model, as Worker does."""
         return self._model.submit(self._worker.load).result()
 
+    def close(self) -> None:
+        """Close the model, as Worker does."""
+        self._model.submit(self._worker.close).result()
+
     def decide(self, parts: Sequence[Part], good: Part | None, *bundles: Bundle) -> tuple[list[CallResult], Bundle]:
         """Answer a call's rows, in batches, and decide which of them stop, as Worker does.
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -152,6 +152,13 @@ class Worker:
         self._embeds = self._model.facts.logit_kind == EMBEDDING
         self._as_declared = _as_they_are if self._embeds else AsDeclared(self._model.facts)
         return replace(self._model.facts, prepares=self.prepares)
+
+    def close(self) -> None:
+        """Close the model, which answers no more."""
+        model, self._model = self._model, None
+        with suppress(Exception):  # a user's code: its process ends in any case
+            if model is not None:
+                model.close()
 
     def prepare(self, parts: Sequence[Part], bundles: Sequence[Bundle]) -> Prepared | None:
         """Prepare a call ahead, while the model answers another in its own thread.

@@ -218,6 +218,9 @@ def show_policy(policy: Policy) -> None:
         "price": f"1 less the last model's error on {choice.split} and its call at {choice.price} errors per {unit}",
         "certified": f"certified on {choice.split}",
     }[choice.rule]
+    for stage in policy.stages:
+        if stage.floor is not None:
+            line(f"probabilities of {stage.name} below {stage.floor:.4g} count as {stage.floor:.4g}")
     line(f"threshold {policy.threshold:.6g}: {how}")
     if choice.certificate is not None:
         line(_certified(choice.certificate))

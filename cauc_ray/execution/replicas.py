@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +38,8 @@ MOVE_PAUSE_S = 5.0
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0
 LONGEST_PAUSE_BESIDE_OTHERS_S = 300.0
+# Seconds in which a replica that ends may close its model.
+CLOSE_S = 5.0
 # A stage that has never been live is given up when so many more than its least number have died while they loaded.
 DEATHS_LOADING = 4
 
@@ -169,6 +173,9 @@ class Replicas:
         self._next = plan.first_replica
         self.by_number: dict[int, Replica] = {}
         self.by_ref: dict[Any, Replica] = {}
+        self._closing: dict[
+            Any, tuple[Any, float]
+        ] = {}  # actors that close their models, by reference, with a deadline
         for stage in hardest_first([stage.resources for stage in plan.stages]):
             for _ in range(plan.stages[stage].replicas.min):
                 self._start(stage, now)
@@ -215,14 +222,36 @@ class Replicas:
         at.not_before = now + min(pause_s, LONGEST_PAUSE_BESIDE_OTHERS_S if others_work else LONGEST_PAUSE_S)
 
     def let_go(self, replica: Replica, now: float) -> None:
-        """End a replica."""
+        """End a replica; one that has no more calls closes its model first."""
         del self.by_number[replica.number]
         if replica.ref is not None:
             self.by_ref.pop(replica.ref, None)
-        ray.kill(replica.handle)
+        if replica.phase == "closing":
+            self._closing[replica.handle.close.remote()] = (replica.handle, now + CLOSE_S)
+        else:
+            ray.kill(replica.handle)
         at = self._stages[replica.stage]
         if at.without_since is None and not self.counts()[replica.stage][0]:
             at.without_since = now
+
+    def close(self) -> None:
+        """End all replicas, those that work once they have closed their models."""
+        now = time.time()
+        for replica in list(self.by_number.values()):
+            if replica.phase == "live":
+                replica.phase = "closing"
+            self.let_go(replica, now)
+        self._end_closed(math.inf, wait_s=CLOSE_S)
+
+    def _end_closed(self, now: float, wait_s: float = 0.0) -> None:
+        """End the actors that have closed their models, or have taken too long."""
+        if not self._closing:
+            return
+        closed, _ = ray.wait(list(self._closing), num_returns=len(self._closing), timeout=wait_s)
+        for ref, (handle, deadline) in list(self._closing.items()):
+            if ref in closed or now > deadline:
+                del self._closing[ref]
+                ray.kill(handle)
 
     def down_for(self, stage: int, now: float) -> tuple[float, str]:
         """Return for how many seconds a stage has had no live replica, and what is known of why."""
@@ -246,6 +275,7 @@ class Replicas:
         Returns the replicas that are to be let go, once they have no call.
         """
         loads, n_unplaced, stuck = [], 0, None
+        self._end_closed(now)
         for replica in list(self.by_number.values()):
             waited_s = now - replica.since
             if replica.phase == "placing" and waited_s > BOOT_S and waited_s > self._node_s:

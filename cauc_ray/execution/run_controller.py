@@ -84,6 +84,7 @@ class RunController:
             raise
         else:
             self._committer.close()
+            self._replicas.close()
             self._n_finished = self._plan.n_done + self._committer.n_rows
             return time.perf_counter() - self._first_call if self._first_call is not None else 0.0
         finally:

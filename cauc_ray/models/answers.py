@@ -40,12 +40,18 @@ class Wire:
 class Answers:
     """A model's answers for n rows.
 
-    logits: float32 (n, K), of the model's kind, -inf beyond a row's options.   n_options: int (n,), None where all
-    rows have K.   costs: of the call for each row, float64 (n,), or None.   failures: rows that the model cannot
-    answer, with reasons; their logits are meaningless.   counts: how often something happened that affects the
-    logits, by name.   device_s: seconds of the forward passes on a GPU, None if not measured.   cost_unit: of
-    the costs, where only the calls tell it.   wire: of a remote call, None of others.   given: the model's own numbers,
-    as logits, where they were converted.
+    Attributes:
+        logits: float32 (n, K), of the model's kind, -inf beyond a row's options.
+        n_options: int (n,), None if all rows have K.
+        costs: Cost of the call for each row, float64 (n,), or None.
+        failures: Rows that the model cannot answer, with reasons; their logits are meaningless.
+        counts: How often something happened that affects the logits, by name.
+        device_s: Seconds of the forward passes on a GPU, None if not measured.
+        cost_unit: Unit of the costs, if only the calls report it.
+        wire: Network traffic of a remote call, None of others.
+        given: The model's numbers before they were converted to logits.
+        labels: The model's own label of each row (n,), a name of the pool's labels or an option's number; those of the
+            first batch must be the options with the highest scores.
     """
 
     logits: Floats
@@ -57,6 +63,7 @@ class Answers:
     cost_unit: str | None = None
     wire: Wire | None = None
     given: Floats | None = None
+    labels: Sequence[object] | None = None
 
     @property
     def as_given(self) -> Floats:
@@ -106,6 +113,10 @@ class Model(Protocol):
         """Answer a batch. Raises whatever the model raises; DataError for invalid logits."""
         ...
 
+    def close(self) -> None:
+        """Release what the model holds outside of this process; called when its stage ends."""
+        return
+
 
 class PreparingModel(Model):
     """A model whose calls consist of work on the host, then work on the device.
@@ -151,30 +162,90 @@ def parted(found: Mapping[int, Row | Unusable]) -> tuple[dict[int, Row], dict[in
 
 
 def as_answers(output: object, n: int) -> Answers:
-    """Check what a user's callable returned for n rows: logits (n, K), or n vectors if K differs.
+    """Check what a user's callable returned for n rows.
 
-    Raises DataError if the number of rows differs, a row is empty, or a logit is NaN or +inf.
+    Args:
+        output: Logits (n, K) as an array or a torch tensor, n vectors if K differs between rows, or Answers.
+        n: The number of rows.
+
+    Returns:
+        Answers in which rows whose logits are missing, NaN or +inf are failures.
+
+    Raises:
+        DataError: The output is not numeric or does not have n rows.
     """
-    logits, n_options = logits_of(output, n)
-    bad = np.flatnonzero(~np.isfinite(logits.max(axis=1)))
-    if len(bad):
-        raise DataError(f"row {bad[0]} of the batch: a logit is NaN or +inf, or the row has no logits")
-    return Answers(logits, n_options)
+    answers = output if isinstance(output, Answers) else Answers(*logits_of(output, n))
+    if len(answers.logits) != n or (answers.costs is not None and np.shape(answers.costs) != (n,)):
+        n_costs = "" if answers.costs is None else f" and {len(answers.costs)} costs"
+        raise DataError(f"the model returned {len(answers.logits)} rows of logits{n_costs} for {n} inputs")
+    outside = [row for row in answers.failures if not 0 <= row < n]
+    if outside:
+        raise DataError(f"the model reports a failure of row {outside[0]}, but the batch has {n} rows")
+    costs = None if answers.costs is None else np.asarray(answers.costs, np.float64)
+    logits = np.asarray(answers.logits, np.float32)
+    invalid_mask = ~np.isfinite(logits.max(axis=1, initial=-np.inf))
+    if costs is not None:
+        invalid_mask |= ~(np.isfinite(costs) & (costs >= 0))
+    why = "a logit or the cost is NaN or infinite, or it has no logits"
+    faults = {row: why for row in np.flatnonzero(invalid_mask).tolist() if row not in answers.failures}
+    if costs is not None:
+        costs = np.where(np.isfinite(costs) & (costs >= 0), costs, 0.0)
+    return replace(answers, logits=logits, costs=costs, failures={**answers.failures, **faults})
 
 
 def logits_of(output: object, n: int) -> tuple[Floats, Ints | None]:
-    """Return what a model returned for n rows as float32 (n, K), and how many of them are each row's, None for K.
+    """Return a model's output for n rows as float32 (n, K), and each row's number of logits, None if all have K.
 
-    Raises DataError if that are no numbers, or not of n rows.
+    Raises:
+        DataError: The output is not numeric or does not have n rows.
     """
+    if hasattr(output, "detach"):  # a torch tensor, of any device and precision
+        output = output.detach().float().cpu().numpy()
     if not isinstance(output, np.ndarray | list | tuple):
         raise DataError(
-            f"a model must return logits as a numpy array or a list of vectors, not {type(output).__name__}"
+            "a model must return logits as an array, a tensor, a list of vectors or cauc_ray.Answers, "
+            f"not {type(output).__name__}"
         )
     if len(output) != n:
         raise DataError(f"the model returned {len(output)} rows of logits for {n} inputs")
     logits, n_options = read_rows("the model's answer", output)
     return logits, n_options if (n_options < logits.shape[1]).any() else None
+
+
+def require_same_labels(source: str, answers: Answers, labels: Sequence[object], names: Sequence[str] | None) -> None:
+    """Refuse a model whose own labels are not the options with its highest scores.
+
+    Scores in another order than the pool's labels, or pairwise ones, would otherwise be read as wrong answers.
+
+    Args:
+        source: The model, for the message.
+        answers: Its scores of a batch of n rows.
+        labels: Its own label of each row (n,): a name of `names`, or an option's number.
+        names: The options in the order of the scores, None if only their numbers are known.
+
+    Raises:
+        ConfigError: A row's label is not an option, or not one with the row's highest score.
+    """
+    for row, (label, scores) in enumerate(zip(labels, answers.logits, strict=True)):
+        if row in answers.failures:
+            continue
+        text = str(label)
+        option = names.index(text) if names is not None and text in names else _option_number(label, names)
+        if option is None or not 0 <= option < len(scores) or scores[option] < scores.max():
+            best = int(scores.argmax())
+            listed = "" if names is None else f" ({names[best]!r})" if best < len(names) else ""
+            raise ConfigError(
+                f"{source} answers row {row} of its first batch with label {text!r}, but its highest score is that of "
+                f"option {best}{listed}: list the labels of the pool in the order of the model's scores, and give an "
+                "output with one score for each label"
+            )
+
+
+def _option_number(label: object, names: Sequence[str] | None) -> int | None:
+    """Return a label as an option's number; None for one that is not, or if the options' names are other integers."""
+    if names is not None and all(name.lstrip("-").isdigit() for name in names):
+        return None
+    return int(label) if isinstance(label, int | np.integer) else None
 
 
 def ragged(n: int, rows: Mapping[int, Floats]) -> tuple[Floats, Ints]:
@@ -211,24 +282,28 @@ def little(logprobs: Iterable[Floats]) -> dict[str, int]:
     return {LITTLE_MASS: n} if n else {}
 
 
-# What a pass costs by itself, in tokens: on a GPU, launching its kernels takes as long as computing so many.
-PASS_TOKENS, GPU_PASS_TOKENS = 32, 2048
+# What a pass costs in itself on a CPU, in tokens.
+PASS_TOKENS = 32
 
 
-def bucketed(lengths: Mapping[int, int], most: int, *, on_gpu: bool = False) -> Iterator[list[int]]:
+def bucketed(lengths: Mapping[int, int], max_tokens: int, pass_tokens: int = PASS_TOKENS) -> Iterator[list[int]]:
     """Yield rows of like lengths together, in the cheapest way: few passes, and little padding in each.
 
-    lengths: by row.   most: padded tokens of a pass; one row always fits.   Exact, by dynamic programming over the rows
-    in order of their lengths.
+    Exact, by dynamic programming over the rows in order of their lengths.
+
+    Args:
+        lengths: Tokens of each row.
+        max_tokens: Tokens of a pass, padding included; one row always fits.
+        pass_tokens: Tokens that cost as much as a pass does in itself.
     """
     rows = sorted(lengths, key=lengths.__getitem__)
     sizes = np.array([lengths[row] for row in rows], dtype=np.int64)
     cost, begins = np.zeros(len(rows) + 1), [0]  # of the first rows, and where the last pass of them begins
     for end, size in enumerate(sizes.tolist(), 1):
-        first = max(0, end - max(1, most // max(1, size)))
+        first = max(0, end - max(1, max_tokens // max(1, size)))
         costs = cost[first:end] + size * np.arange(end - first, 0, -1)
         best = int(costs.argmin())
-        cost[end] = costs[best] + (GPU_PASS_TOKENS if on_gpu else PASS_TOKENS)
+        cost[end] = costs[best] + pass_tokens
         begins.append(first + best)
     ends = [len(rows)]
     while ends[-1]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,27 @@ from torch import nn
 
 from cauc_ray.errors import ConfigError, first_line
 from cauc_ray.models.answers import Batch, ModelFacts
+from cauc_ray.models.hub import context_length, fetched, load_network, load_placed, option_names
 from cauc_ray.models.images import read_images
-from cauc_ray.models.kind import Device, Precision
+from cauc_ray.models.kind import Placement, Precision, TorchDevice
 from cauc_ray.models.passes import Passes, text_passes
-from cauc_ray.models.torch_device import TorchModel, choose_device, choose_dtype
-from cauc_ray.models.transformers import TransformersClassifierSpec, context_length
+from cauc_ray.models.torch_device import TorchModel, choose_device, choose_dtype, compute_in_float32
+from cauc_ray.models.transformers import HubImageSpec, TransformersClassifierSpec, TransformersImageSpec
 
 
 class ImageModel(TorchModel):
     """A network with its preprocessing: from the column `image` to logits, or to its penultimate layer.
 
-    On a GPU it computes with channels last. Precisions other than float32 are autocast: weights stay float32.
-    preprocess: from one RGB image to a tensor (C, H, W), of one shape for all.   new_event: as TorchModel has it.
+    On a GPU it computes with channels last. Precisions other than float32 are autocast: weights and logits stay
+    float32.
+
+    Args:
+        network: The network.
+        preprocess: Turns an RGB image into a tensor (C, H, W), of one shape for all.
+        facts: Facts that the network does not show.
+        device: Where it computes.
+        dtype: The precision in which it computes.
+        new_event: As TorchModel has it.
     """
 
     def __init__(
@@ -32,7 +42,7 @@ class ImageModel(TorchModel):
         network: nn.Module,
         preprocess: Callable[[Image.Image], torch.Tensor],
         facts: ModelFacts,
-        device: Device = "auto",
+        device: TorchDevice = "auto",
         dtype: Precision = "auto",
         new_event: Callable[[], Any] | None = None,
     ) -> None:
@@ -40,18 +50,19 @@ class ImageModel(TorchModel):
         self._dtype = choose_dtype(dtype, chosen)
         self._layout = torch.channels_last if chosen.type == "cuda" else torch.contiguous_format
         network = network.eval().to(chosen, torch.float32).to(memory_format=self._layout)
+        compute_in_float32(last_linear(network))
         super().__init__(network, facts, chosen, self._dtype, new_event)
         self._preprocess = preprocess
-        # As many as torch's own threads: the CPUs of the stage.
-        self._pool = ThreadPoolExecutor(torch.get_num_threads())
+        # As many as torch's own threads: the CPUs of the stage. Next to a GPU each needs no more threads of its own.
+        alone = partial(torch.set_num_threads, 1) if self._on_gpu else None
+        self._pool = ThreadPoolExecutor(torch.get_num_threads(), initializer=alone)
         self._last_layer: nn.Module | None = None
 
     def features(self) -> ImageModel:
         """Return the input of the network's last linear layer from now on."""
-        linear = [module for module in self._network.modules() if isinstance(module, nn.Linear)]
-        if not linear:
+        self._last_layer = last_linear(self._network)
+        if self._last_layer is None:
             raise ConfigError(f"{self.facts.source} has no linear layer whose input could serve as an embedding")
-        self._last_layer = linear[-1]
         return self
 
     def read(self, batch: Batch) -> tuple[Passes, Mapping[int, str]]:
@@ -97,7 +108,9 @@ class TextClassifier(TorchModel):
             tokenizer.pad_token = tokenizer.eos_token
         config = network.config
         config.pad_token_id = tokenizer.pad_token_id  # decoders look at the last token that is not padding
-        self._max_tokens = spec.max_tokens or min(tokenizer.model_max_length, context_length(config))
+        compute_in_float32(last_linear(network))
+        limits = (spec.max_tokens or tokenizer.model_max_length, context_length(config), max_positions(network))
+        self._max_tokens = min(limits)
 
     def read(self, batch: Batch) -> tuple[Passes, dict[int, str]]:
         """Turn a batch into padded passes of tokens. Raises DataError when a column is missing."""
@@ -107,23 +120,69 @@ class TextClassifier(TorchModel):
             encoded = self._tokenizer(*columns, truncation=True, max_length=self._max_tokens)
             return [{key: values[row] for key, values in encoded.items()} for row in range(len(texts))]
 
-        def collate(own: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-            padded = self._tokenizer.pad(own, return_tensors="pt")
+        def collate(encodings: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+            padded = self._tokenizer.pad(encodings, return_tensors="pt")
             return {name: self.on_host(tensor) for name, tensor in padded.items()}
 
-        return text_passes(batch, self._spec.text, encode, collate, self._spec.batch_tokens, on_gpu=self._on_gpu)
+        return text_passes(batch, self._spec.text, encode, collate, self._spec.batch_tokens, self.pass_tokens)
 
     def launch(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Start on padded texts."""
-        given = {name: self.on_device(tensor) for name, tensor in inputs.items()}
-        logits: torch.Tensor = self._network(**given).logits
+        logits: torch.Tensor = self._network(**{name: self.on_device(tensor) for name, tensor in inputs.items()}).logits
         return logits
+
+
+def last_linear(network: nn.Module) -> nn.Module | None:
+    """Return a network's last linear layer, None without one."""
+    return next((module for module in reversed([*network.modules()]) if isinstance(module, nn.Linear)), None)
+
+
+def max_positions(network: nn.Module) -> int:
+    """Return how many tokens a network's learned positions allow; a large number without any.
+
+    Positions of RoBERTa and its kin begin after that of padding.
+    """
+    tables = [module for name, module in network.named_modules() if name.endswith("position_embeddings")]
+    offsets = [table for table in tables if getattr(table, "padding_idx", None) is not None]
+    return min((int(table.num_embeddings - table.padding_idx - 1) for table in offsets), default=10**9)
+
+
+def load_image_model(spec: TransformersImageSpec, placement: Placement) -> ImageModel:
+    """Load an image classifier and its preprocessing. Raises ConfigError if they cannot be loaded."""
+    from transformers import AutoModelForImageClassification
+
+    network = load_network(AutoModelForImageClassification, spec)
+    return image_model(spec, network, option_names(network.config.id2label))
+
+
+def image_model(spec: HubImageSpec, network: Any, labels: tuple[str, ...] | None = None) -> ImageModel:
+    """Return an image network with the preprocessing of its folder or repository. Raises ConfigError without one."""
+    from transformers import AutoImageProcessor
+
+    processor = fetched(AutoImageProcessor, spec)
+
+    def preprocess(image: Any) -> Any:
+        return processor(images=image, return_tensors="pt")["pixel_values"][0]
+
+    facts = ModelFacts(source=f"transformers {spec.model}", labels=labels)
+    return ImageModel(network, preprocess, facts, spec.device, spec.dtype)
+
+
+def load_text_model(spec: TransformersClassifierSpec, placement: Placement) -> TextClassifier:
+    """Load a text classifier and its tokenizer. Raises ConfigError if they cannot be loaded, or it is no classifier."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    config = fetched(AutoConfig, spec)
+    network = load_placed(AutoModelForSequenceClassification, spec, placement, config=config)
+    if network.config.num_labels < 2 or network.config.problem_type == "multi_label_classification":
+        raise ConfigError(f"model {spec.model!r} does not choose one of several classes")
+    return TextClassifier(spec, fetched(AutoTokenizer, spec), network, option_names(network.config.id2label))
 
 
 def load_state(path: Path) -> Mapping[str, torch.Tensor]:
     """Read a file of weights. Raises ConfigError if it is missing or has no weights."""
     if not path.is_file():
-        raise ConfigError(f"there is no weight file {path}")
+        raise ConfigError(f"{path} does not exist: expected a file of weights")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file

@@ -18,9 +18,11 @@ FAR = 1.25
 
 
 def cost_unit(stage: StageSpec, reported: str | None = None) -> str:
-    """Return the unit of a stage's costs: as declared, as the model's own calls are billed, else GFLOPs.
+    """Return the unit of a stage's costs: as declared, as the model's calls are billed, else GFLOPs.
 
-    reported: by calls, where nothing else tells.
+    Args:
+        stage: The stage.
+        reported: Unit reported by the model's calls, used if nothing is declared.
     """
     if stage.cost is not None:
         return stage.cost.unit
@@ -32,16 +34,19 @@ def model_cost(
 ) -> float | None:
     """Return the cost of one example, None if unknown.
 
-    declared: the pool's value; "auto" asks the model.   per_call: the mean of the calls' own costs, used if the pool
-    has no value, or says that they measure it.   Without both, GFLOPs: published, else measured.
+    Args:
+        declared: The pool's value; "auto" asks the model.
+        facts: Of the model, with its published GFLOPs.
+        measured_gflops: The measured GFLOPs of an example, used if none are published.
+        per_call: Mean cost that calls report, used if the pool has no value or declares that calls measure it.
     """
     if declared is not None and declared.value is not None:
         return declared.value
-    calls_tell = declared is None or declared.is_round_trip
-    if calls_tell and per_call is not None:
+    is_per_call = declared is None or declared.is_round_trip
+    if is_per_call and per_call is not None:
         return per_call
     if declared is not None and declared.unit != MEASURED_UNIT:
-        return None if calls_tell else facts.params_b
+        return None if is_per_call else facts.params_b
     return facts.gflops if facts.gflops is not None else measured_gflops
 
 
@@ -62,11 +67,13 @@ MEASURED_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the first rows of a batch show, each answered by itself; None where there is nothing to see.
+    """Measurements of the first rows of a batch, each answered alone.
 
-    gflops: the mean of one row. A multiply-add counts as one operation, as in TorchVision's metadata and the paper's
-    tables.   noise: by how much a row's numbers depend on its neighbours, in units of the logits: the largest
-    difference from the answers of the whole call, of a model that says in which precision it computes.
+    Attributes:
+        gflops: Mean of one row; a multiply-add counts as one operation, as in TorchVision's metadata and the paper's
+            tables. None if torch counted none.
+        noise: How much a row's logits depend on its neighbours: the largest difference from the answers of the whole
+            call. None for a model that does not report its precision.
     """
 
     gflops: float | None = None
@@ -74,9 +81,14 @@ class Measured:
 
 
 def measured(model: Model, batch: Batch, together: Answers | None = None) -> Measured:
-    """Measure a model on the first rows of a batch.   together: its answers to the whole of it.
+    """Measure a model on the first rows of a batch.
 
-    A model that is neither in torch nor says its precision is not asked: its calls may be paid for.
+    A model that is neither in torch nor reports its precision is not called: its calls may be paid for.
+
+    Args:
+        model: The model.
+        batch: Its input.
+        together: Its answers to the whole batch.
     """
     compares = together is not None and model.facts.dtype is not None
     if "torch" not in sys.modules and not compares:
@@ -92,8 +104,8 @@ def measured(model: Model, batch: Batch, together: Answers | None = None) -> Mea
         if not alone.failures:
             totals.append(counter.get_total_flops() / 2e9 if counter is not None else 0.0)
             if together is not None and compares and row not in together.failures:
-                own = alone.logits[0][np.isfinite(alone.logits[0])]
-                off.append(float(np.abs(own - together.logits[row, : len(own)]).max(initial=0.0)))
+                logits = alone.logits[0][np.isfinite(alone.logits[0])]
+                off.append(float(np.abs(logits - together.logits[row, : len(logits)]).max(initial=0.0)))
     gflops = float(np.mean(totals)) if totals else 0.0
     return Measured(gflops or None, max(off, default=None))
 

@@ -18,6 +18,7 @@ from pydantic_core import to_json
 from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
 from cauc_ray.models.answers import BELOW, Answers, Batch, Model, ModelFacts, answered, batch_size, little
 from cauc_ray.models.http_client import HttpClient, NoAnswerError, Response, all_until_error
+from cauc_ray.models.kind import IN_TIME, Placement
 from cauc_ray.models.openai import DecisionsSpec, EndpointSpec
 from cauc_ray.models.prompts import Asked, Prompts
 from cauc_ray.numbers.types import Floats
@@ -357,6 +358,13 @@ def messages(spec: EndpointSpec, question: Asked) -> list[dict[str, Any]]:
         content = [image, {"type": "text", "text": question.text}]
     system = [] if spec.system is None else [{"role": "system", "content": spec.system}]
     return [*system, {"role": "user", "content": content}]
+
+
+def load_decisions(spec: DecisionsSpec, placement: Placement) -> DecisionsModel:
+    """Return a model that asks the server; nothing is sent before the first question. Raises ConfigError as check."""
+    spec.check(local=True)
+    source = f"decisions of {spec.model} at {spec.url}"
+    return DecisionsModel(spec, spec.key, IN_TIME * placement.call_timeout_s, source)
 
 
 class DecisionsModel(EndpointModel):

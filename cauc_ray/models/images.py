@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from cauc_ray.errors import DataError, one_line
 from cauc_ray.models.answers import Batch, Unusable, parted, require_columns
@@ -81,10 +81,14 @@ def _data_uri(image: Any) -> str:
 
 
 def decode_image(image: Any) -> Image.Image:
-    """Return an image in RGB from encoded bytes, or from uint8 (H, W, 3) or (H, W).
+    """Return an image in RGB, upright, from encoded bytes, or from uint8 (H, W, 3) or (H, W).
 
-    Of an animation, the first frame; of 16 bits a channel, the upper 8. Raises ImageError when it is none of
-    these, damaged, or far longer than wide.
+    An image is turned as its EXIF orientation says, as people see it. Of an animation, the first frame is taken; of 16
+    bits a channel, the upper 8, so that 12 bits in 16 are nearly black; transparent pixels keep their colour, which
+    is black in many files.
+
+    Raises:
+        ImageError: It is none of these, damaged, or far longer than wide.
     """
     if image is None or (isinstance(image, bytes) and not image):
         raise ImageError("there is no image: the file is empty or cannot be read")
@@ -98,7 +102,8 @@ def decode_image(image: Any) -> Image.Image:
                 raise ImageError(
                     f"the image is {width} x {height} pixels, more than {MAX_ASPECT} times as long as wide"
                 )
-            return _eight_bits(decoded).convert("RGB")
+            upright = ImageOps.exif_transpose(decoded) if isinstance(image, bytes) else decoded
+            return _eight_bits(upright).convert("RGB")
     except ImageError:
         raise
     except UnidentifiedImageError as error:

@@ -15,6 +15,7 @@ from cauc_ray.errors import CaucError, ConfigError, ExecutionError
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, Wire, batch_size, choices_in, ragged
 from cauc_ray.models.http_client import HttpClient, NoAnswerError, Response, all_until_error
 from cauc_ray.models.input_tensors import InputTensors, input_tensors
+from cauc_ray.models.kind import IN_TIME, Placement
 from cauc_ray.models.remote import RemoteSpec
 from cauc_ray.numbers.logits import LOGIT_KINDS
 from cauc_ray.numbers.types import Floats, Ints
@@ -55,6 +56,14 @@ class ServedModel:
     n_options: int | None
     outputs: tuple[str, ...]
     cost_unit: str | None
+
+
+def load(spec: RemoteSpec, placement: Placement) -> RemoteModel:
+    """Return a model that asks the server; nothing is sent before the first call, since the server may be away.
+
+    Its calls end a moment before the stage abandons them. Raises ConfigError if the token or a certificate is missing.
+    """
+    return RemoteModel(spec, *spec.proof(), min(spec.timeout_s, IN_TIME * placement.call_timeout_s))
 
 
 class RemoteModel(Model):

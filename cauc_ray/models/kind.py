@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import abstractmethod
+import math
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -24,15 +26,20 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keys_are_known(cls, value: Any) -> Any:
-        """Name the keys that there are, which pydantic's own error does not."""
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        if isinstance(value, dict) and cls.model_config.get("extra") == "forbid" and (unknown := value.keys() - known):
-            raise ValueError(unknown_name("key", min(map(str, unknown)), known))
+        """List the valid keys, which pydantic's own error does not."""
+        keys = {field.alias or name for name, field in cls.model_fields.items()}
+        if isinstance(value, dict) and cls.model_config.get("extra") == "forbid" and (unknown := value.keys() - keys):
+            raise ValueError(unknown_name("key", min(map(str, unknown)), keys))
         return value
 
 
+# The fraction of call_timeout_s after which a client of a server ends a call by itself.
+IN_TIME = 0.9
+
 # auto: a GPU if the stage has one.
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
+# Of torch, which also computes on the GPUs of Apple (mps) and Intel (xpu).
+TorchDevice: TypeAlias = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 # auto: bfloat16 on a GPU that computes in it, float32 elsewhere.
 Precision: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -42,7 +49,7 @@ def folder_of(info: ValidationInfo) -> AnyPath | None:
     return (info.context or {}).get("folder")
 
 
-def beside(name: str, info: ValidationInfo) -> str:
+def local_path(name: str, info: ValidationInfo) -> str:
     """Return the path that a string in a file names. Raises ValueError for a URI, which no library can load."""
     folder = folder_of(info)
     path = name if folder is None else path_from(folder, name)
@@ -51,15 +58,15 @@ def beside(name: str, info: ValidationInfo) -> str:
     return str(path)
 
 
-def require_file(path: str, here: bool) -> None:
+def require_file(path: str, local: bool) -> None:
     """Raise ConfigError for a file that does not exist, if it is to be read on this machine."""
-    if here and not Path(path).exists():
+    if local and not Path(path).exists():
         raise ConfigError(f"{path} does not exist")
 
 
 def _here_or_hub(name: str, info: ValidationInfo) -> str:
     folder = folder_of(info)
-    return beside(name, info) if folder is not None and path_from(folder, name).exists() else name
+    return local_path(name, info) if folder is not None and path_from(folder, name).exists() else name
 
 
 def _located(value: Any, info: ValidationInfo) -> Any:
@@ -71,40 +78,84 @@ def _located(value: Any, info: ValidationInfo) -> Any:
 
 # Relative paths are those from the file's folder.
 Location: TypeAlias = Annotated[str, BeforeValidator(_located)]
-LocalFile: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(beside)]
+LocalFile: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(local_path)]
 # A folder if there is one of that name, else a hub id.
 HubModel: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(_here_or_hub)]
 # The column of a text, or two for a pair.
-TextColumns: TypeAlias = Annotated[tuple[str, ...], Field(min_length=1, max_length=2)]
+TextColumns: TypeAlias = Annotated[
+    tuple[str, ...],
+    Field(min_length=1, max_length=2),
+    BeforeValidator(
+        lambda columns: (columns,) if isinstance(columns, str) else columns, json_schema_input_type=str | list[str]
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class InputColumns:
+    """The columns that a model reads in addition to example_id.
+
+    Attributes:
+        required: Columns that an input must have.
+        optional: Columns that are read if the input has them; None for all columns of the input.
+        texts: Required columns whose values must be texts.
+    """
+
+    required: frozenset[str] = frozenset()
+    optional: frozenset[str] | None = frozenset()
+    texts: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> frozenset[str] | None:
+        """Return required and optional columns; None for all columns of the input."""
+        return None if self.optional is None else self.required | self.optional
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The process in which a model is loaded.
+
+    Attributes:
+        num_gpus: GPUs of the stage, a fraction of one if several replicas share it.
+        call_timeout_s: Seconds after which the stage abandons a call.
+    """
+
+    num_gpus: float = 0
+    call_timeout_s: float = math.inf
+
+    @property
+    def over_gpus(self) -> bool:
+        """Return whether the model is spread over several GPUs."""
+        return self.num_gpus > 1
 
 
 class KindSpec(Section):
-    """The settings of a model in a pool file: plain until load() is called, in the process that will run it."""
+    """The settings of a model in a pool file: plain data until load() is called, in the process that runs the model.
 
-    # Settings that do not change answers.
-    HOW: ClassVar[frozenset[str]] = frozenset({"device"})
-    # Whether a model may span several GPUs.
+    A kind is a subclass and an entry point of the group `cauc_ray.model_kinds` that names it.
+
+    Attributes:
+        LOADER: "module:function" of a function (spec, placement) that returns the loaded model.
+        PACKAGES: The extra that installs what the loader imports, "" for none, then the packages.
+        EXCLUDED_FROM_IDENTITY: Settings that do not change answers.
+        SPANS_GPUS: Whether a model may span several GPUs.
+        ENFORCES_OWN_TIMEOUT: Whether a call ends by itself and must be awaited until then: another replica would ask
+            the same server.
+        REMOTE: Whether calls measure their network traffic.
+    """
+
+    LOADER: ClassVar[str]
+    PACKAGES: ClassVar[tuple[str, ...]] = ()
+    EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = frozenset({"device"})
     SPANS_GPUS: ClassVar[bool] = False
-    # Whether a call has its own timeout and must be awaited until then: another replica would ask the same server.
-    GIVES_UP: ClassVar[bool] = False
-    # Whether its calls measure what they take of the network.
+    ENFORCES_OWN_TIMEOUT: ClassVar[bool] = False
     REMOTE: ClassVar[bool] = False
     kind: str
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Return the columns that an input must have."""
-        return frozenset()
-
-    @property
-    def reads(self) -> frozenset[str] | None:
-        """Return all columns that are read in addition to example_id; None for all that exist."""
-        return self.needs or None
-
-    @property
-    def texts(self) -> frozenset[str]:
-        """Return the columns that every row must have as texts."""
-        return frozenset()
+    def columns_read(self) -> InputColumns:
+        """Return the columns that it reads: all of the input unless a kind declares them."""
+        return InputColumns(optional=None)
 
     @property
     def label_names(self) -> tuple[str, ...] | None:
@@ -118,9 +169,13 @@ class KindSpec(Section):
 
     @property
     def identity(self) -> str:
-        """Return a hash of everything that its answers depend on."""
-        content = json.dumps(self.model_dump(mode="json", exclude=set(self.HOW)), sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        """Return a hash of all settings that its answers depend on, with the content of local files, not their path."""
+        settings = self.model_dump(mode="json", exclude=set(self.EXCLUDED_FROM_IDENTITY))
+        for name in _FILES & settings.keys():
+            path = settings[name]
+            if isinstance(path, str) and Path(path).is_absolute():
+                settings[name] = sampled_digest(Path(path)) or path
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def answers_kind(self) -> LogitKind:
@@ -141,40 +196,64 @@ class KindSpec(Section):
         """Raise ConfigError with the install command where packages of an extra are missing."""
         require_packages(f"a model of kind {self.kind!r}", extra, *packages)
 
-    def check(self, here: bool) -> None:
-        """Raise ConfigError for what can be known of the model without loading it.
+    def check(self, local: bool) -> None:
+        """Raise ConfigError for faults that can be found without loading the model.
 
-        here: it is to run on this machine, so that what is missing is not on other nodes.
+        Args:
+            local: Whether it will run on this machine, so that its files and packages must be here.
         """
         return
 
-    @abstractmethod
-    def load(self) -> Model:
+    def load(self, placement: Placement = Placement()) -> Model:
         """Load the model. Raises CaucError if it or a package is missing."""
+        if self.PACKAGES:
+            self.require(*self.PACKAGES)
+        module, _, function = self.LOADER.partition(":")
+        model: Model = getattr(import_module(module), function)(self, placement)
+        return model
 
-    def load_within(self, call_timeout_s: float) -> Model:
-        """Load a model whose calls are given up after so many seconds. Raises CaucError as load."""
-        return self.load()
 
-    def load_over_gpus(self) -> Model:
-        """Load a model over all GPUs that the process sees; user code handles this itself."""
-        return self.load()
+# Settings that may be local files or folders of a model.
+_FILES = frozenset({"model", "weights", "tokenizer", "lora", "path"})
+# Bytes that are read at the start, in the middle and at the end of each file for its digest.
+_SAMPLE_BYTES = 1 << 20
+
+
+def sampled_digest(path: Path) -> str | None:
+    """Return a digest of a file, or of the files of a folder: names, sizes and a sample of each file's bytes.
+
+    Weights of many gigabytes are told apart in a moment. Returns None if the path does not exist.
+    """
+    if not path.exists():
+        return None
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()):
+        n_bytes = file.stat().st_size
+        digest.update(f"{file.relative_to(path)} {n_bytes}\n".encode(errors="surrogateescape"))
+        with file.open("rb") as content:
+            for start in sorted({0, max(0, (n_bytes - _SAMPLE_BYTES) // 2), max(0, n_bytes - _SAMPLE_BYTES)}):
+                content.seek(start)
+                digest.update(content.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
 
 
 class ImageSpec(KindSpec):
     """A model that reads the column `image`."""
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Return the column that it reads."""
-        return frozenset({"image"})
+    def columns_read(self) -> InputColumns:
+        """Return the column of images."""
+        return InputColumns(frozenset({"image"}))
 
 
 class DeclaringSpec(KindSpec):
-    """A model of user code.   logit_kind: what its logits are, raw ones unless declared."""
+    """A model whose kind of logits its user declares.
 
-    HOW: ClassVar[frozenset[str]] = KindSpec.HOW | {"logit_kind"}
-    SPANS_GPUS: ClassVar[bool] = True
+    Attributes:
+        logit_kind: The kind of its logits, raw unless declared.
+    """
+
+    EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = KindSpec.EXCLUDED_FROM_IDENTITY | {"logit_kind"}
     logit_kind: LogitKind | None = None
 
     @property

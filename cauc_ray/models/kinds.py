@@ -1,95 +1,115 @@
-"""The kinds of models that a pool file may name: built-in ones, and those that other packages register."""
+"""The kinds of models that a pool file may name: entry points of installed packages, this one among them."""
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union, get_args
+import sys
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias, Union
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    SerializeAsAny,
+    Tag,
+    TypeAdapter,
+    ValidationInfo,
+)
+from pydantic_core import CoreSchema
 
-from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.errors import ConfigError, one_line, unknown_name
 from cauc_ray.models.answers import Model
-from cauc_ray.models.encoders import ImageEncoderSpec, TextEncoderSpec
-from cauc_ray.models.kind import DeclaringSpec, KindSpec
-from cauc_ray.models.onnx import OnnxSpec
-from cauc_ray.models.openai import DecisionsSpec, OpenAISpec
+from cauc_ray.models.kind import DeclaringSpec, KindSpec, Placement
 from cauc_ray.models.prompts import PromptSettings
-from cauc_ray.models.python import PythonSpec, imported, python_model
-from cauc_ray.models.remote import RemoteSpec
-from cauc_ray.models.saved import SavedSpec
-from cauc_ray.models.torchvision import TorchvisionSpec
-from cauc_ray.models.transformers import (
-    TransformersChoiceSpec,
-    TransformersClassifierSpec,
-    TransformersImageSpec,
-)
-from cauc_ray.models.vllm import VllmSpec
-from cauc_ray.models.zero_shot import TransformersZeroShotSpec
+from cauc_ray.models.python import called, imported, python_model
 
-# A package registers a kind as an entry point of this group: its name, and a factory as `python` takes one.
-ENTRY_POINTS = "cauc_ray.model_kinds"
-_SPECS: tuple[type[KindSpec], ...] = (
-    DecisionsSpec,
-    ImageEncoderSpec,
-    OnnxSpec,
-    OpenAISpec,
-    PythonSpec,
-    RemoteSpec,
-    SavedSpec,
-    TextEncoderSpec,
-    TorchvisionSpec,
-    TransformersChoiceSpec,
-    TransformersClassifierSpec,
-    TransformersImageSpec,
-    TransformersZeroShotSpec,
-    VllmSpec,
-)
-_BY_KIND = {str(get_args(spec.model_fields["kind"].annotation)[0]): spec for spec in _SPECS}
-BUILT_IN = tuple(_BY_KIND)
-# The settings of a pool or a stage on how its models are asked, by the kinds that take them.
-ASKED = {
-    kind: own for kind, spec in _BY_KIND.items() if (own := PromptSettings.model_fields.keys() & spec.model_fields)
-}
+# An entry point of this group names a kind, and either its KindSpec or a factory as kind `python` takes one.
+GROUP = "cauc_ray.model_kinds"
+_OWN_PACKAGE = "cauc_ray."
 
 
 class RegisteredSpec(DeclaringSpec):
-    """`{kind: NAME, logit_kind: …, …}`: a kind that another package registers; all other keys go to its factory."""
+    """`{kind: NAME, logit_kind: …, …}`: a kind whose entry point is a factory; all other keys are its arguments."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    # Without this, a built-in kind would match two alternatives of the schema, which allows only one.
-    kind: str = Field(json_schema_extra={"not": {"enum": [*BUILT_IN]}})
+    LOADER: ClassVar[str] = "cauc_ray.models.kinds:load_registered"
+    SPANS_GPUS: ClassVar[bool] = True
 
-    def load(self) -> Model:
-        """Call the registered factory. Raises ConfigError if it cannot be imported or does not return a callable."""
-        entry = next(iter(entry_points(group=ENTRY_POINTS, name=self.kind)), None)
-        if entry is None:  # the pool was read on another machine
-            raise ConfigError(unknown_name("kind", self.kind, known_kinds()))
-        source = f"{self.kind} {entry.value}"
-        return python_model(
-            imported(entry.value, f"kind {self.kind!r}")(**(self.model_extra or {})), source, self.logit_kind
-        )
+
+def load_registered(spec: RegisteredSpec, placement: Placement) -> Model:
+    """Call a registered factory. Raises ConfigError if it cannot be imported or does not return a callable."""
+    entry = _entries().get(spec.kind)
+    if entry is None:  # the pool was read on another machine
+        raise ConfigError(unknown_name("kind", spec.kind, known_kinds()))
+    function = called(imported(entry.value, f"kind {spec.kind!r}"), spec.model_extra or {}, placement)
+    return python_model(function, f"{spec.kind} {entry.value}", spec.logit_kind)
+
+
+def _entries() -> dict[str, EntryPoint]:
+    """Return the registered kinds by name; a package cannot replace one of ours."""
+    return _entries_on(tuple(sys.path))
+
+
+@cache
+def _entries_on(search_path: tuple[str, ...]) -> dict[str, EntryPoint]:
+    entries = sorted(entry_points(group=GROUP), key=lambda entry: entry.value.startswith(_OWN_PACKAGE))
+    return {entry.name: entry for entry in entries}
 
 
 def known_kinds() -> tuple[str, ...]:
-    """Return the names of all kinds that can be used here."""
-    return tuple(dict.fromkeys([*BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINTS))]))
+    """Return the names of all kinds that can be used here, sorted."""
+    return tuple(sorted(_entries()))
 
 
-def _tag(value: Any) -> str:
-    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
-    return kind if kind in BUILT_IN else "registered"
-
-
-def _known(value: Any) -> Any:
-    """Refuse an unknown kind with the nearest one, which the schema's own message lacks."""
-    kind = value.get("kind") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind not in known_kinds():
+def spec_class(kind: str) -> type[KindSpec]:
+    """Return the settings of a kind. Raises ValueError for an unknown kind, or one that cannot be imported."""
+    entry = _entries().get(kind)
+    if entry is None:
         raise ValueError(unknown_name("kind", kind, known_kinds()))
-    return value
+    try:
+        target = entry.load()
+    except Exception as error:  # another package's module may raise anything while it is imported
+        raise ValueError(f"kind {kind!r} ({entry.value}) cannot be imported: {one_line(error)}") from error
+    return target if isinstance(target, type) and issubclass(target, KindSpec) else RegisteredSpec
+
+
+def built_in_specs() -> dict[str, type[KindSpec]]:
+    """Return the settings of this package's kinds by name."""
+    return {name: spec_class(name) for name, entry in _entries().items() if entry.value.startswith(_OWN_PACKAGE)}
+
+
+def prompt_fields(kind: object) -> frozenset[str]:
+    """Return the settings of a pool or a stage that models of a kind take; none for an unknown kind."""
+    if not isinstance(kind, str) or kind not in _entries():
+        return frozenset()
+    return frozenset(PromptSettings.model_fields.keys() & spec_class(kind).model_fields.keys())
+
+
+def _by_kind(value: Any, info: ValidationInfo) -> Any:
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
+        if isinstance(value, KindSpec):
+            return value
+        raise ValueError(f"give a model as a mapping with a kind, one of {', '.join(known_kinds())}")
+    return spec_class(kind).model_validate(value, context=info.context)
+
+
+class _AnyKind:
+    """The JSON schema of a model: that of its kind."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        specs = built_in_specs()
+        other_kinds = Annotated[str, Field(json_schema_extra={"not": {"enum": sorted(specs)}})]
+        registered = type("RegisteredSpec", (RegisteredSpec,), {"__annotations__": {"kind": other_kinds}})
+        tagged = [Annotated[spec, Tag(name)] for name, spec in (*sorted(specs.items()), ("", registered))]
+        union: Any = Annotated[Union[tuple(tagged)], Discriminator(lambda model: model.kind)]  # noqa: UP007
+        return handler(TypeAdapter(union).core_schema)
 
 
 if TYPE_CHECKING:
     ModelSpec: TypeAlias = KindSpec
 else:
-    _TAGGED = [Annotated[spec, Tag(kind)] for kind, spec in (*_BY_KIND.items(), ("registered", RegisteredSpec))]
-    ModelSpec = Annotated[Union[tuple(_TAGGED)], Discriminator(_tag), BeforeValidator(_known)]  # noqa: UP007
+    ModelSpec = Annotated[SerializeAsAny[KindSpec], BeforeValidator(_by_kind), _AnyKind()]

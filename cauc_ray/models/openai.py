@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import Model
 from cauc_ray.models.credentials import HeaderSettings
 from cauc_ray.models.kind import Section
 from cauc_ray.models.prompts import ImagePromptSpec, OptionsAs, Prompts
@@ -51,10 +48,11 @@ class EndpointSpec(ImagePromptSpec, HeaderSettings):
     rate limits are waited for until the call ends.
     """
 
-    HOW: ClassVar[frozenset[str]] = frozenset(
+    PACKAGES: ClassVar[tuple[str, ...]] = ("openai", "httpx2")
+    EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = frozenset(
         {"api_key_env", "headers", "prices", "max_concurrency", "timeout_s", "max_retries", "max_usd"}
     )
-    GIVES_UP: ClassVar[bool] = True
+    ENFORCES_OWN_TIMEOUT: ClassVar[bool] = True
     model: str = Field(min_length=1)
     # A password or key in the address would appear in tables and messages.
     base_url: str | None = Field(default=None, pattern=r"^https?://[^/@?#\s]+(/[^?#\s]*)?$")
@@ -93,34 +91,18 @@ class EndpointSpec(ImagePromptSpec, HeaderSettings):
     def _with_system(self, prompt: str) -> str:
         return prompt if self.system is None else f"{self.system}\n\n{prompt}"
 
-    @abstractmethod
-    def connected(self, key: str | None, deadline_s: float) -> Model:
-        """Return the model with a key."""
-
-    def load(self) -> Model:
-        """Return a model as load_within does, with no other limit than its attempts."""
-        return self.load_within(math.inf)
-
-    def load_within(self, call_timeout_s: float) -> Model:
-        """Return a model that asks the server; nothing is sent before the first question.
-
-        Its calls end a moment before the stage gives up on them. Raises ConfigError when a package is missing, or the
-        key that OpenAI's own server needs.
-        """
-        self.check(here=True)
-        return self.connected(self._key, 0.9 * call_timeout_s)
-
     @property
-    def _key(self) -> str | None:
+    def key(self) -> str | None:
+        """Return the key for the server, None if its variable is not set."""
         return os.environ.get(self.api_key_env)
 
-    def check(self, here: bool) -> None:
+    def check(self, local: bool) -> None:
         """Raise ConfigError if a package is missing, a header's variable, or the key that OpenAI's server needs."""
-        if not here:
+        if not local:
             return
-        self.require("openai", "httpx2")
+        self.require(*self.PACKAGES)
         self.http_headers(f"model {self.model!r}")
-        if not self._key and self.base_url is None:
+        if not self.key and self.base_url is None:
             raise ConfigError(
                 f"model {self.model!r}: the environment variable {self.api_key_env} has no key for {self.url}; "
                 "set it on the nodes of the stage, or give base_url for a server that needs no key"
@@ -137,6 +119,7 @@ class OpenAISpec(EndpointSpec):
     spread over all options, are its probabilities.
     """
 
+    LOADER: ClassVar[str] = "cauc_ray.models.completions:load"
     kind: Literal["openai"]
     top_logprobs: int = Field(default=20, ge=1, le=20)
     endpoint: Literal["chat", "completions"] = "chat"
@@ -167,13 +150,6 @@ class OpenAISpec(EndpointSpec):
         """Return the kind of its logits."""
         return "log-probabilities" if self.votes is None else "probabilities"
 
-    def connected(self, key: str | None, deadline_s: float) -> Model:
-        """Return the model with a key."""
-        from cauc_ray.models.completions import CompletionsModel
-        from cauc_ray.models.votes import VotesModel
-
-        return (CompletionsModel if self.votes is None else VotesModel)(self, key, deadline_s)
-
 
 class DecisionsSpec(EndpointSpec):
     """`{kind: decisions, model: NAME, base_url: URL}`: a server that returns a probability for every option.
@@ -193,6 +169,7 @@ class DecisionsSpec(EndpointSpec):
     | of a predicate | `probability` | `noul` |
     """
 
+    LOADER: ClassVar[str] = "cauc_ray.models.endpoint:load_decisions"
     kind: Literal["decisions"]
     instructions: str = "Choose the right option."
     question: Literal["choice", "score", "predicate"] = "choice"
@@ -244,9 +221,3 @@ class DecisionsSpec(EndpointSpec):
     def answers_kind(self) -> LogitKind:
         """Return the kind of its logits."""
         return "probabilities"
-
-    def connected(self, key: str | None, deadline_s: float) -> Model:
-        """Return the model with a key."""
-        from cauc_ray.models.endpoint import DecisionsModel
-
-        return DecisionsModel(self, key, deadline_s, f"decisions of {self.model} at {self.url}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from cauc_ray.models.answers import (
+    PASS_TOKENS,
     Answers,
     Batch,
     PreparingModel,
@@ -38,7 +39,7 @@ class LocalModel(PreparingModel):
         """Start a pass, and return what take takes; a GPU computes on meanwhile."""
 
     def take(self, inputs: Any, launched: Any, counts: Counter[str]) -> Iterable[Floats]:
-        """Return the logits of each row of a pass.   counts: gains what happened, as Answers has it."""
+        """Return the logits of each row of a pass; counts is updated in place, as Answers has it."""
         logits: Iterable[Floats] = launched
         return logits
 
@@ -53,12 +54,12 @@ class LocalModel(PreparingModel):
     def answer(self, prepared: Inputs) -> Answers:
         """Compute a batch; rows that cannot be read, or whose logits are no numbers, are failures."""
         n, passes, faults = prepared
-        found: dict[int, Floats] = {}
+        logits: dict[int, Floats] = {}
         counts: Counter[str] = Counter()
         launched = [self.launch(inputs) for _, inputs in passes]
         for (rows, inputs), one in zip(passes, launched, strict=True):
-            found |= zip(rows, self.take(inputs, one, counts), strict=True)
-        return answered(n, found, faults, counts, self.facts.dtype, device_s=self.device_s())
+            logits |= zip(rows, self.take(inputs, one, counts), strict=True)
+        return answered(n, logits, faults, counts, self.facts.dtype, device_s=self.device_s())
 
 
 def text_passes(
@@ -67,23 +68,30 @@ def text_passes(
     encode: Callable[[list[list[str]]], Sequence[Any]],
     collate: Callable[[list[Any]], Any],
     batch_tokens: int,
-    *,
-    on_gpu: bool = False,
+    pass_tokens: int = PASS_TOKENS,
 ) -> tuple[Passes, dict[int, str]]:
     """Return texts of like lengths as passes of at most so many tokens, and why the other rows are in none.
 
-    columns: of a text, or of a pair.   encode: from rows of texts to their encodings, each with its `input_ids`.
-    collate: from encodings to the inputs of a pass. Raises DataError if a column is missing.
+    Args:
+        batch: A batch of rows.
+        columns: Column of a text, or two of a pair.
+        encode: Returns the encodings of rows of texts, each with its `input_ids`.
+        collate: Returns the inputs of a pass of encodings.
+        batch_tokens: Tokens of a pass, padding included.
+        pass_tokens: Tokens that cost as much as a pass does in itself.
+
+    Raises:
+        DataError: A column is missing.
     """
     require_columns(batch, *columns)
 
     def texts(row: int) -> list[str] | Unusable:
-        own = {name: batch[name][row] for name in columns}
-        missing = [name for name, text in own.items() if not isinstance(text, str)]
-        return Unusable(f"it has no text in {missing[0]!r}") if missing else list(own.values())
+        values = {name: batch[name][row] for name in columns}
+        missing = [name for name, text in values.items() if not isinstance(text, str)]
+        return Unusable(f"it has no text in {missing[0]!r}") if missing else list(values.values())
 
     asked, faults = parted({row: texts(row) for row in range(batch_size(batch))})
     encoded = dict(zip(asked, encode(list(asked.values())) if asked else [], strict=True))
-    lengths = {row: len(own["input_ids"]) for row, own in encoded.items()}
-    passes = bucketed(lengths, batch_tokens, on_gpu=on_gpu)
-    return [(own, collate([encoded[row] for row in own])) for own in passes], faults
+    lengths = {row: len(encoding["input_ids"]) for row, encoding in encoded.items()}
+    passes = bucketed(lengths, batch_tokens, pass_tokens)
+    return [(rows, collate([encoded[row] for row in rows])) for rows in passes], faults

@@ -20,18 +20,23 @@ from cauc_ray.files.documents import read_yaml
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.models.answers import Model
 from cauc_ray.models.fleet import FleetSpec
-from cauc_ray.models.kind import Location, Section
-from cauc_ray.models.kinds import ASKED, ModelSpec
+from cauc_ray.models.kind import Location, Placement, Section
+from cauc_ray.models.kinds import ModelSpec, built_in_specs, prompt_fields
 from cauc_ray.models.prompts import LanguageSpec, PromptSettings
 from cauc_ray.models.resources import Resources, amounts_text
 from cauc_ray.protocol.tensors import Datatype
 
 
 class Replicas(Section):
-    """How many copies of a stage may run.   min: from the start.   max: under load; min without it."""
+    """How many copies of a stage may run.
+
+    Attributes:
+        min: From the start.
+        max: Under load; by default min.
+    """
 
     min: int = Field(default=1, ge=1)
-    max: int = Field(default_factory=lambda given: int(given.get("min", 1)), ge=1)
+    max: int = Field(default_factory=lambda fields: int(fields.get("min", 1)), ge=1)
 
     @model_validator(mode="after")
     def _ordered(self) -> Replicas:
@@ -43,11 +48,14 @@ class Replicas(Section):
 class StageServing(Section):
     """How a stage is served.
 
-    batch_size: most rows in a call, by default the stage's own.   batch_wait_s: how long a request's rows wait for
-    others to share a call, less if no others are expected.   timeout_s: rows that take longer, waiting included, are
-    abandoned; a replica whose call takes twice as long is replaced.   target_busy: the target share of time in which
-    replicas compute; above it, another is started.   upscale_delay_s and downscale_delay_s: how long the load must
-    stay above, or below, before replicas are added, or removed.
+    Attributes:
+        batch_size: Most rows in a call, by default the stage's own.
+        batch_wait_s: How long a request's rows wait for others to share a call, less if no others are expected.
+        timeout_s: Rows that take longer, waiting included, are abandoned; a replica whose call takes twice as long is
+            replaced.
+        target_busy: Target share of time in which replicas compute; above it, another is started.
+        upscale_delay_s: How long the load must stay above the target before replicas are added.
+        downscale_delay_s: How long the load must stay below the target before replicas are removed.
     """
 
     batch_size: int | None = Field(default=None, ge=1)
@@ -59,14 +67,24 @@ class StageServing(Section):
 
 
 class InputSpec(Section):
-    """A tensor of a request.   datatype: in the Open Inference Protocol.   shape: of one row; -1 is any size."""
+    """A tensor of a request.
+
+    Attributes:
+        datatype: In the Open Inference Protocol.
+        shape: Of one row; -1 is any size.
+    """
 
     datatype: Datatype
     shape: tuple[Literal[-1] | PositiveInt, ...] = ()
 
 
 class RouterSpec(Section):
-    """The deployment that takes requests and holds the policy.   replicas: how many.   resources: of each."""
+    """The deployment that takes requests and holds the policy.
+
+    Attributes:
+        replicas: How many run.
+        resources: Of each replica.
+    """
 
     replicas: Replicas = Replicas()
     resources: Resources = Resources()
@@ -75,8 +93,12 @@ class RouterSpec(Section):
 class LogSpec(Section):
     """Where the shadow sample is written, as a logit table that can be fitted.
 
-    to: a folder or a URI.   split: that its rows are of.   keep_days: files are deleted once they are older; without
-    it, they are kept.   flush_rows, flush_s: how many rows a file has, or how long the first of them waits.
+    Attributes:
+        to: A folder or a URI.
+        split: The split of its rows.
+        keep_days: Age at which files are deleted; by default they are kept.
+        flush_rows: Rows in a file.
+        flush_s: Longest wait of a row before its file is written, in seconds.
     """
 
     to: Location
@@ -87,7 +109,12 @@ class LogSpec(Section):
 
 
 class CandidateSpec(Section):
-    """A policy that begins as a candidate.   file: a path or a URI.   share: of the requests."""
+    """A policy that begins as a candidate.
+
+    Attributes:
+        file: A path or a URI.
+        share: Of the requests.
+    """
 
     file: Location
     share: float = Field(gt=0, lt=1)
@@ -96,11 +123,14 @@ class CandidateSpec(Section):
 class CanarySpec(Section):
     """When a candidate replaces the policy in force, or ends.
 
-    evidence: what accuracy is measured by: labels from feedback, or (shadow) agreement with the whole cascade on the
-    shadow sample.   error_rate: the probability that a decision on a candidate is wrong.   accuracy_margin: how much
-    less accurate a candidate may be; negative: how much more it must be.   cost_margin: the same of mean costs per
-    row, as a share.   min_rows: of a candidate, with a known label, before it is promoted.   decide: by itself (auto)
-    or by-hand.
+    Attributes:
+        evidence: What accuracy is measured by: labels from feedback, or (shadow) agreement with the whole cascade on
+            the shadow sample.
+        error_rate: Probability that a decision on a candidate is wrong.
+        accuracy_margin: How much less accurate a candidate may be; if negative, how much more it must be.
+        cost_margin: The same of mean costs per row, as a share.
+        min_rows: Rows of a candidate with a known label before it is promoted.
+        decide: By itself (auto) or by-hand.
     """
 
     evidence: Literal["feedback", "shadow"] = "feedback"
@@ -114,12 +144,18 @@ class CanarySpec(Section):
 class PoolServing(Section):
     """How a pool is served.
 
-    max_request_rows: in one request.   max_body_mb: of a request, in 10^6 bytes, unpacked.   max_queued_rows: that
-    may wait for a stage in one router.   shadow: the share of answers of stages before the last that are compared with
-    the whole cascade's, when its stages are idle; with log, of all answers.   log: writes these, every model's logits
-    and all, as a logit table.   policies: candidates at the start, each with a share of the requests.   canary: when
-    they replace the policy in force, or end.   tracing: "module:function", called once in each router, that configures
-    OpenTelemetry.   router: the deployment that takes requests.   fleet: what a local service pulls and reports.
+    Attributes:
+        max_request_rows: Most rows in one request.
+        max_body_mb: Largest body of a request, in 10^6 bytes, decompressed.
+        max_queued_rows: Most rows that may wait for a stage in one router.
+        shadow: Share of answers of stages before the last that are compared with the whole cascade's, when its stages
+            are idle; with log, of all answers.
+        log: Writes the shadow sample with every model's logits as a logit table.
+        policies: Candidates at the start, each with a share of the requests.
+        canary: When a candidate replaces the policy in force, or ends.
+        tracing: "module:function", called once in each router, that configures OpenTelemetry.
+        router: The deployment that takes requests.
+        fleet: Policies that a local service pulls, and its reports.
     """
 
     max_request_rows: int = Field(default=4096, ge=1)
@@ -161,10 +197,10 @@ Amount: TypeAlias = Annotated[StrictFloat, Field(ge=0)]
 
 
 class CostSpec(Section):
-    """What one call on one example costs: exactly one number, whose key is its unit.
+    """The cost of one call on one example: exactly one number, whose key is its unit.
 
-    gflops and params_b may be "auto": as published with the model, else as measured; so may seconds of a remote stage:
-    the measured round trip of each call, divided by its rows.
+    gflops and params_b may be "auto": as published with the model, else as measured. seconds of a remote stage may be
+    "auto": the measured round trip of each call, divided by its rows.
     """
 
     gflops: Amount | Literal["auto"] | None = None
@@ -204,12 +240,21 @@ class CostSpec(Section):
 class StageSpec(PromptSettings):
     """One model of a pool as a stage.
 
-    name: of the model, in tables and policies.   model: what it is; kind decides on the other keys.   cost: of one
-    call on one row; without it counted or measured.   replicas: how many run.   resources: what each occupies.
-    serving: how it is served.   batch_size: rows in a full batch.   batch_wait_s: how long a row waits for its batch
-    to fill, in seconds.   call_timeout_s: a call that takes longer is given up, and with it the replica.
-    down_after_s: a stage that has had no live replica for so long is down.   prompt, labels, examples, options: of its
-    language model, instead of the pool's.
+    Attributes:
+        name: Of the model, in tables and policies.
+        model: What it is; kind decides on the other keys.
+        cost: Of one call on one row; by default counted or measured.
+        replicas: How many run.
+        resources: What each replica occupies.
+        serving: How it is served.
+        batch_size: Rows in a full batch.
+        batch_wait_s: How long a row waits for its batch to fill, in seconds.
+        call_timeout_s: Seconds after which a call is abandoned, and with it the replica.
+        down_after_s: Seconds without a live replica after which a stage is down.
+        prompt: Of its language model, instead of the pool's.
+        labels: Of its language model, instead of the pool's.
+        examples: Of its language model, instead of the pool's.
+        options: Of its language model, instead of the pool's.
     """
 
     name: str
@@ -225,9 +270,7 @@ class StageSpec(PromptSettings):
 
     def load(self) -> Model:
         """Load the model, over several GPUs if the stage has them. Raises CaucError as its kind does."""
-        if self.resources.num_gpus > 1:
-            return self.model.load_over_gpus()
-        return self.model.load_within(self.call_timeout_s)
+        return self.model.load(Placement(self.resources.num_gpus, self.call_timeout_s))
 
     def served(self) -> StageSpec:
         """Return the stage as a service has it: calls of a remote model end before their rows are abandoned."""
@@ -268,16 +311,20 @@ class StageSpec(PromptSettings):
 class Pool(PromptSettings):
     """A set of models for one task.
 
-    name: of the pool, and of the model in a service's URLs.
-    task: what the rows are: images, questions with choices, or rows of columns that models read by their names.
-    inputs: the tensors of a request by name, where the models do not declare them; a run reads columns of the same
-    names.
-    prompt, labels, examples, options: how its language models are asked; labels also name the classes of others.
-    on_failure: what happens to rows whose next stage is down: "fail" ends the run with what is committed,
-    "degrade" answers them as the stages before would have, and marks the rows.
-    max_failed: the share of a run's rows that models may fail on before the run ends with an error.
-    serving: how it is served.
-    stages: its models, cheapest first.
+    Attributes:
+        name: Of the pool, and of the model in a service's URLs.
+        task: What the rows are: images, questions with choices, or rows of columns that models read by their names.
+        inputs: Tensors of a request by name, for models that do not declare them; a run reads columns of the same
+            names.
+        prompt: How its language models are asked.
+        labels: Names of the classes, of language models and others.
+        examples: Few-shot examples of its language models.
+        options: What its language models answer with.
+        on_failure: What happens to rows whose next stage is down: "fail" ends the run with what is committed,
+            "degrade" answers them as the stages before would have, and marks the rows.
+        max_failed: Share of a run's rows that models may fail on before the run ends with an error.
+        serving: How it is served.
+        stages: Its models, cheapest first.
     """
 
     name: str
@@ -295,10 +342,9 @@ class Pool(PromptSettings):
 
         def moved(stage: Any) -> Any:
             match stage:
-                case {"model": {"kind": str(kind)} as model} if kind in ASKED:
-                    keys = ASKED[kind]
-                    asked = {key: at[key] for at in (content, stage) for key in keys if at.get(key) is not None}
-                    return {k: own for k, own in stage.items() if k not in keys} | {"model": {**asked, **model}}
+                case {"model": {"kind": kind} as model} if keys := prompt_fields(kind):
+                    settings = {key: at[key] for at in (content, stage) for key in keys if at.get(key) is not None}
+                    return {k: v for k, v in stage.items() if k not in keys} | {"model": {**settings, **model}}
             return stage
 
         match content:
@@ -309,15 +355,16 @@ class Pool(PromptSettings):
     @model_validator(mode="after")
     def _prompts_are_for_language_models(self) -> Pool:
         for stage in self.stages:
-            own = stage.model
-            if isinstance(own, LanguageSpec) and self.task != "multiple-choice" and own.labels is None:
+            spec = stage.model
+            if isinstance(spec, LanguageSpec) and self.task != "multiple-choice" and spec.labels is None:
                 raise ValueError(f"stage {stage.name!r} is a language model: it needs labels to choose from")
             unused = stage.model_fields_set & PromptSettings.model_fields.keys()
             if unused:
-                raise ValueError(f"stage {stage.name!r}: a model of kind {own.kind!r} takes no {min(unused)}")
-        taken = frozenset({"labels"}).union(*(ASKED.get(stage.model.kind, ()) for stage in self.stages))
+                raise ValueError(f"stage {stage.name!r}: a model of kind {spec.kind!r} takes no {min(unused)}")
+        taken = frozenset({"labels"}).union(*(prompt_fields(stage.model.kind) for stage in self.stages))
         for key in sorted(self.model_fields_set & PromptSettings.model_fields.keys() - taken):
-            raise ValueError(f"{key} is for models of kind {', '.join(kind for kind in ASKED if key in ASKED[kind])}")
+            kinds = sorted(kind for kind in built_in_specs() if key in prompt_fields(kind))
+            raise ValueError(f"{key} is for models of kind {', '.join(kinds)}")
         if self.labels is not None and self.task == "multiple-choice":
             raise ValueError("labels are names of classes; in multiple-choice, choices name themselves")
         if len({len(names) for names in self._all_names if names}) > 1:
@@ -350,16 +397,16 @@ class Pool(PromptSettings):
         raise ConfigError(f"pool {self.name!r}: {unknown_name('stage', name, [s.name for s in self.stages])}")
 
     def columns_read(self, stages: Sequence[StageSpec]) -> frozenset[str] | None:
-        """Return the columns of an input that a run over some stages reads; None for whatever there is.
+        """Return the columns of an input that a run over some stages reads; None for all columns.
 
-        A model that does not tell itself reads the pool's inputs, where these are declared. What rows are called and
-        labelled is read, too, and choices, which logits are held against.
+        A model that declares no columns reads the pool's `inputs`, if there are any. `example_id`, `label` and
+        `choices`, with which the number of logits must agree, are always read.
         """
-        models = [stage.model for stage in stages]
-        if not self.inputs and any(model.reads is None for model in models):
+        declared = frozenset(self.inputs) or None
+        by_model = [names if (names := stage.model.columns_read.names) is not None else declared for stage in stages]
+        if any(names is None for names in by_model):
             return None
-        own = [frozenset(self.inputs) if model.reads is None else model.reads for model in models]
-        return frozenset({"example_id", "label", "choices"}).union(*own)
+        return frozenset({"example_id", "label", "choices"}).union(*filter(None, by_model))
 
     def chain(self, names: tuple[str, ...]) -> tuple[StageSpec, ...]:
         """Return the stages of a chain in its order."""

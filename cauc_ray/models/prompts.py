@@ -9,7 +9,7 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from cauc_ray.errors import CaucError, first_line
 from cauc_ray.files.paths import AnyPath, path_from
 from cauc_ray.models.answers import Batch, Unusable, batch_size, parted, require_columns
-from cauc_ray.models.kind import KindSpec, Section, folder_of
+from cauc_ray.models.kind import InputColumns, KindSpec, Section, folder_of
 from cauc_ray.numbers.logits import LogitKind
 
 # The names of options; each is a single token in the vocabularies of common models.
@@ -200,7 +200,7 @@ class LanguageSpec(PromptSettings, KindSpec):
             ) from error
         if self.labels is not None and self.prompt is None:
             raise ValueError("labels need a prompt: a template over the input's columns such as 'Text: {{ text }}'")
-        if self.prompt is not None and not (read | self.needs) - {"options", "choices"}:
+        if self.prompt is not None and not (read | self.columns_read.required) - {"options", "choices"}:
             raise ValueError("prompt reads no column: name those of the input, such as {{ text }}")
         if self.labels is not None and len(self.labels) < 2:
             raise ValueError("a model needs at least two labels to choose from")
@@ -209,7 +209,7 @@ class LanguageSpec(PromptSettings, KindSpec):
         if self.labels is not None and self.answers_with == "letter" and len(self.labels) > len(LETTERS):
             raise ValueError(f"options: letter takes up to {len(LETTERS)} labels, not {len(self.labels)}; use name")
         for index, example in enumerate(self.examples):
-            missing = sorted((self.needs - self.image_columns | {"label"}) - example.keys())
+            missing = sorted((self.columns_read.required - self.image_columns | {"label"}) - example.keys())
             if missing:
                 raise ValueError(f"example {index} has no {missing[0]!r}; it has {', '.join(sorted(example))}")
             self.label_of(index, example)
@@ -226,21 +226,12 @@ class LanguageSpec(PromptSettings, KindSpec):
         return self.options or ("name" if self.labels is not None and len(self.labels) > LETTERED else "letter")
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Return the columns that a prompt cannot do without."""
-        return QUESTION_NEEDS if self.prompt is None else self.reads
-
-    @property
-    def texts(self) -> frozenset[str]:
-        """Return the columns of a prompt that a service takes as texts."""
-        return self.needs - {"choices"}
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """Return the columns of a prompt."""
+    def columns_read(self) -> InputColumns:
+        """Return the columns of the prompt; all of a prompt of one's own are required."""
         if self.prompt is None:
-            return QUESTION_READS
-        return _variables(self.prompt) - {"options"} | (frozenset() if self.labels is not None else {"choices"})
+            return InputColumns(QUESTION_NEEDS, QUESTION_READS, texts=QUESTION_NEEDS - {"choices"})
+        required = _variables(self.prompt) - {"options"} | (frozenset() if self.labels is not None else {"choices"})
+        return InputColumns(required, texts=required - {"choices"})
 
     @property
     def image_columns(self) -> frozenset[str]:
@@ -277,7 +268,8 @@ class LanguageSpec(PromptSettings, KindSpec):
 class ImagePromptSpec(LanguageSpec):
     """A language model that may look at an image.
 
-    image: whether the column `image` goes with each prompt.
+    Attributes:
+        image: Whether the column `image` goes with each prompt.
     """
 
     image: bool = False
@@ -288,19 +280,14 @@ class ImagePromptSpec(LanguageSpec):
         return frozenset({"image"} if self.image else ())
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Return the columns that an input must have."""
-        return super().needs | self.image_columns
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """Return the columns that are read."""
-        return super().reads | self.image_columns
-
-    @property
-    def texts(self) -> frozenset[str]:
-        """Return the columns that are texts."""
-        return super().texts - self.image_columns
+    def columns_read(self) -> InputColumns:
+        """Return the columns of the prompt, and that of images if it is read."""
+        columns = super().columns_read
+        return replace(
+            columns,
+            required=columns.required | self.image_columns,
+            texts=columns.texts - self.image_columns,
+        )
 
 
 class Prompts:
@@ -314,7 +301,7 @@ class Prompts:
         self._with = spec.answers_with
         self._whole = spec.lists_itself
         self._template = _ENVIRONMENT.from_string(spec.template)
-        self._reads = sorted(spec.reads - {"choices", *spec.image_columns})
+        self._reads = sorted((spec.columns_read.names or frozenset()) - {"choices", *spec.image_columns})
         self.head = self._head()
 
     def __call__(self, batch: Batch) -> tuple[dict[int, Asked], dict[int, str]]:
@@ -323,7 +310,7 @@ class Prompts:
         batch: the columns of the prompt, (n,) each; with a prompt of one's own all are required, by default `question`
         (text) and `choices` (a list of texts). Raises DataError when a required column is missing.
         """
-        require_columns(batch, *sorted(self._spec.needs))
+        require_columns(batch, *sorted(self._spec.columns_read.required))
         columns = [name for name in [*self._reads, "choices"] if name in batch]
         rows = range(batch_size(batch))
         return parted({row: self._asked({name: _plain(batch[name][row]) for name in columns}) for row in rows})

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
 from cauc_ray.errors import ConfigError, one_line
-from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, PreparingModel, as_answers, batch_size
-from cauc_ray.models.kind import DeclaringSpec
+from cauc_ray.models.answers import (
+    Answers,
+    Batch,
+    Model,
+    ModelFacts,
+    PreparingModel,
+    as_answers,
+    batch_size,
+    require_same_labels,
+)
+from cauc_ray.models.kind import DeclaringSpec, Placement
+from cauc_ray.models.prompts import Labelled
 from cauc_ray.numbers.logits import LogitKind
 
 
-class PythonSpec(DeclaringSpec):
+class PythonSpec(Labelled, DeclaringSpec):
     """`{kind: python, factory: "package.module:function", kwargs: {…}}`.
 
-    function(**kwargs) returns a callable that takes a batch (the input's columns as numpy arrays) and returns
-    float32 logits (n, K), or a list of n vectors where K differs. If it has a method `prepare`, that takes the batch
-    and the callable what prepare returns: the next batch is prepared while the callable computes this one.
+    function(**kwargs) returns a callable. A parameter `device` of the function that kwargs leave out gets "cuda" if the
+    stage has a GPU, else "cpu". The callable takes a batch, the input's columns as numpy arrays, and returns logits
+    (n, K) as an array or a torch tensor, a list of n vectors if K differs between rows, or `cauc_ray.Answers` with
+    logits, costs and failed rows. If it has a method `prepare`, that takes the batch and the callable takes what
+    prepare returns: the next batch is prepared while the callable computes this one. A method `close` is called when
+    the stage ends.
+
+    Attributes:
+        factory: "package.module:function".
+        kwargs: Its arguments.
+        labels: The pool's labels, with which labels in its Answers are compared.
     """
 
+    EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = DeclaringSpec.EXCLUDED_FROM_IDENTITY | {"labels"}
+    LOADER: ClassVar[str] = "cauc_ray.models.python:load"
+    SPANS_GPUS: ClassVar[bool] = True
     kind: Literal["python"]
     factory: str = Field(pattern=r"^[\w.]+:\w+$")
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -39,54 +60,85 @@ class PythonSpec(DeclaringSpec):
         folder = (context or {}).get("folder")
         self._folder = str(folder.absolute()) if isinstance(folder, Path) else None
 
-    def load(self) -> Model:
-        """Import the factory and call it. Raises ConfigError if it cannot be imported or does not return a callable."""
-        factory = imported(self.factory)
-        return python_model(factory(**self.kwargs), f"python {self.factory}", self.logit_kind)
+
+def load(spec: PythonSpec, placement: Placement) -> Model:
+    """Import the factory and call it. Raises ConfigError if it cannot be imported or does not return a callable."""
+    function = called(imported(spec.factory), spec.kwargs, placement)
+    return python_model(function, f"python {spec.factory}", spec.logit_kind, spec.label_names)
 
 
 def imported(factory: str, what: str = "factory") -> Callable[..., object]:
-    """Import "package.module:function".   what: it is. Raises ConfigError if that fails."""
+    """Import "package.module:function". Raises ConfigError, which names `what` it is, if that fails."""
     try:
-        found: Callable[..., object] = EntryPoint("", factory, "").load()
+        function: Callable[..., object] = EntryPoint("", factory, "").load()
     except Exception as error:  # a user's module may raise anything while it is imported
         raise ConfigError(f"{what} {factory!r} cannot be imported: {one_line(error)}") from error
-    return found
+    return function
 
 
-def python_model(function: object, source: str, logit_kind: LogitKind | None = None) -> Model:
+def called(factory: Callable[..., object], kwargs: Mapping[str, Any], placement: Placement) -> object:
+    """Return what a user's factory returns, which gets its device if it takes one."""
+    device = {"device": "cuda" if placement.num_gpus else "cpu"} if _takes_device(factory) else {}
+    return factory(**{**device, **kwargs})
+
+
+def python_model(
+    function: object, source: str, logit_kind: LogitKind | None = None, labels: Sequence[str] | None = None
+) -> Model:
     """Wrap what a factory returned as a model. Raises ConfigError if it is not callable."""
     if not callable(function):
         raise ConfigError(f"the factory of {source!r} returned {type(function).__name__}, which is not callable")
     kind = PreparingPythonModel if hasattr(function, "prepare") else PythonModel
-    return kind(function, ModelFacts(source, logit_kind or "as the model returns them"))
+    return kind(
+        function,
+        ModelFacts(source, logit_kind or "as the model returns them", labels=None if labels is None else tuple(labels)),
+    )
 
 
-@dataclass(slots=True)
-class PythonModel:
-    """A user's callable, its answers checked."""
+def _takes_device(factory: Callable[..., object]) -> bool:
+    try:
+        return "device" in inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # some callables in C have no signature
+        return False
 
-    function: Callable[[Batch], object]
-    facts: ModelFacts
+
+class PythonModel(Model):
+    """A user's callable whose answers are checked."""
+
+    def __init__(self, function: Any, facts: ModelFacts) -> None:
+        self.function, self.facts = function, facts
+        self._is_checked = False
 
     def __call__(self, batch: Batch) -> Answers:
         """Answer a batch."""
         n = batch_size(batch)  # before the call: the function may change its batch
-        return as_answers(self.function(batch), n)
+        return self._checked(self.function(batch), n)
+
+    def _checked(self, output: object, n: int) -> Answers:
+        """Return checked answers. Raises ConfigError if labels of the first batch do not have the highest scores."""
+        answers = as_answers(output, n)
+        if answers.labels is not None and not self._is_checked:
+            require_same_labels(self.facts.source, answers, answers.labels, self.facts.labels)
+            self._is_checked = True
+        return answers
+
+    def close(self) -> None:
+        """Call the callable's own method `close`, if it has one."""
+        getattr(self.function, "close", lambda: None)()
 
 
-@dataclass(slots=True)
-class PreparingPythonModel(PreparingModel):
+class PreparingPythonModel(PythonModel, PreparingModel):
     """A user's callable that prepares batches ahead."""
-
-    function: Any
-    facts: ModelFacts
 
     def prepare(self, batch: Batch) -> tuple[int, Any]:
         """Return the batch's size and what the callable's own prepare makes of it."""
         return batch_size(batch), self.function.prepare(batch)
 
     def answer(self, prepared: tuple[int, Any]) -> Answers:
+        """Answer a prepared batch."""
+        n, content = prepared
+        return self._checked(self.function(content), n)
+
+    def __call__(self, batch: Batch) -> Answers:
         """Answer a batch."""
-        n, own = prepared
-        return as_answers(self.function(own), n)
+        return self.answer(self.prepare(batch))

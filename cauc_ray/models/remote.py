@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from ssl import SSLContext
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from cauc_ray.models.answers import Model
 from cauc_ray.models.credentials import LOOPBACK, Credentials, HeaderSettings
-from cauc_ray.models.kind import DeclaringSpec
-
-# A call ends after this share of the time after which the stage gives up on it.
-CALL_TIMEOUT_SHARE = 0.9
+from cauc_ray.models.kind import DeclaringSpec, InputColumns
 
 
 class RemoteSpec(DeclaringSpec, Credentials, HeaderSettings):
@@ -28,12 +23,13 @@ class RemoteSpec(DeclaringSpec, Credentials, HeaderSettings):
     time.
     """
 
-    HOW: ClassVar[frozenset[str]] = DeclaringSpec.HOW | {
+    LOADER: ClassVar[str] = "cauc_ray.models.inference_client:load"
+    PACKAGES: ClassVar[tuple[str, ...]] = ("remote", "httpx2")
+    EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = DeclaringSpec.EXCLUDED_FROM_IDENTITY | {
         *("token_env", "headers", "ca", "cert", "key", "timeout_s", "retries", "compress", "max_rows"),
         "max_concurrency",
     }
-    SPANS_GPUS: ClassVar[bool] = False
-    GIVES_UP: ClassVar[bool] = True
+    ENFORCES_OWN_TIMEOUT: ClassVar[bool] = True
     REMOTE: ClassVar[bool] = True
     kind: Literal["remote"]
     # A password in the address would appear in tables and messages.
@@ -59,36 +55,22 @@ class RemoteSpec(DeclaringSpec, Credentials, HeaderSettings):
         return self
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Return the columns that are sent, as far as the settings name them."""
-        return frozenset(self.inputs)
+    def columns_read(self) -> InputColumns:
+        """Return the columns that are sent; all of the input if the settings do not name them."""
+        return InputColumns(frozenset(self.inputs), frozenset() if self.inputs else None)
 
     @property
     def source(self) -> str:
         """Return in one phrase what answers."""
         return f"{self.model} at {self.url}"
 
-    def load(self) -> Model:
-        """Return a model as load_within does, with no other limit than its own."""
-        return self.load_within(math.inf)
-
-    def load_within(self, call_timeout_s: float) -> Model:
-        """Return a model that asks the server; nothing is sent before the first call, since the server may be away.
-
-        Its calls end a moment before the stage gives up on them. Raises ConfigError where a package, the token or a
-        certificate is missing.
-        """
-        self.require("remote", "httpx2")
-        from cauc_ray.models.inference_client import RemoteModel
-
-        return RemoteModel(self, *self._proof(), min(self.timeout_s, CALL_TIMEOUT_SHARE * call_timeout_s))
-
-    def check(self, here: bool) -> None:
+    def check(self, local: bool) -> None:
         """Raise ConfigError if the token, a header's variable or a certificate is missing."""
-        if here:
-            self._proof()
+        if local:
+            self.proof()
 
-    def _proof(self) -> tuple[str | None, SSLContext | None]:
+    def proof(self) -> tuple[str | None, SSLContext | None]:
+        """Return the token, and how the server is verified. Raises ConfigError if one of them is missing."""
         owner = f"model {self.model!r}"
         self.http_headers(owner)
         return self.token(owner), None if self.url.startswith("http:") else self.trust(owner)

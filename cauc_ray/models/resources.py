@@ -30,15 +30,18 @@ Labels: TypeAlias = dict[str, Annotated[str, AfterValidator(_expression)]]
 class Resources(Section):
     """The resources of one replica, and the required labels of its node.
 
-    num_cpus: by default 4 for each GPU, to prepare its batches, and at least 1.   num_gpus: a fraction of one, which
-    several replicas share, or whole ones, which need a language model or a model of your own.   memory: bytes, or
-    text such as "4GiB"; Ray schedules by it and does not enforce it.   custom: Ray's custom resources, by name.
-    labels: label -> "value", "!value", "in(a, b)" or "!in(a, b)"; a negated one is also met by a node without the
-    label. fallback: other labels, tried in order where no node meets the first.
+    Attributes:
+        num_gpus: A fraction of one, which several replicas share, or whole ones, which need a language model or a model
+            of your own.
+        num_cpus: By default 4 for each GPU, to prepare its batches, and at least 1.
+        memory: Bytes, or text such as "4GiB"; Ray schedules by it and does not enforce it.
+        custom: Ray's custom resources, by name.
+        labels: Label -> "value", "!value", "in(a, b)" or "!in(a, b)"; a node without the label meets a negated one.
+        fallback: Other labels, tried in order if no node meets the first.
     """
 
     num_gpus: float = Field(default=0, ge=0)
-    num_cpus: float = Field(default_factory=lambda given: max(1, CPUS_PER_GPU * given.get("num_gpus", 0)), ge=0)
+    num_cpus: float = Field(default_factory=lambda fields: max(1, CPUS_PER_GPU * fields.get("num_gpus", 0)), ge=0)
     memory: int = Field(default=0, ge=0, le=1 << 60)
     custom: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     labels: Labels = Field(default_factory=dict)
@@ -56,10 +59,10 @@ class Resources(Section):
     def _in_bytes(cls, memory: object) -> object:
         if not isinstance(memory, str):
             return memory
-        found = _SIZE.fullmatch(memory.strip())
-        if found is None:
+        size = _SIZE.fullmatch(memory.strip())
+        if size is None:
             raise ValueError(f"expected bytes, or a number with KiB, MiB, GiB or TiB, got {memory!r}")
-        return round(float(found[1]) * _BYTES[found[2]])
+        return round(float(size[1]) * _BYTES[size[2]])
 
     @field_validator("custom")
     @classmethod
@@ -85,7 +88,7 @@ class Resources(Section):
     def met_by(self, node_labels: Mapping[str, str]) -> bool:
         """Return whether a node's labels match the required ones, or one of the fallbacks."""
         ways = (self.labels, *self.fallback)
-        return any(all(_meets(node_labels.get(label), own) for label, own in way.items()) for way in ways)
+        return any(all(_meets(node_labels.get(label), needed) for label, needed in way.items()) for way in ways)
 
     def __str__(self) -> str:
         nodes = [", ".join(f"{k}={v}" for k, v in sorted(one.items())) for one in (self.labels, *self.fallback) if one]
@@ -110,7 +113,7 @@ def _amount_text(name: str, amount: float) -> str:
 
 
 def _meets(value: str | None, expression: str) -> bool:
-    found = _EXPRESSION.fullmatch(expression)
-    assert found is not None  # validated
-    allowed = [found["one"]] if found["one"] else found["many"].split(",")
-    return (value in allowed) != bool(found["no"])
+    match = _EXPRESSION.fullmatch(expression)
+    assert match is not None  # validated
+    allowed = [match["one"]] if match["one"] else match["many"].split(",")
+    return (value in allowed) != bool(match["no"])

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from cauc_ray.files.paths import path_of
 from cauc_ray.models.answers import EMBEDDING, Answers, Batch, Model, ModelFacts, require_columns
-from cauc_ray.models.kind import DeclaringSpec, Location
+from cauc_ray.models.kind import DeclaringSpec, InputColumns, Location, Placement
 from cauc_ray.numbers.logits import LogitKind
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ class SavedSpec(DeclaringSpec):
     logits, if its pool.json does not declare it; embedding for an encoder's embeddings.
     """
 
-    HOW: ClassVar[frozenset[str]] = frozenset({"logit_kind", "seconds_per_call", "seconds_per_row"})
+    LOADER: ClassVar[str] = "cauc_ray.models.saved:SavedModel"
+    EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = frozenset({"logit_kind", "seconds_per_call", "seconds_per_row"})
     kind: Literal["saved"]
     logits: Location
     model: str
@@ -34,9 +35,9 @@ class SavedSpec(DeclaringSpec):
     seconds_per_row: float = Field(default=0, ge=0, allow_inf_nan=False)
 
     @property
-    def reads(self) -> frozenset[str]:
-        """Return nothing but what every model gets."""
-        return frozenset()
+    def columns_read(self) -> InputColumns:
+        """Return no column: every model gets example_id."""
+        return InputColumns()
 
     @property
     def answers_kind(self) -> LogitKind:
@@ -57,15 +58,12 @@ class SavedSpec(DeclaringSpec):
 
         return LogitTable(self.logits)
 
-    def load(self) -> Model:
-        """Read the logits. Raises CaucError if the table does not have them."""
-        return SavedModel(self)
 
-
-class SavedModel:
+class SavedModel(Model):
     """Logits of one model on one split, by example_id, with each call's cost if the table has it."""
 
-    def __init__(self, spec: SavedSpec) -> None:
+    def __init__(self, spec: SavedSpec, placement: Placement) -> None:
+        """Read the logits. Raises CaucError if the table does not have them."""
         self._spec = spec
         self.facts = ModelFacts(f"{spec.logits}, model {spec.model}", spec.answers_kind)
         ids: Sequence[str]

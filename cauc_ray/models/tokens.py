@@ -1,29 +1,43 @@
-"""Prompts and options as tokens of a language model's own vocabulary."""
+"""Prompts and options as tokens of a language model's own vocabulary.
+
+One rule holds for every backend. A prompt is encoded jointly with each of its options. Tokens that the prompt alone and
+all of these share are the prompt's; an option's score is the sum over its tokens after them. With names it includes the
+end of the answer, so that a label is not beaten by its own beginning.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Batch, Unusable, little, parted
+from cauc_ray.models.chat import ChatTemplate, special_tokens
 from cauc_ray.models.prompts import IDS_AT_ONCE, LETTERS, Asked, LanguageSpec, Prompts
 from cauc_ray.models.transformers import HubLanguageSpec
 from cauc_ray.numbers.types import Floats
 
 # Tokens of a prompt's beginning that are worth a cache.
 LEAST_HEAD = 32
-_KEPT_OPTIONS = 4096
+# The prompt's last tokens by which options' tokens are remembered, and how many such ends.
+_KEY_TOKENS, _MAX_KEYS = 3, 256
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A question in tokens.   options: the tokens of each option.   n_bytes: the length of each option's text."""
+    """A question in tokens.
+
+    Attributes:
+        row: Row of the batch.
+        prompt: Tokens of the prompt.
+        options: Tokens of each option after the prompt.
+        n_bytes: Length of each option's text in UTF-8.
+    """
 
     row: int
     prompt: list[int]
@@ -36,61 +50,146 @@ class Tokens:
         return max(map(len, self.options))
 
 
-def scored(
-    spec: LanguageSpec, asked: Sequence[Tokens], logprobs: Sequence[Floats], counts: Counter[str]
-) -> list[Floats]:
-    """Return each question's logits from the log-likelihoods of its options: of texts those per byte, float32.
+def shared_tokens(encodings: Sequence[list[int]]) -> list[int]:
+    """Return the tokens that all encodings begin with."""
+    first, last = min(encodings), max(encodings)
+    return [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))]
 
-    counts: gains the questions whose options have little probability, which texts that no prompt lists always have.
+
+class Continuations(NamedTuple):
+    """The tokens of a prompt, and those of each option after them."""
+
+    prompt: list[int]
+    options: tuple[list[int], ...]
+
+    @classmethod
+    def of(cls, prompts: Iterable[list[int]], joint: Sequence[list[int]]) -> Continuations:
+        """Split joint encodings of a prompt with its options.
+
+        Args:
+            prompts: Encodings of the prompt without an option. None for letters: a piece that all of these begin
+                with, such as the space of sentencepiece, is the prompt's.
+            joint: Encodings of the prompt with each option.
+        """
+        shared = shared_tokens([*prompts, *joint])
+        return cls(shared, tuple(tokens[len(shared) :] for tokens in joint))
+
+
+class RememberedOptions:
+    """The tokens of options that are the same in every row, by the last tokens of the prompt.
+
+    A sequence of byte pairs is an encoding exactly if each two neighbours in it are one; other models encode word by
+    word. So prompts that end alike are continued alike.
+    """
+
+    def __init__(self) -> None:
+        # Tokens of the prompt alone that the option changes, tokens in their place, and those of the options.
+        self._by_end: dict[tuple[int, ...], tuple[int, list[int], tuple[list[int], ...]]] = {}
+
+    def key(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens by which a prompt's continuations are remembered."""
+        return tuple(prompt[-_KEY_TOKENS:])
+
+    def add(self, prompt: list[int], joint: Continuations) -> None:
+        """Remember what follows the encoding of a prompt alone."""
+        n_shared = len(shared_tokens([prompt, joint.prompt]))
+        n_changed = len(prompt) - n_shared
+        if n_changed < _KEY_TOKENS:
+            if len(self._by_end) >= _MAX_KEYS:
+                self._by_end.clear()
+            self._by_end[self.key(prompt)] = n_changed, joint.prompt[n_shared:], joint.options
+
+    def find(self, prompt: list[int]) -> Continuations | None:
+        """Return the continuations of a prompt, None where they must be encoded."""
+        if (entry := self._by_end.get(self.key(prompt))) is None:
+            return None
+        n_changed, replacement, options = entry
+        return Continuations(prompt[: len(prompt) - n_changed] + replacement, options)
+
+
+def scored(
+    spec: LanguageSpec, questions: Sequence[Tokens], logprobs: Sequence[Floats], counts: Counter[str]
+) -> list[Floats]:
+    """Return each question's logits from the log-likelihoods of its options.
+
+    Args:
+        spec: How options are scored: texts by byte.
+        questions: Questions in tokens.
+        logprobs: Log-likelihood of each option, (K,) for each question.
+        counts: Updated in place: questions whose options have little probability. Texts always have, since no prompt
+            lists them.
+
+    Returns:
+        Logits, float32 (K,) for each question.
     """
     per_byte = spec.answers_with == "text"
     counts.update({} if per_byte else little(logprobs))
-    return [
-        (own / (np.array(one.n_bytes) if per_byte else 1)).astype(np.float32)
-        for one, own in zip(asked, logprobs, strict=True)
-    ]
+    pairs = zip(questions, logprobs, strict=True)
+    return [(total / (np.array(one.n_bytes) if per_byte else 1)).astype(np.float32) for one, total in pairs]
 
 
-def requests(options: Iterable[Sequence[int]], *, by_token: bool = False) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield what an engine is asked for options: tokens that follow the prompt, and the next ones that it scores.
+def next_tokens(options: Iterable[Sequence[int]]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield what an engine must score for options: the tokens that follow the prompt, and the ones that come next.
 
-    Where there are no next ones, it scores those that follow the prompt: a longer option at once.   by_token: never.
+    A prefix cache makes this cheaper than the log-probabilities of whole prompts.
     """
     following: dict[tuple[int, ...], set[int]] = {}
-    longer = []
-    for part in {part for option in options for part in parts(option, by_token=by_token)}:
-        if len(part) == 1 or by_token:
-            following.setdefault(part[:-1], set()).add(part[-1])
-        else:
-            longer.append((list(part), list[int]()))
-    for tokens, own in following.items():
-        ids = sorted(own)
-        yield from ((list(tokens), ids[start : start + IDS_AT_ONCE]) for start in range(0, len(ids), IDS_AT_ONCE))
-    yield from longer
+    for option in options:
+        for n, token in enumerate(option):
+            following.setdefault(tuple(option[:n]), set()).add(token)
+    for before, tokens in following.items():
+        ids = sorted(tokens)
+        yield from ((list(before), ids[start : start + IDS_AT_ONCE]) for start in range(0, len(ids), IDS_AT_ONCE))
 
 
-def parts(option: Sequence[int], *, by_token: bool = False) -> list[tuple[int, ...]]:
-    """Return the beginnings of an option whose log-probabilities, as requests scores them, add up to its own."""
-    return [tuple(option[:n]) for n in range(1 if by_token else len(option), len(option) + 1)]
+def log_likelihoods(options: Iterable[Sequence[int]], logprobs: Mapping[tuple[int, ...], float]) -> Floats:
+    """Return options' log-likelihoods, float64 (K,), from the log-probability of the last token of each beginning."""
+    return np.array([sum(logprobs[tuple(option[: n + 1])] for n in range(len(option))) for option in options])
+
+
+def tokens_of(row: int, question: Asked, joint: Continuations, letters: bool) -> Tokens | Unusable:
+    """Return a question in tokens, or why its options cannot be scored."""
+    options = joint.options[: len(question.options)]
+    if letters and any(len(option) != 1 for option in options):
+        return Unusable("the letters of its options are not single tokens after its prompt; use options: name or text")
+    if not joint.prompt or not all(options):
+        return Unusable("its prompt or one of its options has no token of its own")
+    return Tokens(row, joint.prompt, options, tuple(len(option.encode()) for option in question.options))
 
 
 class Tokenizing:
     """Turns rows into tokens by a tokenizer of the transformers library, through its chat template if it has one."""
 
     def __init__(self, spec: HubLanguageSpec, tokenizer: Any, max_tokens: int) -> None:
-        """Raise ConfigError if the tokenizer lacks a chat template that is asked for, or has no letters."""
-        wanted = spec.answers_with != "text" if spec.chat_template is None else spec.chat_template
+        """Read the tokenizer's special tokens and chat template.
+
+        Raises:
+            ConfigError: The tokenizer lacks a chat template that is required, its template opens a thought, or letters
+                are not single tokens.
+        """
+        uses_template = spec.answers_with != "text" if spec.chat_template is None else spec.chat_template
         if spec.chat_template and not tokenizer.chat_template:
             raise ConfigError(f"chat_template: {spec.model} has no chat template")
-        self.chat = bool(wanted and tokenizer.chat_template)
-        self.how = "through its chat template" if self.chat else "without a chat template"
         self._spec = spec
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
-        self._letters = self._letter_tokens() if spec.answers_with == "letter" else []
-        self._prompts = Prompts(spec, self.chat, len(self._letters))
-        # Those of labels are the same in every row.
-        self._option = lru_cache(_KEPT_OPTIONS)(self._option_tokens)
+        self._chat: ChatTemplate | None = None
+        if uses_template and tokenizer.chat_template:
+            self._chat = ChatTemplate(spec.model, tokenizer, spec.chat_template_kwargs)
+        self.source = self._chat.source if self._chat else "without a chat template"
+        self._special = self._chat.special if self._chat else special_tokens(tokenizer)
+        self._as_text = False
+        mask = tokenizer("Q", return_special_tokens_mask=True)["special_tokens_mask"]
+        self._n_after = 0 if self._chat else len(list(itertools.takewhile(bool, reversed(mask))))
+        self._before = self._chat.before if self._chat else " "
+        end = self._chat.end if self._chat else "\n"
+        self._after = end if spec.answers_with == "name" else ""
+        self._letters = spec.answers_with == "letter"
+        self._fixed = LETTERS[: self._n_letters()] if self._letters else spec.label_names
+        self._prompts = Prompts(spec, self._chat is not None, len(self._fixed or ""))
+        # Special tokens of the prompt's own text are meant as such.
+        self._as_text = self._chat is None and not self._special.search(self._prompts.shown)
+        self._remembered = RememberedOptions()
 
     def __call__(self, batch: Batch) -> tuple[list[Tokens], dict[int, str]]:
         """Return a batch's questions in tokens, and why the other rows have none.
@@ -98,50 +197,86 @@ class Tokenizing:
         Raises DataError when a column is missing.
         """
         questions, faults = self._prompts(batch)
-        prompts = self.prompts([question.text for question in questions.values()])
-        rows = zip(questions.items(), prompts, strict=True)
-        asked, unusable = parted({row: self._tokens(row, question, prompt) for (row, question), prompt in rows})
-        return [*asked.values()], faults | unusable
+        safe, unsafe = parted({row: self._without_control(batch, row, one) for row, one in questions.items()})
+        texts = self._rendered([question.text for question in safe.values()])
+        prompts = dict(zip(safe, zip(texts, self._encode(texts), strict=True), strict=True))
+        joint = self._continued(safe, prompts)
+        asked, unusable = parted(
+            {row: self._fitting(tokens_of(row, safe[row], joint[row], self._letters)) for row in safe}
+        )
+        return [*asked.values()], faults | unsafe | unusable
 
     def head(self) -> list[int]:
         """Return the tokens that the prompts of all rows begin with, none where they are too few to matter."""
-        one, other = self.prompts([self._prompts.head + text for text in ("Q", "7 words")])
-        n = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
-        return one[:n] if n >= LEAST_HEAD else []
+        head = shared_tokens(self._encode(self._rendered([self._prompts.head + text for text in ("Q", "7 words")])))
+        return head if len(head) >= LEAST_HEAD else []
 
-    def _tokens(self, row: int, question: Asked, prompt: list[int]) -> Tokens | Unusable:
-        """Return a question in tokens, or why it cannot be asked."""
-        options = self._letters[: len(question.options)] or [self._option(option) for option in question.options]
-        asked = Tokens(row, prompt, tuple(options), tuple(len(o.encode()) for o in question.options))
-        n_tokens = len(asked.prompt) + asked.longest - 1
+    def _without_control(self, batch: Batch, row: int, question: Asked) -> Asked | Unusable:
+        """Return a question, or why it cannot be asked: its row would be read as more than text."""
+        if self._as_text:
+            return question
+        columns = [name for name in self._spec.columns_read.names or () if name in batch]
+        values = (str(value) for name in columns for value in np.ravel(batch[name][row]))
+        mark = self._special.search(" ".join(values))
+        return question if mark is None else Unusable(f"its text has {mark[0]!r}, a control token of the model")
+
+    def _continued(
+        self, questions: Mapping[int, Asked], prompts: Mapping[int, tuple[str, list[int]]]
+    ) -> dict[int, Continuations]:
+        """Return the continuations of prompts, each a text with its tokens."""
+        rows: Iterable[int] = prompts
+        if self._fixed:  # of prompts that end alike, one is encoded with its options
+            rows = {self._remembered.key(tokens): row for row, (_, tokens) in prompts.items()}.values()
+            rows = [row for row in rows if self._remembered.find(prompts[row][1]) is None]
+        joint = self._joint(rows, questions, prompts)
+        remembered = {row: self._remembered.find(prompts[row][1]) for row in prompts.keys() - joint.keys()}
+        joint |= {row: found for row, found in remembered.items() if found is not None}
+        return joint | self._joint(prompts.keys() - joint.keys(), questions, prompts)
+
+    def _joint(
+        self, rows: Iterable[int], questions: Mapping[int, Asked], prompts: Mapping[int, tuple[str, list[int]]]
+    ) -> dict[int, Continuations]:
+        """Encode the prompts of rows with their options, all at once."""
+        options = {row: self._fixed or questions[row].options for row in rows}
+        texts = [f"{prompts[row][0]}{self._before}{option}{self._after}" for row in options for option in options[row]]
+        encoded = iter(self._encode(texts))
+        joint = {}
+        for row, names in options.items():
+            prompt = prompts[row][1]
+            joint[row] = Continuations.of(
+                [] if self._letters else [prompt], list(itertools.islice(encoded, len(names)))
+            )
+            if self._fixed:
+                self._remembered.add(prompt, joint[row])
+        return joint
+
+    def _fitting(self, tokens: Tokens | Unusable) -> Tokens | Unusable:
+        """Return a question, or that it is too long."""
+        if isinstance(tokens, Unusable):
+            return tokens
+        n_tokens = len(tokens.prompt) + tokens.longest - 1
         if n_tokens > self._max_tokens:
             return Unusable(f"it has {n_tokens:,} tokens; the model takes up to {self._max_tokens:,}")
-        return asked
-
-    def prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of prompts up to where the answer begins."""
-        if self.chat:  # as texts first: what apply_chat_template returns as tokens has changed between versions
-            turns = [[{"role": "user", "content": text}] for text in texts]
-            settings = {**self._spec.chat_template_kwargs, "tokenize": False, "add_generation_prompt": True}
-            texts = self._tokenizer.apply_chat_template(turns, **settings) if turns else []
-        # At once: the tokenizer then works in threads of its own.
-        tokens = self._tokenizer(list(texts), add_special_tokens=not self.chat)["input_ids"] if texts else []
-        return list(tokens)
-
-    def _option_tokens(self, option: str) -> list[int]:
-        """Return the tokens of an option at the start of an answer: after a space, or first in a chat's turn."""
-        text = option if self.chat else f" {option}"
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return tokens
 
-    def _letter_tokens(self) -> list[list[int]]:
-        """Return the tokens of as many letters as are single ones. Raises ConfigError if these are fewer than two."""
-        letters: list[list[int]] = []
-        for letter in LETTERS:
-            last = self._option_tokens(letter)[-1]
-            if self._tokenizer.decode([last]).strip() != letter:
-                break
-            letters.append([last])
-        if len(letters) < 2:
-            raise ConfigError(f"{self._spec.model}: letters are not single tokens in its vocabulary; use options: text")
-        return letters
+    def _rendered(self, texts: Sequence[str]) -> list[str]:
+        """Return the texts of prompts up to where the answer begins."""
+        return self._chat.prompts(texts) if self._chat else list(texts)
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of texts, at once: the tokenizer then works in threads of its own."""
+        if not texts:
+            return []
+        settings = {"add_special_tokens": self._chat is None, "split_special_tokens": self._as_text}
+        encoded = self._tokenizer(list(texts), **settings)["input_ids"]
+        return [tokens[: len(tokens) - self._n_after] for tokens in encoded]
+
+    def _n_letters(self) -> int:
+        """Return how many letters are single tokens. Raises ConfigError if these are fewer than two."""
+        (prompt,) = self._rendered(["Q\nAnswer:"])
+        encoded = self._encode([f"{prompt}{self._before}{letter}" for letter in LETTERS])
+        for n in range(len(LETTERS), 1, -1):
+            _, letters = Continuations.of([], encoded[:n])
+            if all(len(letter) == 1 for letter in letters) and len({*map(tuple, letters)}) == n:
+                return n
+        raise ConfigError(f"{self._spec.model}: letters are not single tokens in its vocabulary; use options: text")

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import Answers, ModelFacts
-from cauc_ray.models.kind import Device, Precision
+from cauc_ray.models.answers import PASS_TOKENS, Answers, ModelFacts
+from cauc_ray.models.kind import Precision, TorchDevice
 from cauc_ray.models.passes import Inputs, LocalModel
 from cauc_ray.models.resources import amounts_text
 from cauc_ray.numbers.types import Floats
 
+# Multiplications that an H100 does while Python launches a forward pass's kernels.
+_LAUNCH_WORK = 4e12
+# Rows of a weight that are converted at a time.
+_CONVERTED_ROWS = 2**15
+
 
 class TorchModel(LocalModel):
-    """A network on a device, with the GPU time of its forward passes: without reading, preparing, copying, waiting.
+    """A network on a device that measures the GPU time of its forward passes alone.
 
-    facts: those that the network does not show.   new_event: makes events as torch.cuda.Event, which GPUs have.
+    Args:
+        network: The network.
+        facts: Facts that the network does not show.
+        device: Where it computes.
+        dtype: The precision in which it computes.
+        new_event: Makes events such as torch.cuda.Event, which GPUs have.
     """
 
     def __init__(
@@ -37,6 +50,8 @@ class TorchModel(LocalModel):
         self.facts = replace(facts, params_b=params_b, dtype=dtype_name(dtype))
         self._network, self._device = network, device
         self._on_gpu = device.type == "cuda"
+        # What a pass costs in itself, in tokens.
+        self.pass_tokens = max(PASS_TOKENS, round(_LAUNCH_WORK / 1e9 / params_b)) if self._on_gpu else PASS_TOKENS
         self._new_event = new_event or (partial(torch.cuda.Event, enable_timing=True) if self._on_gpu else None)
         self._events: list[Any] = []
         if self._new_event is not None:
@@ -51,7 +66,7 @@ class TorchModel(LocalModel):
     def answer(self, prepared: Inputs) -> Answers:
         """Compute a batch."""
         self._events = []  # without those of a call that failed
-        with torch.inference_mode():
+        with torch.inference_mode(), without_tf32():
             return super().answer(prepared)
 
     def device_s(self) -> float | None:
@@ -77,28 +92,80 @@ class TorchModel(LocalModel):
         self._events[-1].record()
 
 
-def choose_device(device: Device) -> torch.device:
+def choose_device(device: TorchDevice) -> torch.device:
     """Return the device to use; on a GPU, this thread's work does not wait for that of other threads from now on.
 
     Raises ConfigError if a GPU is required and the stage has none.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda: no GPU is visible; give the stage num_gpus under resources, or device cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    backends = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}
+    if device != "cpu" and not backends[device].is_available():
+        raise ConfigError(f"device {device}: no GPU is visible; give the stage num_gpus under resources, or device cpu")
     if device == "cuda":  # stages may be threads of one process, which all use one stream otherwise
         torch.cuda.set_stream(torch.cuda.Stream())
     return torch.device(device)
 
 
-def require_memory(model: str, n_bytes: int, over_gpus: bool) -> None:
-    """Raise ConfigError if the GPUs of the stage, or the one that is used, cannot hold so many bytes of weights."""
-    sizes = [torch.cuda.mem_get_info(gpu)[1] for gpu in range(torch.cuda.device_count() if over_gpus else 1)]
-    if n_bytes > sum(sizes):
+def require_memory(model: str, n_bytes: int, num_gpus: float) -> None:
+    """Raise ConfigError if the GPUs of the stage, or its share of one, cannot hold so many bytes of weights."""
+    share = min(1.0, num_gpus or 1.0)
+    memory = [torch.cuda.mem_get_info(gpu) for gpu in range(torch.cuda.device_count() if num_gpus > 1 else 1)]
+    n_free = sum(min(free, share * total) for free, total in memory)
+    if n_bytes > n_free:
+        gpus, size = amounts_text({"GPU": len(memory) * share}), memory[0][1]
         raise ConfigError(
-            f"model {model!r} has {n_bytes / 1e9:,.1f} GB of weights, more than {amounts_text({'GPU': len(sizes)})} of "
-            f"{sizes[0] / 1e9:,.1f} GB can hold; give it num_gpus: {n_bytes // sizes[0] + 1} under resources"
+            f"model {model!r} has {n_bytes / 1e9:,.1f} GB of weights, more than the {n_free / 1e9:,.1f} GB free on "
+            f"{gpus} of {size / 1e9:,.1f} GB; give it num_gpus: {n_bytes // size + 1} under resources"
         )
+
+
+def free_bytes(device: torch.device, num_gpus: float) -> int:
+    """Return the memory that tensors may still take on a stage's GPUs or share of one; of the host's, a quarter."""
+    if device.type != "cuda":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    gpus = range(torch.cuda.device_count()) if num_gpus > 1 else [torch.cuda.current_device()]
+    n_free = []
+    for gpu in gpus:
+        (free, total), allocated = torch.cuda.mem_get_info(gpu), torch.cuda.memory_allocated(gpu)
+        unused = torch.cuda.memory_reserved(gpu) - allocated
+        n_free.append(min(free + unused, min(1.0, num_gpus or 1.0) * total - allocated))
+    return len(gpus) * max(0, int(min(n_free)))
+
+
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Compute float32 in the block as such: GPUs shorten the factors of convolutions to 10 bits by default."""
+    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [backend.allow_tf32 for backend in backends]
+    try:
+        for backend in backends:
+            backend.allow_tf32 = False
+        yield
+    finally:
+        for backend, allowed in zip(backends, before, strict=True):
+            backend.allow_tf32 = allowed
+
+
+def compute_in_float32(layer: Any) -> None:
+    """Let a linear layer, the last one of a network, return float32 logits whatever its weights' precision."""
+    if type(layer) is not nn.Linear:  # one of quantised weights has its own arithmetic
+        return
+
+    def forward(states: torch.Tensor) -> torch.Tensor:
+        bias = None if layer.bias is None else layer.bias.float()
+        with torch.autocast(states.device.type, enabled=False):
+            if layer.weight.dtype == torch.float32:
+                return linear(states.float(), layer.weight, bias)
+            logits = states.new_empty(*states.shape[:-1], layer.out_features, dtype=torch.float32)
+            for start in range(0, layer.out_features, _CONVERTED_ROWS):
+                rows = slice(start, start + _CONVERTED_ROWS)
+                part = None if bias is None else bias[rows]
+                logits[..., rows] = linear(states.float(), layer.weight[rows].float(), part)
+            return logits
+
+    # Where accelerate spreads a network, its own forward moves the inputs and calls the old one.
+    setattr(layer, "_old_forward" if hasattr(layer, "_old_forward") else "forward", forward)
 
 
 def choose_dtype(dtype: Precision, device: torch.device) -> torch.dtype:
@@ -118,4 +185,4 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def n_parameters(*parts: nn.Module) -> int:
     """Return how many numbers the parts of a network hold; those that parts share count once."""
-    return sum(weights.numel() for weights in {each for part in parts for each in part.parameters()})
+    return sum(weights.numel() for weights in {weights for part in parts for weights in part.parameters()})

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ValidationInfo
 
 from cauc_ray.errors import ConfigError, one_line, unknown_name
 from cauc_ray.models.answers import ModelFacts
-from cauc_ray.models.kind import Device, ImageSpec, Precision, beside, require_file
+from cauc_ray.models.kind import ImageSpec, Placement, Precision, TorchDevice, local_path, require_file
 
 if TYPE_CHECKING:
     from cauc_ray.models.classifiers import ImageModel
@@ -25,7 +25,7 @@ _FILES = (".pth", ".pt", ".safetensors")
 
 
 def _weights(name: str, info: ValidationInfo) -> str:
-    return beside(name, info) if name.endswith(_FILES) else name
+    return local_path(name, info) if name.endswith(_FILES) else name
 
 
 # The timeout of the server of published weights.
@@ -44,73 +44,77 @@ class TorchvisionSpec(ImageSpec):
     cropped and normalised as the weights ask, those of a file as the architecture's default weights do.
     """
 
+    LOADER: ClassVar[str] = "cauc_ray.models.torchvision:load"
+    PACKAGES: ClassVar[tuple[str, ...]] = ("torchvision", "torch", "torchvision", "PIL")
     kind: Literal["torchvision"]
     arch: str
     weights: Annotated[str, AfterValidator(_weights)] = "DEFAULT"
-    device: Device = "auto"
+    device: TorchDevice = "auto"
     dtype: Precision = "auto"
 
-    def check(self, here: bool) -> None:
+    def check(self, local: bool) -> None:
         """Raise ConfigError for a file of weights that does not exist."""
         if self.weights.endswith(_FILES):
-            require_file(self.weights, here)
+            require_file(self.weights, local)
 
-    def load(self) -> ImageModel:
-        """Build the network and load its weights. Raises ConfigError for unknown names and files that do not fit."""
-        self.require("torchvision", "torch", "torchvision", "PIL")
-        from torchvision import models
 
-        from cauc_ray.models.classifiers import ImageModel, classifier_size
+def load(spec: TorchvisionSpec, placement: Placement) -> ImageModel:
+    """Build the network and load its weights. Raises ConfigError for unknown names and files that do not fit."""
+    from torchvision import models
 
-        if self.arch not in models.list_models(models):
-            raise ConfigError(unknown_name("arch", self.arch, models.list_models(models)))
-        published = models.get_model_weights(self.arch)
-        if self.weights.endswith(_FILES):
-            weights = published.DEFAULT
-            network = self._from_file(models)
-        else:
-            if self.weights not in published.__members__:
-                raise ConfigError(f"{self.arch}: {unknown_name('weights', self.weights, published.__members__)}")
-            weights = published[self.weights]
-            network = self._fetched(models, weights)
-        labels = tuple(weights.meta.get("categories") or ())
-        n_classes = classifier_size(network, network.state_dict())
-        facts = ModelFacts(
-            source=f"torchvision {self.arch}, weights {self.weights}",
-            gflops=weights.meta.get("_ops"),
-            # A file of other weights may have other classes.
-            labels=labels if len(labels) == n_classes else None,
-        )
-        return ImageModel(network, weights.transforms(), facts, self.device, self.dtype)
+    from cauc_ray.models.classifiers import ImageModel, classifier_size
 
-    def _from_file(self, models: Any) -> Any:
-        """Build the network as TorchVision does for published weights, with the weights of a file."""
-        from cauc_ray.models.classifiers import classifier_size, load_state
+    if spec.arch not in models.list_models(models):
+        raise ConfigError(unknown_name("arch", spec.arch, models.list_models(models)))
+    published = models.get_model_weights(spec.arch)
+    if spec.weights.endswith(_FILES):
+        weights = published.DEFAULT
+        network = _from_file(spec, models)
+    else:
+        if spec.weights not in published.__members__:
+            raise ConfigError(f"{spec.arch}: {unknown_name('weights', spec.weights, published.__members__)}")
+        weights = published[spec.weights]
+        network = _downloaded(spec, models, weights)
+    labels = tuple(weights.meta.get("categories") or ())
+    n_classes = classifier_size(network, network.state_dict())
+    facts = ModelFacts(
+        source=f"torchvision {spec.arch}, weights {spec.weights}",
+        gflops=weights.meta.get("_ops"),
+        # A file of other weights may have other classes.
+        labels=labels if len(labels) == n_classes else None,
+    )
+    return ImageModel(network, weights.transforms(), facts, spec.device, spec.dtype)
 
-        state = _current_names(load_state(Path(self.weights)))
-        options = _INCEPTION if self.arch in ("googlenet", "inception_v3") else {}
-        network = models.get_model(self.arch, weights=None, **options)
-        n_classes = classifier_size(network, state)
-        if n_classes != classifier_size(network, network.state_dict()):
-            network = models.get_model(self.arch, weights=None, num_classes=n_classes, **options)
-        # MNASNet needs the format's version, which a .safetensors file does not have.
-        state._metadata = getattr(state, "_metadata", None) or {"": network.state_dict()._metadata[""]}
-        try:
-            network.load_state_dict(state)
-        except (RuntimeError, ValueError) as error:
-            raise ConfigError(f"{self.weights} does not fit {self.arch}: {one_line(error)[:300]}") from error
-        return network
 
-    def _fetched(self, models: Any, weights: Any) -> Any:
-        try:
-            # torch.hub reports its download on stdout, and waits indefinitely for a server that does not answer.
-            with redirect_stdout(io.StringIO()), _socket_timeout(FETCH_TIMEOUT_S):
-                return models.get_model(self.arch, weights=weights, progress=False)
-        except (OSError, HTTPException, RuntimeError) as error:  # no network, or a file whose hash is wrong
-            raise ConfigError(
-                f"the weights {self.weights} of {self.arch} cannot be fetched: {one_line(error)[:300]}; "
-                "give a local file as weights"
-            ) from error
+def _from_file(spec: TorchvisionSpec, models: Any) -> Any:
+    """Build the network as TorchVision does for published weights, with the weights of a file."""
+    from cauc_ray.models.classifiers import classifier_size, load_state
+
+    state = _current_names(load_state(Path(spec.weights)))
+    options = _INCEPTION if spec.arch in ("googlenet", "inception_v3") else {}
+    network = models.get_model(spec.arch, weights=None, **options)
+    n_classes = classifier_size(network, state)
+    if n_classes != classifier_size(network, network.state_dict()):
+        network = models.get_model(spec.arch, weights=None, num_classes=n_classes, **options)
+    # MNASNet needs the format's version, which a .safetensors file does not have.
+    state._metadata = getattr(state, "_metadata", None) or {"": network.state_dict()._metadata[""]}
+    try:
+        network.load_state_dict(state)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"{spec.weights} does not fit {spec.arch}: {one_line(error)[:300]}") from error
+    return network
+
+
+def _downloaded(spec: TorchvisionSpec, models: Any, weights: Any) -> Any:
+    try:
+        # torch.hub reports its download on stdout, and waits indefinitely for a server that does not answer.
+        with redirect_stdout(io.StringIO()), _socket_timeout(FETCH_TIMEOUT_S):
+            return models.get_model(spec.arch, weights=weights, progress=False)
+    except (OSError, HTTPException, RuntimeError) as error:  # no network, or a file whose hash is wrong
+        raise ConfigError(
+            f"the weights {spec.weights} of {spec.arch} cannot be fetched: {one_line(error)[:300]}; "
+            "give a local file as weights"
+        ) from error
 
 
 def _current_names(state: Mapping[str, Any]) -> Any:

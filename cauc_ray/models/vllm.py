@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeAlias
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError, first_line
-from cauc_ray.models.answers import Batch, Model, ModelFacts
-from cauc_ray.models.kind import HubModel
+from cauc_ray.models.answers import Batch, ModelFacts
+from cauc_ray.models.kind import Device, HubModel, Placement
 from cauc_ray.models.passes import LocalModel, Passes
 from cauc_ray.models.prompts import ImagePromptSpec
-from cauc_ray.models.tokens import Tokenizing, Tokens, parts, requests, scored
+from cauc_ray.models.tokens import Tokenizing, Tokens, log_likelihoods, next_tokens, scored
 from cauc_ray.models.transformers import HubLanguageSpec
 from cauc_ray.numbers.types import Floats
 
 # Questions in tokens, and the images that go with them, by row.
 Questions: TypeAlias = tuple[Sequence[Tokens], Mapping[int, Any]]
+# Ranks of adapters that vLLM reserves memory for; its default, 16, refuses larger ones in the first call.
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+# The part of a share of a GPU that an engine takes.
+_OF_SHARE = 0.9
 
 
 class VllmSpec(HubLanguageSpec, ImagePromptSpec):
     """`{kind: vllm, model: ORG/NAME, engine: {max_model_len: 4096}}`: a language model in a vLLM engine of the stage.
 
-    image: whether the column `image` goes with each prompt, for a vision-language model.   lora: an adapter's folder
-    or hub id.   engine: arguments of vllm.LLM, such as quantization, max_model_len or
-    gpu_memory_utilization; over a stage's several GPUs it is tensor parallel.
+    Attributes:
+        image: Whether the column `image` goes with each prompt, for a vision-language model.
+        lora: An adapter's folder or hub id.
+        engine: Arguments of vllm.LLM, such as quantization, max_model_len or gpu_memory_utilization. Over a stage's
+            several GPUs it is tensor parallel; a share of a GPU is its share of the memory.
     """
 
+    LOADER: ClassVar[str] = "cauc_ray.models.vllm:load"
+    PACKAGES: ClassVar[tuple[str, ...]] = ("vllm", "vllm", "torch")
     kind: Literal["vllm"]
+    device: Device = "auto"
     lora: HubModel | None = None
     engine: dict[str, Any] = Field(default_factory=dict)
 
@@ -42,35 +52,62 @@ class VllmSpec(HubLanguageSpec, ImagePromptSpec):
         return self
 
     @property
+    def identity(self) -> str:
+        """Return a hash of all settings that its answers depend on: not of the share of the memory that it takes."""
+        engine = {name: value for name, value in self.engine.items() if name != "gpu_memory_utilization"}
+        return super(VllmSpec, self.model_copy(update={"engine": engine})).identity
+
+    @property
     def least_gpus(self) -> int:
         """Return how many GPUs its engine is to use."""
         sizes = [self.engine.get(f"{how}_parallel_size", 1) for how in ("tensor", "pipeline", "data")]
-        own = math.prod(size for size in sizes if isinstance(size, int))
-        return max(super().least_gpus, own if own > 1 and self.device != "cpu" else 0)
+        n_gpus = math.prod(size for size in sizes if isinstance(size, int))
+        return max(super().least_gpus, n_gpus if n_gpus > 1 and self.device != "cpu" else 0)
 
-    def load(self, *, over_gpus: bool = False) -> Model:
-        """Start the engine on the CPU, one GPU, or tensor parallel on all that the process sees. Raises ConfigError."""
-        self.require("vllm", "vllm", "torch")
-        self.check(here=True)
-        import torch
-        from vllm import LLM
 
-        n_gpus = torch.cuda.device_count() if over_gpus else 1
-        settings = {
-            "revision": self.revision,
-            "dtype": "float32" if self.dtype == "auto" and not torch.cuda.is_available() else self.dtype,
-            "tensor_parallel_size": n_gpus,
-            "enable_prefix_caching": True,
-            "enable_lora": self.lora is not None,
-            # Without Ray's own placement, which the stage has already.
-            **({"distributed_executor_backend": "mp"} if n_gpus > 1 else {}),
-            **self.engine,
-        }
-        try:
-            engine = LLM(model=self.model, **settings)
-        except Exception as error:  # of the engine's own process, of many types
-            raise ConfigError(f"model {self.model!r} cannot be loaded by vLLM: {first_line(error)}") from error
-        return VllmModel(self, engine)
+def load(spec: VllmSpec, placement: Placement) -> VllmModel:
+    """Start the engine on the CPU, one GPU, or tensor parallel on all that the process sees. Raises ConfigError."""
+    spec.check(local=True)
+    import torch
+    from vllm import LLM
+
+    has_gpu = torch.cuda.is_available()
+    if spec.device != "auto" and has_gpu != (spec.device == "cuda"):
+        visible = "a GPU is" if has_gpu else "no GPU is"
+        raise ConfigError(f"device {spec.device}: {visible} visible, where vLLM computes; set num_gpus under resources")
+    n_gpus = torch.cuda.device_count() if placement.over_gpus else 1
+    settings = {
+        "revision": spec.revision,
+        "dtype": "float32" if spec.dtype == "auto" and not has_gpu else spec.dtype,
+        "tensor_parallel_size": n_gpus,
+        "enable_prefix_caching": True,
+        **({} if spec.lora is None else {"enable_lora": True, "max_lora_rank": _max_lora_rank(spec.lora)}),
+        # Of a whole GPU it takes vLLM's own default.
+        **({"gpu_memory_utilization": _OF_SHARE * placement.num_gpus} if 0 < placement.num_gpus < 1 else {}),
+        # Without Ray's own placement, which the stage has already.
+        **({"distributed_executor_backend": "mp"} if n_gpus > 1 else {}),
+        **spec.engine,
+    }
+    try:
+        engine = LLM(model=spec.model, **settings)
+    except Exception as error:  # of the engine's own process, of many types
+        raise ConfigError(f"model {spec.model!r} cannot be loaded by vLLM: {first_line(error)}") from error
+    return VllmModel(spec, engine)
+
+
+def _max_lora_rank(adapter: str) -> int:
+    """Return the smallest rank that vLLM supports and an adapter fits in. Raises ConfigError if it cannot be read."""
+    from cauc_ray.models.hub import loading
+
+    with loading(adapter):
+        file = Path(adapter, "adapter_config.json")
+        if not Path(adapter).is_dir():
+            from huggingface_hub import hf_hub_download
+
+            file = Path(hf_hub_download(adapter, file.name))
+        config = json.loads(file.read_text())
+        ranks = [config["r"], *config.get("rank_pattern", {}).values()]
+    return next((rank for rank in _LORA_RANKS if rank >= max(ranks)), max(ranks))
 
 
 class VllmModel(LocalModel):
@@ -84,10 +121,6 @@ class VllmModel(LocalModel):
         self._engine = engine
         self._sampling = SamplingParams
         self._lora = None if spec.lora is None else LoRARequest("adapter", 1, spec.lora)
-        # Of an image's prompt, the tokens that the engine puts in its place are not known here.
-        self._by_token = (
-            spec.lora is not None or spec.image
-        )  # vLLM 0.32 ends when asked for a prompt's log-probabilities with one
         config = engine.llm_engine.model_config
         longest = min(spec.max_tokens or config.max_model_len, config.max_model_len - 1)  # and one of answer
         tokenizer = engine.get_tokenizer()
@@ -101,7 +134,7 @@ class VllmModel(LocalModel):
             precision = f"{config.quantization} in {precision}"
         adapter = f" with {spec.lora}" if spec.lora else ""
         self.facts = ModelFacts(
-            source=f"vllm {spec.model}{adapter}, {precision}, {self._tokenizing.how}",
+            source=f"vllm {spec.model}{adapter}, {precision}, {self._tokenizing.source}",
             logit_kind=spec.answers_kind,
             labels=spec.label_names,
             dtype=precision,
@@ -121,35 +154,25 @@ class VllmModel(LocalModel):
     def launch(self, questions: Questions) -> list[Floats]:
         """Return the log-likelihoods of each row's options; the engine makes batches of all requests."""
         inputs, images = questions
-        asked = [(one, *request) for one in inputs for request in requests(one.options, by_token=self._by_token)]
+        asked = [(index, *request) for index, one in enumerate(inputs) for request in next_tokens(one.options)]
         prompts = [
-            {"prompt_token_ids": one.prompt + tokens}
-            | ({"multi_modal_data": {"image": images[one.row]}} if images else {})
-            for one, tokens, _ in asked
+            {"prompt_token_ids": inputs[index].prompt + before}
+            | ({"multi_modal_data": {"image": images[inputs[index].row]}} if images else {})
+            for index, before, _ in asked
         ]
-        params = [self._params(ids) for *_, ids in asked]
+        params = [
+            self._sampling(max_tokens=1, temperature=0, detokenize=False, logprob_token_ids=ids) for *_, ids in asked
+        ]
         outputs = self._engine.generate(prompts, params, use_tqdm=False, lora_request=self._lora)
-        scores: dict[int, dict[tuple[int, ...], float]] = {one.row: {} for one in inputs}
-        for (one, tokens, ids), output in zip(asked, outputs, strict=True):
-            if ids:
-                following = output.outputs[0].logprobs[0]
-                scores[one.row] |= {(*tokens, token): following[token].logprob for token in ids}
-            else:
-                own = enumerate(tokens, len(one.prompt))
-                scores[one.row][tuple(tokens)] = sum(output.prompt_logprobs[at][token].logprob for at, token in own)
-
-        def logprob(row: int, option: list[int]) -> float:
-            return sum(scores[row][part] for part in parts(option, by_token=self._by_token))
-
-        return [np.array([logprob(one.row, option) for option in one.options]) for one in inputs]
+        logprobs: list[dict[tuple[int, ...], float]] = [{} for _ in inputs]
+        for (index, before, ids), output in zip(asked, outputs, strict=True):
+            following = output.outputs[0].logprobs[0]
+            logprobs[index] |= {(*before, token): following[token].logprob for token in ids}
+        return [log_likelihoods(one.options, scores) for one, scores in zip(inputs, logprobs, strict=True)]
 
     def take(self, questions: Questions, launched: list[Floats], counts: Counter[str]) -> list[Floats]:
         """Return each row's logits."""
         return scored(self._spec, questions[0], launched, counts)
-
-    def _params(self, ids: Sequence[int]) -> Any:
-        what = {"logprob_token_ids": list(ids)} if ids else {"prompt_logprobs": 0}
-        return self._sampling(max_tokens=1, temperature=0, detokenize=False, **what)
 
 
 class ImageTokenizer:

@@ -14,6 +14,7 @@ from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainLogits, Costs
 from cauc_ray.numbers.logits import (
     MUST_BE_DECLARED,
     NOT_PROBABILITIES,
+    UNLISTED_LOG,
     LogitKind,
     SumsToOne,
     as_logits,
@@ -59,7 +60,8 @@ def check_rows(
     refuse_rows(where, ids, outside, lambda row: f"label {labels[row]} is outside its {n_options[row]} options")
     chosen = logits[np.arange(len(labels)), np.clip(labels, 0, n_options - 1)]
     impossible = known & np.isneginf(chosen)
-    refuse_rows(where, ids, impossible, lambda row: f"the logit of its label {labels[row]} is -inf or a mask")
+    remedy = f"; for 'not returned by the server' write {UNLISTED_LOG:g}" if kind == "log-probabilities" else ""
+    refuse_rows(where, ids, impossible, lambda row: f"the logit of its label {labels[row]} is -inf or a mask{remedy}")
     return logits, sums
 
 

@@ -156,14 +156,8 @@ class Parts:
     ) -> None:
         """Ask the parts for some rows.   free: which weights may be negative, none without it."""
         self.each, self.n = each, n
-        found = each(partial(sample, step=max(1, n // _SAMPLE_ROWS)))
-        ranks = np.concatenate([part.ranks for part in found])
-        order = np.argsort(ranks)
-        arrays = tuple(
-            np.concatenate([own[:] for own in of_parts])[order]
-            for of_parts in zip(*(part.logits for part in found), strict=True)
-        )
-        self.some = ChainPart(arrays, np.concatenate([part.labels for part in found])[order], ranks[order])
+        self.some = gathered(each, n, _SAMPLE_ROWS)
+        arrays = tuple(source[:] for source in self.some.logits)
         self.n_options = arrays[0].shape[1]
         narrow = n * self.n_options >= _FLOAT32_ELEMENTS and all(own.dtype == np.float32 for own in arrays)
         self._dtype: type[np.floating] = np.float32 if narrow else np.float64
@@ -204,6 +198,27 @@ class Parts:
         """Return weights and biases with the weights between their bounds."""
         p = len(self.lowest)
         return np.concatenate([np.clip(at[:p], self.lowest, self.highest), at[p:]])
+
+
+def gathered(ask_parts: Callable[[Callable[[ChainPart], Any]], list[Any]], n: int, n_rows: int) -> ChainPart:
+    """Return evenly spaced rows of all parts in memory, the same rows however they are split.
+
+    Args:
+        ask_parts: Asks every part the same question.
+        n: Number of rows of all parts.
+        n_rows: Fewest rows to return; at most twice as many are returned, and all of fewer than that.
+
+    Raises:
+        DataError: A label is outside the options; names the row.
+    """
+    samples: list[ChainPart] = ask_parts(partial(sample, step=max(1, n // n_rows)))
+    ranks = np.concatenate([part.ranks for part in samples])
+    order = np.argsort(ranks)
+    arrays = tuple(
+        np.concatenate([source[:] for source in sources])[order]
+        for sources in zip(*(part.logits for part in samples), strict=True)
+    )
+    return ChainPart(arrays, np.concatenate([part.labels for part in samples])[order], ranks[order])
 
 
 def _scales(logits: Floats) -> tuple[float, float]:

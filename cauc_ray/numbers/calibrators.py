@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.logits import top_option
+from cauc_ray.numbers.logits import bounded_below, top_option
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 CalibratorKind: TypeAlias = Literal["temperature", "offsets", "isotonic"]
@@ -48,11 +48,19 @@ class Isotonic:
 
 @dataclass(frozen=True, slots=True)
 class Calibrator:
-    """A model's calibration.   offsets: of each of K options, None for none.   isotonic: None for the identity."""
+    """A model's calibration.
+
+    Attributes:
+        temperature: Divides the logits.
+        offsets: Added to the scaled logits, one for each of K options; None for none.
+        isotonic: Map of confidences; None for the identity.
+        floor: Probability that lower values count as, where logits are logarithms of probabilities; None for none.
+    """
 
     temperature: float
     offsets: tuple[float, ...] | None = None
     isotonic: Isotonic | None = None
+    floor: float | None = None
 
     @property
     def kind(self) -> CalibratorKind:
@@ -64,10 +72,14 @@ class Calibrator:
     def scores(self, logits: Floats, name: str = "") -> Floats:
         """Return calibrated logits z / T + b, float64 (n, K) (paper, eq. 3, where b is 0).
 
-        logits: float (n, K); -inf where a row has no such option, which stays so.   name: of the model, for the message
-        of the DataError that is raised where a row has an option without an offset.
+        Args:
+            logits: Logits z, float (n, K), raised to the floor; -inf where a row has no such option, which stays.
+            name: Name of the model, for messages.
+
+        Raises:
+            DataError: A row has an option without an offset.
         """
-        scores = np.asarray(logits, dtype=np.float64) / self.temperature
+        scores = np.asarray(bounded_below(logits, self.floor), dtype=np.float64) / self.temperature
         if self.offsets is None:
             return scores
         k, n_known = scores.shape[1], len(self.offsets)

@@ -26,6 +26,8 @@ MIXED = "mixed"
 MASK_DEPTH = 5000.0
 # The logarithm of a probability of 0: improbable, not impossible.
 LEAST_LOG = -50.0
+# The log-probability that stands for "not among those that the server returned".
+UNLISTED_LOG = -100.0
 
 # Rows without negative values are probabilities if their sums differ from one by no more than this: in half precision
 # or rounded to three decimals if there are many rows; in float32 if there are few. For raw logits of two options, about
@@ -83,6 +85,21 @@ def real_options(logits: Floats) -> Floats:
     cleaned = logits.copy()
     cleaned[suspects] = np.where(masks, -np.inf, chosen)
     return cleaned
+
+
+def bounded_below(logits: Floats, floor: float | None) -> Floats:
+    """Return logits of probabilities of at least a floor, float (n, K); -inf stays.
+
+    Args:
+        logits: Logarithms of probabilities, float (n, K); -inf where a row has no such option.
+        floor: Probability that lower values count as; None to leave logits as they are.
+
+    >>> bounded_below(np.array([[0.0, -50.0, -np.inf]]), 0.01).round(2)
+    array([[ 0.  , -4.61,  -inf]])
+    """
+    if floor is None:
+        return logits
+    return np.maximum(logits, np.log(floor), out=logits.copy(), where=logits > -np.inf, dtype=logits.dtype)
 
 
 def widened(rows: Floats, width: int) -> Floats:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 
 import numpy as np
@@ -18,8 +18,9 @@ from cauc_ray.numbers.calibration import (
 )
 from cauc_ray.numbers.calibrators import KINDS, Calibrator, CalibratorKind, Isotonic, fit_isotonic
 from cauc_ray.numbers.chain import Chain, ChainPart, Rows
+from cauc_ray.numbers.floors import FloorFit, fit_floor
 from cauc_ray.numbers.likelihood import first_lacking
-from cauc_ray.numbers.logits import top_option
+from cauc_ray.numbers.logits import bounded_below, top_option
 from cauc_ray.numbers.metrics import CalibrationSums
 from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
 from cauc_ray.policies.cauc import RFStage
@@ -136,22 +137,50 @@ def require_calibrator(kind: CalibratorKind, method: str, n_models: int) -> None
         )
 
 
-def calibrator_of(chain: Chain, stage: int, kind: CalibratorKind) -> tuple[Calibrator, TemperatureFit]:
-    """Fit a stage's calibrator.   The fit's nll_after is that of the calibrator's probabilities.
+@dataclass(frozen=True, slots=True)
+class CalibratorFit:
+    """A fitted calibrator.
 
-    Raises DataError as fit_temperature does, and for offsets if an example lacks an option or a model has too many.
+    Attributes:
+        calibrator: The calibrator.
+        temperature: Fit of its temperature; nll_after is that of the calibrator's probabilities.
+        floor: Fit of its floor; None without one.
     """
-    parts = _parts(chain, lambda part: part.of_models([stage]))
+
+    calibrator: Calibrator
+    temperature: TemperatureFit
+    floor: FloorFit | None
+
+
+def calibrator_of(chain: Chain, stage: int, kind: CalibratorKind) -> CalibratorFit:
+    """Fit a stage's calibrator.
+
+    Raises:
+        DataError: As fit_temperature does; or, for offsets, an example lacks an option or a model has too many.
+    """
+    raw = _parts(chain, lambda part: part.of_models([stage]))
+    floor_fit = fit_floor(raw.each, raw.n, chain.logit_kinds[stage])
+    floor = None if floor_fit is None else floor_fit.floor
+    parts = raw if floor is None else _parts(chain, partial(_bounded, stage, floor))
     fit = solve_temperatures(parts)
+    if floor is not None:
+        fit = replace(fit, nll_before=raw.nll(np.ones(1)))
     if kind == "offsets":
         fit = _bias_corrected(chain, stage, parts, fit)
-    calibrator = Calibrator(fit.temperature, fit.biases)
-    if kind != "isotonic":
-        return calibrator, fit
-    confidences, correct = of_rows(chain, partial(_answers, stage, calibrator))
-    isotonic = fit_isotonic(confidences, correct)
-    saved = _nll_saved(isotonic, confidences, correct)
-    return replace(calibrator, isotonic=isotonic), replace(fit, nll_after=fit.nll_after - saved)
+    calibrator = Calibrator(fit.temperature, fit.biases, floor=floor)
+    if kind == "isotonic":
+        confidences, correct = of_rows(chain, partial(_answers, stage, calibrator))
+        isotonic = fit_isotonic(confidences, correct)
+        calibrator = replace(calibrator, isotonic=isotonic)
+        fit = replace(fit, nll_after=fit.nll_after - _nll_saved(isotonic, confidences, correct))
+    return CalibratorFit(calibrator, fit, floor_fit)
+
+
+def _bounded(stage: int, floor: float, part: ChainPart) -> ChainPart:
+    """Return a part with one stage's logits, raised to a floor as they are read."""
+    source = part.logits[stage]
+    raised = _Computed((source,), lambda logits: bounded_below(logits[0], floor), source.dtype)
+    return replace(part, logits=(raised,))
 
 
 def _answers(stage: int, calibrator: Calibrator, part: ChainPart, rows: slice) -> tuple[Floats, Bools]:
@@ -192,18 +221,15 @@ def pair_of(chain: Chain, before: tuple[RFStage, ...], calibrator: Calibrator) -
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """Rows, float64 (n, K), that are computed from some models' logits as they are read."""
+    """Rows, float (n, K), that are computed from some models' logits as they are read."""
 
     logits: tuple[Rows, ...]
     compute: Callable[[list[Floats]], Floats]
+    dtype: np.dtype[np.floating] = field(default_factory=lambda: np.dtype(np.float64))
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.logits[0].shape
-
-    @property
-    def dtype(self) -> np.dtype[np.float64]:
-        return np.dtype(np.float64)
 
     def __getitem__(self, rows: slice | Ints, /) -> Floats:
         return self.compute([own[rows] for own in self.logits])

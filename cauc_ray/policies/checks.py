@@ -59,6 +59,7 @@ def _guards(
     yield _few_examples(policy.calibration)
     for stage in policy.answering:
         yield from _temperature(stage)
+        yield _calibration_worse(stage, policy.calibration)
     scores = trace.compared if policy.scored else trace.confidences
     for step, end in enumerate(policy.ends[:-1].tolist() if policy.one_threshold else ()):
         yield _informative(policy.models[end], scores[rows, step], stepwise[:, step], split)
@@ -211,9 +212,11 @@ def _temperature(stage: Stage) -> Iterator[Guard]:
     if isinstance(stage, RFStage) and stage.fused and stage.pair_diagnostics is not None:
         pair = stage.pair_diagnostics
         statuses += [("alpha", pair.alpha_status), ("beta", pair.beta_status)]
-    clamped = [f"{of} is clamped, {_CLAMPED[status][of]}" for of, status in statuses if status in _CLAMPED]
-    says = f"{name}: {'; '.join(clamped) or 'all fits converged'}"
-    yield _guard("separable", name, bool(clamped), says, temperature=stage.temperature)
+    for guard_name, clamped_status in _CLAMPED.items():
+        reasons = _REASONS[clamped_status]
+        clamped = [f"{number} is clamped, {reasons[number]}" for number, status in statuses if status is clamped_status]
+        says = f"{name}: {'; '.join(clamped) or f'no fit is {clamped_status}'}"
+        yield _guard(guard_name, name, bool(clamped), says, temperature=stage.temperature)
     if fit.standard_error is None:
         return
     relative = fit.standard_error / stage.temperature
@@ -226,7 +229,29 @@ def _temperature(stage: Stage) -> Iterator[Guard]:
     yield _guard("temperature-uncertain", name, fired, says, temperature=stage.temperature, **figures)
 
 
-_CLAMPED = {
+def _calibration_worse(stage: Stage, calibration: FittedOn) -> Guard:
+    """Check whether calibration raises a stage's calibration error on the rows that it was fitted on.
+
+    The error of n rows is known to about 1 / sqrt(n): two standard errors of an accuracy of 50 %.
+    """
+    fit = stage.diagnostics
+    assert fit is not None
+    before, after = fit.calibration_error_before, fit.calibration_error_after
+    margin = calibration.n**-0.5
+    fired = after > before + margin
+    says = (
+        f"{stage.name}: calibration error {before:.3f} before and {after:.3f} after calibration on "
+        f"{calibration.split}, {'' if fired else 'not '}higher by more than {margin:.3f}, its error on "
+        f"{calibration.n:,} examples"
+    )
+    return _guard("calibration-worse", stage.name, fired, says, error_before=before, error_after=after)
+
+
+_CLAMPED: dict[GuardName, FitStatus] = {
+    "separable": FitStatus.SEPARABLE,
+    "no-information": FitStatus.UNINFORMATIVE,
+}
+_REASONS = {
     FitStatus.SEPARABLE: dict.fromkeys(("temperature", "alpha", "beta"), "the calibration examples are separable"),
     FitStatus.UNINFORMATIVE: {
         "temperature": "its logits carry no information on the labels",

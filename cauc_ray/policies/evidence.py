@@ -175,6 +175,8 @@ GuardName: TypeAlias = Literal[
     "few-examples",
     "temperature-uncertain",
     "separable",
+    "no-information",
+    "calibration-worse",
     "uninformative-confidence",
     "cost-shift",
 ]

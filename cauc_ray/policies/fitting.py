@@ -13,14 +13,21 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from cauc_ray.errors import BudgetError, CaucWarning, ConfigError
-from cauc_ray.numbers.calibration import FitStatus, TemperatureFit
-from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind
+from cauc_ray.numbers.calibration import FitStatus
+from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.intervals import signs, signs_of
 from cauc_ray.numbers.logits import joint_kind
 from cauc_ray.numbers.metrics import accuracy, macro_f1
 from cauc_ray.numbers.sweep import STOP_NONE, most_within
-from cauc_ray.policies.calibrated import AnswerSums, calibrator_of, pair_of, require_calibrator, sum_answers
+from cauc_ray.policies.calibrated import (
+    AnswerSums,
+    CalibratorFit,
+    calibrator_of,
+    pair_of,
+    require_calibrator,
+    sum_answers,
+)
 from cauc_ray.policies.cauc import BasePolicy, BaseStage, PairDiagnostics, RFPolicy, RFStage
 from cauc_ray.policies.evidence import FittedOn, Guard, SafeChoice, TemperatureDiagnostics, ThresholdChoice
 from cauc_ray.policies.policy import Policy
@@ -52,14 +59,14 @@ def fit_base(
     require_calibrator(calibrator, "base", len(calibration.models))
     _require_labels(calibration)
     fits = [_calibrate(calibration, index, calibrator) for index in range(len(calibration.models))]
-    sums = sum_answers(calibration, {index: own for index, (own, _) in enumerate(fits)})
+    sums = sum_answers(calibration, {index: fit.calibrator for index, fit in enumerate(fits)})
     stages = []
-    for index, (calibrated, fit) in enumerate(fits):
+    for index, fit in enumerate(fits):
         own, last = sums[index], index == len(fits) - 1
         rate = None if last else own.complementarity_rate
         stages.append(
             BaseStage(
-                **model_entries(calibration, index, calibrated, fit, own),
+                **model_entries(calibration, index, fit, own),
                 mean=own.logits.mean,
                 std=own.logits.std,
                 complementarity_rate=rate,
@@ -130,12 +137,12 @@ def fit_rf(
     of_splits = split_entries(calibration, validation, names, rule)
     stages: list[RFStage] = []
     for index in range(len(calibration.models)):
-        own, fit = _calibrate(calibration, index, calibrator)
-        sums = sum_answers(calibration, {index: own})[index]
-        pair = pair_of(calibration, tuple(stages), own) if stages else None
+        fit = _calibrate(calibration, index, calibrator)
+        sums = sum_answers(calibration, {index: fit.calibrator})[index]
+        pair = pair_of(calibration, tuple(stages), fit.calibrator) if stages else None
         alpha, beta = pair.temperatures if pair else (None, None)
         stage = RFStage(
-            **model_entries(calibration, index, own, fit, sums),
+            **model_entries(calibration, index, fit, sums),
             alpha=alpha,
             beta=beta,
             pair_diagnostics=PairDiagnostics(**pair.diagnostics("alpha_", "beta_")) if pair else None,
@@ -153,31 +160,33 @@ def _require_labels(calibration: Chain) -> None:
     calibration.costs.warn_unless_rising(calibration.models)
 
 
-def _calibrate(calibration: Chain, index: int, kind: CalibratorKind) -> tuple[Calibrator, TemperatureFit]:
-    calibrator, fit = calibrator_of(calibration, index, kind)
-    if fit.status is not FitStatus.CONVERGED:
+def _calibrate(calibration: Chain, index: int, kind: CalibratorKind) -> CalibratorFit:
+    fit, name = calibrator_of(calibration, index, kind), calibration.models[index]
+    if fit.floor is not None:
+        warnings.warn(f"{calibration.source}: model {name!r}: {fit.floor}", CaucWarning, stacklevel=2)
+    if fit.temperature.status is not FitStatus.CONVERGED:
         warnings.warn(
-            f"{calibration.source}: model {calibration.models[index]!r} is {fit.status} on its {len(calibration)} "
-            f"examples; its temperature is clamped to {calibrator.temperature:.3g}",
+            f"{calibration.source}: model {name!r} is {fit.temperature.status} on its {len(calibration)} examples; its "
+            f"temperature is clamped to {fit.calibrator.temperature:.3g}",
             CaucWarning,
             stacklevel=2,
         )
-    return calibrator, fit
+    return fit
 
 
-def model_entries(
-    calibration: Chain, index: int, calibrator: Calibrator, fit: TemperatureFit, sums: AnswerSums
-) -> dict[str, Any]:
+def model_entries(calibration: Chain, index: int, fit: CalibratorFit, sums: AnswerSums) -> dict[str, Any]:
     """Return the entries of a model that all policies have."""
+    calibrator = fit.calibrator
     return {
         "name": calibration.models[index],
         "cost": float(calibration.costs.means[index]),
         "logit_kind": calibration.logit_kinds[index],
+        "floor": calibrator.floor,
         "temperature": calibrator.temperature,
         "offsets": calibrator.offsets,
         "isotonic": calibrator.isotonic,
         "diagnostics": TemperatureDiagnostics(
-            **fit.diagnostics(),
+            **fit.temperature.diagnostics(),
             calibration_error_before=sums.before.error,
             calibration_error_after=sums.after.error,
             accuracy=sums.accuracy,
@@ -214,9 +223,9 @@ def entries_of_models(calibration: ChainLogits) -> list[dict[str, Any]]:
             own = {"name": name, "cost": costs[index], "logit_kind": kind}
             found.append({**own, "temperature": 1.0, "diagnostics": None})
             continue
-        calibrator, fit = calibrator_of(calibration, index, "temperature")
-        (sums,) = sum_answers(calibration, {index: calibrator}).values()
-        found.append(model_entries(calibration, index, calibrator, fit, sums))
+        fit = calibrator_of(calibration, index, "temperature")
+        (sums,) = sum_answers(calibration, {index: fit.calibrator}).values()
+        found.append(model_entries(calibration, index, fit, sums))
     return found
 
 

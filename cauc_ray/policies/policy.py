@@ -20,7 +20,7 @@ from cauc_ray.files.documents import write_text
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind, Isotonic
 from cauc_ray.numbers.chain import LARGEST, Chain
-from cauc_ray.numbers.logits import LogitKind, joint_kind, kind_of, likeliest, real_options, stacked
+from cauc_ray.numbers.logits import LogitKind, bounded_below, joint_kind, kind_of, likeliest, real_options, stacked
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.evidence import (
@@ -53,16 +53,22 @@ SIGNED = ("issued_at", "expires_at")
 class Stage(FrozenModel):
     """A policy's entry for one model: its name, the mean cost of a call, its kind of logits, its calibration.
 
-    name: of the model.   cost: mean of a call.   temperature: what logits are divided by.   diagnostics: of the
-    calibration; null for an encoder, which has none.   logit_kind: what the model gives, an embedding if it is an
-    encoder; null in files of earlier versions.   offsets: added to the scaled logits, one for each option; null for
-    none.   isotonic: a map of confidences; null for none.   prompt: of a language model, as it was asked; null for
-    other models.
+    Attributes:
+        name: Name of the model.
+        cost: Mean cost of a call.
+        logit_kind: Kind of its logits, "embedding" for an encoder; null in files of earlier versions.
+        floor: Probability that lower declared probabilities count as, zeros among them; null if calibration needs none.
+        temperature: Divides the logits.
+        offsets: Added to the scaled logits, one for each option; null for none.
+        isotonic: Map of confidences; null for none.
+        prompt: Prompt of a language model; null for other models.
+        diagnostics: Diagnostics of the calibration; null for an encoder.
     """
 
     name: str
     cost: float = Field(ge=0, le=LARGEST)
     logit_kind: LogitKind | None = None
+    floor: float | None = Field(default=None, gt=0, lt=1)
     temperature: float = Field(ge=1 / LARGEST, le=LARGEST)
     offsets: tuple[Annotated[float, Field(ge=-LARGEST, le=LARGEST)], ...] | None = None
     isotonic: Isotonic | None = None
@@ -70,17 +76,29 @@ class Stage(FrozenModel):
     diagnostics: TemperatureDiagnostics | None
 
     # The fields that enter a policy's id: what step() reads, and the model's name.
-    DECIDES: ClassVar[frozenset[str]] = frozenset({"name", "temperature", "offsets", "isotonic"})
+    DECIDES: ClassVar[frozenset[str]] = frozenset({"name", "floor", "temperature", "offsets", "isotonic"})
 
     @property
     def calibrator(self) -> Calibrator:
         """Return the model's calibrator."""
-        return Calibrator(self.temperature, self.offsets, self.isotonic)
+        return Calibrator(self.temperature, self.offsets, self.isotonic, self.floor)
+
+    def decides(self) -> dict[str, Any]:
+        """Return what affects answers."""
+        numbers = self.model_dump(mode="json", include=set(self.DECIDES))
+        if self.floor is None:  # the ids of policies without floors stay
+            del numbers["floor"]
+        return numbers
+
+    def bounded(self, logits: Floats) -> Floats:
+        """Return the model's logits, float (n, K), with -inf for masks and no real option below the floor."""
+        return bounded_below(real_options(logits), self.floor)
 
     def scores(self, logits: Floats) -> Floats:
         """Return calibrated logits, float64 (n, K), from the model's logits, float (n, K), which may have masks.
 
-        Raises as Calibrator does.
+        Raises:
+            DataError: A row has an option without an offset.
         """
         return self.calibrator.scores(real_options(logits), self.name)
 
@@ -326,7 +344,7 @@ class Policy(Shown, FrozenModel):
         return {
             "method": self.method,
             "threshold": self.threshold,
-            "stages": [stage.model_dump(mode="json", include=set(stage.DECIDES)) for stage in self.stages],
+            "stages": [stage.decides() for stage in self.stages],
         }
 
     def first(self, n: int, ids: Sequence[str] | None) -> Ints | None:

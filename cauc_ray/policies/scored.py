@@ -211,7 +211,7 @@ class DuoPolicy(MethodPolicy):
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
         """Add the stage's logits to the sum; the last stage's answers are taken."""
         numbers, last = self.stages[stage], stage == len(self.stages) - 1
-        own: Floats = numbers.weight * real_options(logits).astype(np.float64)
+        own: Floats = numbers.weight * numbers.bounded(logits).astype(np.float64)
         if state is not None:
             own, before = same_width(own, state, (numbers.name, "the stages before"))
             own = own + before

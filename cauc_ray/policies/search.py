@@ -53,7 +53,7 @@ class SubChain:
 def sub_chains_of_rf(calibration: ChainLogits, validation: ChainLogits, kind: CalibratorKind) -> Iterator[SubChain]:
     """Fit CAUC-RF to every sub-chain of a pool (paper, eq. 8-10): each prefix has its own pair and its own r."""
     n_models = len(calibration.models)
-    calibrators = [calibrator_of(calibration, index, kind)[0] for index in range(n_models)]
+    calibrators = [calibrator_of(calibration, index, kind).calibrator for index in range(n_models)]
     scores = [
         (calibrator.scores(calibration.logits[index]), calibrator.scores(validation.logits[index]))
         for index, calibrator in enumerate(calibrators)

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.chain import LARGEST
-from cauc_ray.numbers.logits import log_softmax, real_options, softmax, top_option
+from cauc_ray.numbers.logits import log_softmax, softmax, top_option
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.arrays import ArraysPolicy
 from cauc_ray.policies.cauc import same_width
@@ -127,7 +127,7 @@ class StackedStage(Stage):
         logits: of its model, float (n, K).   state: r before it.   competence: g, float64 (n,).   prior: s_0, float64
         (n, K), which may have more columns.
         """
-        logits = real_options(logits)
+        logits = self.bounded(logits)
         terms = self.competence_weight, self.prior_weight, self.biases, self.matrix
         beyond = self.answer != "none" or any(term is not None for term in terms)
         logs = log_probabilities(logits, floored=beyond)

@@ -323,7 +323,8 @@ def variants_of(
     of_models = [{name: getattr(stage, name) for name in Stage.model_fields} for stage in rf.stages]
     stages = tuple(_of_rf(own, stage) for own, stage in zip(of_models, rf.stages, strict=True))
     found = [StackedPolicy(**common, variant="rf", stages=stages)]
-    stacking = Stacking(calibration.logits, calibration.labels, None if encoded is None else encoded.told)
+    logits = [stage.bounded(logits) for stage, logits in zip(rf.stages, calibration.logits, strict=True)]
+    stacking = Stacking(logits, calibration.labels, None if encoded is None else encoded.told)
     chosen = stacking.chosen()
     last = found[0]
     if encoded is not None or not chosen.terms.none:

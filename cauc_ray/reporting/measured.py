@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from cauc_ray.api.evaluated import Evaluation
-from cauc_ray.api.sources import read_policy_chain
+from cauc_ray.api.sources import labelled_examples, read_policy_chain
 from cauc_ray.api.tables import number, percent
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.numbers.calibrators import UNCALIBRATED
@@ -83,7 +83,7 @@ def measure_policy(found: Found, split: str) -> Measured:
     fitted_on = [at for at in (policy.calibration, policy.validation) if at is not None]
     if split in [at.split for at in fitted_on]:
         raise ConfigError(f"split {split!r} is what the policy was fitted or chosen on; measure it on another")
-    chains = [read_policy_chain(found.logits, policy, at.split) for at in fitted_on]
+    chains = [labelled_examples(read_policy_chain(found.logits, policy, at.split)) for at in fitted_on]
     for chain, at in zip(chains, fitted_on, strict=True):
         _require_same(f"split {at.split!r}", at.examples_fingerprint, chain.examples_fingerprint(), found)
     for place, stage in enumerate(policy.stages):

@@ -50,9 +50,10 @@ class Inputs:
 
     def __init__(self, pool: Pool, stages: tuple[StageSpec, ...]) -> None:
         models = [] if pool.inputs else [stage.model for stage in stages]
-        self._pixels = any("image" in (model.reads or ()) for model in models)
-        self._questions = any(model.needs >= QUESTION_NEEDS for model in models)
-        texts = {name for model in models for name in model.texts}
+        reads = [model.columns_read for model in models]
+        self._pixels = any("image" in (columns.names or ()) for columns in reads)
+        self._questions = any(columns.required >= QUESTION_NEEDS for columns in reads)
+        texts = {name for columns in reads for name in columns.texts}
         self.texts = tuple(sorted(texts))
         declared = dict(pool.inputs) | dict.fromkeys(sorted(texts), _BYTES)
         if self._pixels:
@@ -60,11 +61,11 @@ class Inputs:
         if any(model.kind == "saved" for model in models):
             declared["example_id"] = _BYTES
         self.declared: Mapping[str, InputSpec] = declared
-        self._choices = any("choices" in model.needs for model in models)
+        self._choices = any("choices" in columns.required for columns in reads)
         more = (*(["choices"] if self._choices else []), *(_OPTIONAL if self._questions else ()))
         self.names = tuple(dict.fromkeys([*declared, *more]))
         known = texts | QUESTION_READS | {"image"}
-        self.takes_any = any(model.reads is None or model.reads - known for model in models)
+        self.takes_any = any(columns.names is None or columns.names - known for columns in reads)
         # Clients would retry indefinitely with a request that no queue can hold.
         self._most_rows = min(pool.serving.max_request_rows, pool.serving.max_queued_rows)
 

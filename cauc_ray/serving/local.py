@@ -109,8 +109,8 @@ class LocalClient:
 
     def close(self) -> None:
         """End all replicas."""
-        for one in self._replicas:
-            one.end("the service ends")
+        for replica in self._replicas:
+            replica.close("the service ends")
 
     def _started(self) -> Replica:
         self._n_started += 1

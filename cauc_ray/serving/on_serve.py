@@ -88,6 +88,10 @@ class StageServer:
         self._replica = Replica(self._spec, self._stage, self._replica.name)
         return self._replica.name, f"its model cannot be loaded: {reason_of(failed)}"
 
+    def __del__(self) -> None:
+        """End, as Serve asks a replica to: close the model."""
+        self._replica.close("the service ends")
+
     async def answer(self, call: StageCall) -> Answer:
         """Answer a call's rows. A fault of the model is a result.
 

@@ -23,6 +23,9 @@ from cauc_ray.serving.request_state import Answer, StageCall, StageError
 
 T = TypeVar("T")
 
+# Seconds in which a model may close.
+CLOSE_S = 5.0
+
 
 class Replica:
     """A loaded model and its threads.
@@ -36,7 +39,8 @@ class Replica:
         self.leaves = False
         self._spec = spec
         self._worker = Worker(spec.served(), stage, {}, replica=name)
-        self._model, self._host = _Thread(f"{name}: model"), _Thread(f"{name}: host")
+        self._model = _Thread(f"{name}: model", at_end=self._worker.close)
+        self._host = _Thread(f"{name}: host")
         self.facts: Future[ModelFacts] = self._model.submit(self._worker.load)
 
     async def answer(self, call: StageCall, begin: Callable[[], None] = lambda: None) -> Answer:
@@ -53,7 +57,7 @@ class Replica:
     def hangs(self) -> float | None:
         """Return the seconds that a call may take, where one has taken longer; else None."""
         longest_s = self._spec.call_timeout_s
-        if not self._spec.model.GIVES_UP:
+        if not self._spec.model.ENFORCES_OWN_TIMEOUT:
             longest_s = min(longest_s, 2 * self._spec.serving.timeout_s)
         busy_since = self._worker.busy_since
         return longest_s if busy_since is not None and time.monotonic() - busy_since > longest_s else None
@@ -63,6 +67,12 @@ class Replica:
         self.leaves = True
         self._model.end(reason)
         self._host.end(reason)
+
+    def close(self, reason: str) -> None:
+        """End the replica, and wait until its model is closed if no call holds it."""
+        self.end(reason)
+        if self.facts.done() and self._worker.busy_since is None:
+            self._model.join(CLOSE_S)
 
     async def _done_in(self, thread: _Thread, work: Callable[[Callable[[], bool]], T]) -> T:
         """Run work in a thread; it is notified if the caller goes away."""
@@ -108,7 +118,8 @@ class Replica:
 class _Thread:
     """Does one thing after the other, from the first on. One that hangs does not keep the process from ending."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, at_end: Callable[[], None] = lambda: None) -> None:
+        self._at_end = at_end
         self._open: set[Future[Any]] = set()
         self._asked: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -122,6 +133,11 @@ class _Thread:
         future.add_done_callback(self._open.discard)
         self._asked.put((future, do))
         return future
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the thread has ended."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
 
     def end(self, reason: str) -> None:
         """End with all that is not done."""
@@ -141,3 +157,4 @@ class _Thread:
                         future.set_exception(error)
                     except BaseException as error:  # it must not end the event loop
                         future.set_exception(StageError("died", f"its model raised {type(error).__name__}"))
+        self._at_end()

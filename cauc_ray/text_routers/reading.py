@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.transformers import loading
+from cauc_ray.models.hub import loading
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.baselines.training import Schedule, train
 from cauc_ray.policies.methods import Fitting

@@ -105,7 +105,7 @@ def test_a_vision_encoder_is_a_stage(tmp_path, vit):
     pool, table = written(tmp_path, {"kind": "vision-encoder", "model": str(vit)}, images, "image-classification")
     policy = cauc_ray.fit(table, method="benchmark-routing", embedding="enc")
     assert cauc_ray.evaluate(table, policy).measures.accuracy.value > 0.9
-    assert load_pool(pool).stage("enc").model.needs == {"image"}
+    assert load_pool(pool).stage("enc").model.columns_read.required == {"image"}
 
 
 def test_a_stage_of_the_wrong_kind_is_refused_before_the_start(texts):

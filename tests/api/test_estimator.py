@@ -12,7 +12,7 @@ from sklearn.model_selection import GridSearchCV, ShuffleSplit
 from sklearn.naive_bayes import GaussianNB
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.svm import LinearSVC
+from sklearn.svm import SVC, LinearSVC
 from sklearn.utils.estimator_checks import estimator_checks_generator
 
 import cauc_ray
@@ -150,6 +150,88 @@ def test_what_members_are_fitted_with_follows_their_rows(digits, cv):
     assert search.fit(X, y, sample_weight=np.ones(len(X))).best_score_ > 0.7
 
 
+class ZeroBased(LogisticRegression):
+    """Takes the labels 0, 1, … without gaps and no others, as XGBoost does."""
+
+    def fit(self, X, y, sample_weight=None):
+        if not np.array_equal(np.unique(y), np.arange(y.max() + 1)):
+            raise ValueError(f"expected labels 0, 1, …, got {np.unique(y)}")
+        self.weights_ = sample_weight
+        return super().fit(X, y, sample_weight)
+
+
+class Shuffled(LogisticRegression):
+    """Scores in another order than its classes, as pairwise scores of three classes are."""
+
+    def predict_proba(self, X):
+        return np.roll(super().predict_proba(X), 1, axis=1)
+
+    def predict(self, X):
+        return self.classes_[super().predict_proba(X).argmax(axis=1)]
+
+
+def labels_of(kind, y):
+    codes = np.unique(y, return_inverse=True)[1]
+    return {"names": y, "numbers": codes + 3, "objects": np.asarray(y, dtype=object), "floats": codes / 2}[kind]
+
+
+@pytest.mark.parametrize("kind", ["names", "numbers", "objects"])
+@pytest.mark.parametrize("cv", [0.5, 3, "a fold without a class"], ids=str)
+def test_members_may_take_only_labels_that_count_from_zero(digits, kind, cv):
+    X, y, X_test, y_test = digits
+    y, y_test = np.split(labels_of(kind, np.concatenate([y, y_test])), [len(y)])
+    if cv == "a fold without a class":
+        first = np.flatnonzero(y != y[0])[:400]
+        cv = [(first, np.setdiff1d(np.arange(len(y)), first)), (np.arange(500, 1000), np.arange(500))]
+    small = ZeroBased(C=1e-3, max_iter=200)
+    model = CascadeClassifier([("small", small), ("large", ZeroBased(max_iter=300))], [1, 10], cv=cv).fit(X, y)
+    np.testing.assert_array_equal(model.classes_, np.unique(y))
+    assert model.score(X_test, y_test) > 0.85
+    named = model.predictions(X_test).to_arrow()["prediction_label"].to_pylist()
+    assert named == [str(label) for label in model.predict(X_test).tolist()]
+    assert model.evaluate(X_test, y_test).to_arrow()["prediction_label"].to_pylist() == named
+
+
+@pytest.mark.parametrize(("package", "name"), [("xgboost", "XGBClassifier"), ("lightgbm", "LGBMClassifier")])
+def test_boosted_trees_of_other_packages_fit_named_labels(digits, package, name):
+    boosted = getattr(pytest.importorskip(package), name)(n_estimators=5)
+    X, y, X_test, y_test = digits
+    model = CascadeClassifier([("small", LogisticRegression(C=1e-3)), ("large", boosted)], [1, 10], cv=0.5).fit(X, y)
+    assert model.score(X_test, y_test) > 0.7
+
+
+def test_a_fit_parameter_with_a_members_name_is_for_that_member(digits):
+    X, y, _, _ = digits
+    weights = np.linspace(0.5, 1.5, len(X))
+    lone = [("small", ZeroBased(C=1e-3)), ("large", ZeroBased(C=1e-2))]
+    model = CascadeClassifier(lone, [1, 10], cv=3).fit(X, y, large__sample_weight=weights)
+    assert model.members_["small"].weights_ is None
+    np.testing.assert_array_equal(model.members_["large"].weights_, weights)
+
+
+@pytest.mark.parametrize("missing", [None, np.nan, "NA of pandas"], ids=str)
+@pytest.mark.parametrize("kind", ["objects", "floats"])
+def test_a_row_without_a_label_is_named(digits, missing, kind):
+    X, y, _, _ = digits
+    y = labels_of(kind, y)
+    if missing == "NA of pandas":
+        missing = pytest.importorskip("pandas").NA
+    if kind == "objects" or missing is not np.nan:
+        y = np.asarray(y, dtype=object)
+    y[7] = missing
+    with pytest.raises(ValueError, match=r"row 7 has no label.*leave"):
+        CascadeClassifier(members(), [1, 10], cv=0.5).fit(X, y)
+
+
+def test_classifiers_whose_labels_are_not_quite_their_scores_are_taken(digits):
+    """SVC fits its probabilities by cross-validation, after its labels."""
+    X, y, X_test, y_test = digits
+    svc = SVC(probability=True, random_state=0, C=0.2)
+    model = CascadeClassifier([("small", LogisticRegression(C=1e-3)), ("large", svc)], [1, 10], cv=0.5).fit(X, y)
+    assert (svc.fit(X, y).predict(X_test) != svc.classes_[svc.predict_proba(X_test).argmax(axis=1)]).any()
+    assert model.score(X_test, y_test) > 0.8
+
+
 BAD = [
     ({"costs": None}, ConfigError, "costs"),
     ({"budget": 0.5}, BudgetError, "cheapest"),
@@ -158,6 +240,9 @@ BAD = [
     ({"estimators": [("a", FrozenEstimator(LogisticRegression()))]}, NotFittedError, "not fitted"),
     ({"estimators": [("cv", LogisticRegression())]}, ConfigError, "'cv' cannot name"),
     ({"estimators": [("a", LogisticRegression()), ("a", LogisticRegression())]}, ConfigError, "each name once"),
+    ({"estimators": [LogisticRegression(C=0.123), LogisticRegression()]}, ConfigError, "got LogisticRegression, Log"),
+    ({"estimators": [("a", SVC(decision_function_shape="ovo"))]}, ConfigError, "'a'.*45 scores for 10 classes.*ovr"),
+    ({"estimators": [("a", Shuffled())]}, ConfigError, "'a'.*predict.*differs.*order of classes_"),
 ]
 
 

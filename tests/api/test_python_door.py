@@ -20,7 +20,7 @@ import cauc_ray
 from cauc_ray.api.evaluated import evaluation_summary
 from cauc_ray.api.options import CompareOptions, EvaluateOptions, FitOptions, SweepOptions
 from cauc_ray.data.writing import write_logits
-from cauc_ray.errors import CaucError, DataError
+from cauc_ray.errors import CaucError, CaucWarning, DataError
 
 COSTS = {"small": 1.0, "large": 10.0}
 
@@ -86,6 +86,24 @@ def test_a_share_is_drawn_alike_from_arrays_and_from_a_table_and_is_disjoint(tmp
     assert (policy.calibration.n, policy.validation.n) == (120 - round(share * 120), round(share * 120))
     assert policy.calibration.examples_fingerprint != policy.validation.examples_fingerprint
     assert cauc_ray.fit(logits, labels, **{**settings, "seed": seed + 1}).validation != policy.validation
+
+
+@pytest.mark.parametrize("split", ["calibration", "validation"])
+def test_a_fit_leaves_out_rows_without_a_label_with_a_warning(data, tmp_path, split):
+    logits, labels = data[split]
+    known = np.arange(len(labels)) % 7 > 0
+    gappy = {**data, split: (logits, np.where(known, labels, -1))}
+    complete = {**data, split: ({model: z[known] for model, z in logits.items()}, labels[known])}
+    settings = {"method": "rf", "budget": 5.0, "costs": COSTS}
+    with pytest.warns(CaucWarning, match=rf"'{split}': {(~known).sum()} of {len(known)} examples have no label"):
+        policy = cauc_ray.fit(*gappy["calibration"], validation=gappy["validation"], **settings)
+    expected = cauc_ray.fit(*complete["calibration"], validation=complete["validation"], **settings)
+    assert policy.id == expected.id
+    assert policy.expected == expected.expected
+    assert len(policy.curve) > 1
+    folder = write(tmp_path, **gappy)
+    with pytest.warns(CaucWarning, match="have no label"):
+        assert cauc_ray.fit(folder, **settings).id == policy.id
 
 
 def test_an_evaluation_is_the_same_through_both_doors(data, tmp_path):

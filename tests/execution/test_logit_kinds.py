@@ -21,7 +21,7 @@ from runs import (
 
 import cauc_ray
 from cauc_ray.data.logits import LogitTable
-from cauc_ray.errors import ConfigError, PolicyError
+from cauc_ray.errors import CaucWarning, ConfigError, PolicyError
 
 LOWEST = float(np.finfo(np.float32).min)
 
@@ -55,7 +55,9 @@ def test_a_live_run_with_masks_and_declared_probabilities_is_the_replay(tmp_path
 
     table = write(tmp_path / "LOGITS", chains, written)
     kinds = {"m0": "probabilities"}
-    policy = cauc_ray.fit(table, models=MODELS, method="rf", budget=3.0, logit_kind=kinds)
+    with pytest.warns(CaucWarning, match="'m0': probabilities are 0"):
+        policy = cauc_ray.fit(table, models=MODELS, method="rf", budget=3.0, logit_kind=kinds)
+    assert [stage.floor is None for stage in policy.stages] == [False, True]
     run(tmp_path, pool(tmp_path, {"logit_kind": "probabilities"}, {}), policy, split_input(tmp_path, chains["test"]))
     live = answers_of(tmp_path / "out")
     assert live == by_example(cauc_ray.evaluate(table, policy).to_arrow())
@@ -88,7 +90,8 @@ def test_what_a_model_declares_is_collected_and_run_as_such(tmp_path):
     cauc_ray.collect(path, questions, tmp_path / "LOGITS")
     info = LogitTable(tmp_path / "LOGITS").info
     assert [(model.name, model.logit_kind) for model in info.models] == [("m0", "probabilities"), ("m1", "raw")]
-    policy = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method="rf", threshold=0.6)
+    with pytest.warns(CaucWarning, match="'m0': probabilities are 0"):
+        policy = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method="rf", threshold=0.6)
     run(tmp_path, path, policy, questions)
     live = answers_of(tmp_path / "out")
     assert len(live) == 120

@@ -50,6 +50,13 @@ LIVE = {
 }
 
 
+def test_models_are_closed_when_a_run_ends(tmp_path):
+    closed = tmp_path / "closed"
+    pool = python_pool(tmp_path, [("notes_its_end", {"path": str(closed)})] * 2)
+    run(tmp_path, pool, two_model_policy(), numbered_input(tmp_path))
+    assert len(set(closed.read_text().split())) == 2
+
+
 @pytest.mark.parametrize("case", ranked(LIVE, quick=1, slow=1))
 def test_a_live_run_is_the_replay_row_for_row_and_its_ledger_adds_up(tmp_path, case):
     fit, content, stage_settings = LIVE[case]

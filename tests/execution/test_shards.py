@@ -216,6 +216,7 @@ def test_shards_refuse_what_one_process_refuses_in_the_same_words(tmp_path, in_p
     assert refusal(tmp_path, 2, **options) == refusal(tmp_path, None, **options)
 
 
+@pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")
 def test_shards_read_masks_and_kinds_as_one_process_does(tmp_path, in_process):
     """Probabilities, with masks for missing options and a 0 for the least probable one of every fifth row."""
 
@@ -233,6 +234,7 @@ def test_shards_read_masks_and_kinds_as_one_process_does(tmp_path, in_process):
     for stage, expected_stage in zip(policy.stages, expected.stages, strict=True):
         assert stage.diagnostics.logits_fingerprint == expected_stage.diagnostics.logits_fingerprint
         assert stage.logit_kind == "probabilities"
+        assert stage.floor == expected_stage.floor is not None
     evaluation = cauc_ray.evaluate(tmp_path, policy, shards=2)
     assert evaluation.to_arrow().equals(cauc_ray.evaluate(tmp_path, policy).to_arrow())
 

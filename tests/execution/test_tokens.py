@@ -10,6 +10,8 @@ from local_head import local_head
 from runs import numbered_input, python_pool, two_model_policy
 
 TOKEN = "ab" * 32
+# Ray gives a busy head a minute to take a connection.
+PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "200"}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,8 @@ def join(cascade, out, head, home, **environment):
     words += ["-o", str(out), "--address", head.gcs_address]
     process = subprocess.run(
         [Path(sys.executable).with_name("cauc"), *words],
-        cwd=cascade, env={**inherited, "HOME": home, **environment}, capture_output=True, text=True, timeout=280,
+        cwd=cascade, env={**inherited, **PATIENT, "HOME": home, **environment}, capture_output=True, text=True,
+        timeout=280,
     )  # fmt: skip
     return process.returncode, [line for line in process.stderr.splitlines() if "cost-shift" not in line]
 

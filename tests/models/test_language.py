@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from batches import column, question_batch
 from language_models import LETTERS, SMOLLM2_FILE, Loaded, question_prompt, smollm2_folder, tiny_network
-from scipy.special import log_softmax
+from plain_scores import plain_scores
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.costs import measured
@@ -79,60 +79,10 @@ def test_what_all_prompts_begin_with_is_run_once(language_model, options, chat):
     assert head > 60
     assert n_tokens.count(head) == 1
     assert max(n for n in n_tokens if n != head) < head
-    prompts, _ = Prompts(choice_spec, chat)({"text": texts})
-    for row, asked in prompts.items():
-        tokens = language_model.chat(asked.text) if chat else language_model.tokenizer.encode(asked.text)
-        for option, name in enumerate(labels):
-            text = LETTERS[option] if options == "letter" else name
-            option_tokens = language_model.tokenizer.encode(text if chat else f" {text}")
-            logits = language_model.logits(tokens + option_tokens).astype(np.float64)[len(tokens) - 1 : -1]
-            if options == "letter":
-                expected = logits[-1, option_tokens[-1]]
-            else:
-                expected = log_softmax(logits, axis=1)[np.arange(len(option_tokens)), option_tokens].sum()
-            for vector in answers:
-                assert vector[row, option] == pytest.approx(expected, abs=TOLERANCE)
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_letters_get_the_next_tokens_raw_logits(loaded, language_model, chat):
-    model = loaded(chat_template=chat)
-    assert_letters_logits(model, language_model, chat)
-    facts = model.facts
-    assert facts.params_b == pytest.approx(sum(p.numel() for p in language_model.network.parameters()) / 1e9)
-    assert str(language_model.folder) in facts.source
-
-
-def assert_letters_logits(model, oracle, chat):
-    questions = [("Which is a fruit?", ["stone", "apple", "car"]), ("1 + 1?", ["1", "2"], "Numbers.")]
-    answers = model(question_batch(*questions))
-    encode = oracle.tokenizer.encode
-    for row, question in enumerate(questions):
-        prompt = question_prompt(*question, chat=chat)
-        tokens = oracle.chat(prompt) if chat else encode(prompt)
-        letters = [encode(letter if chat else f"{prompt} {letter}")[-1] for letter in "ABC"]
-        k = len(question[1])
-        assert answers.logits[row, :k] == pytest.approx(oracle.logits(tokens)[-1][letters][:k], abs=TOLERANCE)
-
-
-@pytest.mark.parametrize("options", ["name", "text"])
-def test_longer_options_get_their_log_likelihood(loaded, language_model, options):
-    assert_log_likelihoods(loaded(options=options, chat_template=False), language_model, options)
-
-
-def assert_log_likelihoods(model, oracle, options):
-    """Expect the sum over the tokens of a name; of a text that the model has not been shown, the sum per byte."""
-    choices = ["honey", "concrete walls and große Brücken", "x"]
-    answers = model(question_batch(("What do bees make?", choices, "About insects.")))
-    encode = oracle.tokenizer.encode
-    listed = "".join(f"- {choice}\n" for choice in choices) if options == "name" else ""
-    prompt = encode(f"About insects.\nQuestion: What do bees make?\n{listed}Answer:")
-    for place, choice in enumerate(choices):
-        tokens = encode(f" {choice}")
-        logs = log_softmax(oracle.logits(prompt + tokens).astype(np.float64), axis=1)
-        total = sum(logs[len(prompt) + step - 1, token] for step, token in enumerate(tokens))
-        n = len(choice.encode()) if options == "text" else 1
-        assert answers.logits[0, place] == pytest.approx(total / n, abs=TOLERANCE)
+    for row, question in Prompts(choice_spec, chat)({"text": texts})[0].items():
+        expected = plain_scores(language_model, choice_spec, question, chat=chat)
+        for vector in answers:
+            assert vector[row] == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("options", ["letter", "text"])
@@ -209,16 +159,19 @@ def test_a_real_language_model_scores_letters_names_and_texts_as_a_plain_forward
 
     folder, parts = smollm2_folder(), []
 
-    def noted(*arguments):
+    def noted(*arguments, **more):
         parts.extend(arguments)
-        return ChoiceModel(*arguments)
+        return ChoiceModel(*arguments, **more)
 
     monkeypatch.setattr("cauc_ray.models.language.ChoiceModel", noted)
     model = spec(folder, gguf_file=SMOLLM2_FILE).load()
-    oracle = Loaded(folder, *parts[1:])
-    assert_letters_logits(model, oracle, chat=True)
+    oracle = Loaded(folder, parts[1], parts[2])
     assert model.facts.params_b == pytest.approx(0.1345, rel=1e-3)
     assert SMOLLM2_FILE in model.facts.source
-    for options in ("name", "text"):
-        settings = spec(oracle.folder, options=options, chat_template=False)
-        assert_log_likelihoods(ChoiceModel(settings, oracle.tokenizer, oracle.network), oracle, options)
+    rows = question_batch(*MIXED[:3])
+    for options, chat in (("letter", True), ("name", True), ("name", False), ("text", False)):
+        settings = spec(oracle.folder, options=options, chat_template=chat)
+        answers = ChoiceModel(settings, oracle.tokenizer, oracle.network)(rows)
+        for row, question in Prompts(settings, chat)(rows)[0].items():
+            expected = plain_scores(oracle, settings, question, chat=chat)
+            assert answers.logits[row, : len(expected)] == pytest.approx(expected, abs=TOLERANCE)

@@ -4,12 +4,14 @@ import time
 import jsonschema
 import numpy as np
 import pytest
+import torch
 import yaml
 from batches import column, refused
 from synthetic import write_table
 
-from cauc_ray.errors import DataError
-from cauc_ray.models.answers import as_answers
+from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.models.answers import Answers, as_answers
+from cauc_ray.models.kind import Placement
 from cauc_ray.models.pool import load_pool
 from cauc_ray.models.python import PythonSpec
 from cauc_ray.models.saved import SavedSpec
@@ -34,18 +36,59 @@ def test_a_python_model_answers_arrays_and_ragged_lists():
         (np.zeros((3, 2)), "returned 3 rows of logits for 2 inputs"),
         (np.zeros(2), r"got shape \(2,\)"),
         (np.zeros((2, 0)), r"got shape \(2, 0\)"),
-        (np.array([[0.0, np.nan], [0, 0]]), "row 0 of the batch: a logit is NaN"),
-        ([[1.0], [np.inf]], "row 1 of the batch"),
-        ([[1.0], []], "row 1 of the batch"),
         ([["1", "2"], ["3", "4"]], "not numbers"),
         (np.array([[1j], [2j]]), "not numbers"),
         ([1.0, 2.0], "not numbers"),
         ("ab", "not str"),
+        (Answers(np.zeros((3, 2), np.float32)), "returned 3 rows of logits for 2 inputs"),
+        (Answers(np.zeros((2, 2), np.float32), costs=np.zeros(3)), "and 3 costs for 2 inputs"),
+        (Answers(np.zeros((2, 2), np.float32), failures={2: "far away"}), "failure of row 2"),
     ],
 )
 def test_answers_that_nobody_can_use_are_refused(output, words):
     with pytest.raises(DataError, match=words):
         as_answers(output, 2)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        np.array([[0.0, 1], [0.0, np.nan]]),
+        torch.tensor([[0.0, 1.0], [torch.inf, 0.0]], dtype=torch.bfloat16, requires_grad=True),
+        [[0.0, 1.0], []],
+        [torch.tensor([0.0, 1.0]), torch.tensor([torch.nan])],
+        Answers(np.array([[0.0, 1], [0, 0]], np.float32), costs=np.array([0.5, np.nan])),
+        Answers(np.array([[0.0, 1], [0, 0]], np.float32), failures={1: "too long"}),
+    ],
+    ids=["array", "tensor", "list", "tensors", "costs", "answers"],
+)
+def test_one_bad_row_of_a_users_model_costs_one_row(output):
+    answers = as_answers(output, 2)
+    assert answers.failures.keys() == {1}
+    assert answers.logits[0].tolist() == [0.0, 1.0]
+    assert answers.logits.dtype == np.float32
+
+
+def test_labels_of_a_users_model_are_those_with_the_highest_scores():
+    spec = PythonSpec(kind="python", factory="user_models:labelled", labels=["ok", "NA", "zz"])
+    right, other = (
+        spec.model_copy(update={"kwargs": {"names": names}}) for names in (["ok", "NA", "zz"], ["NA", "ok", "zz"])
+    )
+    batch = {"x": np.array([0, 1, 2])}
+    assert right.load()(batch).logits.argmax(axis=1).tolist() == [0, 1, 2]
+    with pytest.raises(ConfigError, match="with label 'NA', but its highest score is that of option 0"):
+        other.load()(batch)
+
+
+def test_a_users_model_gets_its_device_and_is_closed():
+    model = PythonSpec(kind="python", factory="user_models:on_device").load(Placement(num_gpus=0.5))
+    assert model(BATCH).costs.tolist() == [1.0, 1.0]
+    model.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        model(BATCH)
+    assert PythonSpec(kind="python", factory="user_models:on_device").load()(BATCH).costs.tolist() == [0.0, 0.0]
+    chosen = PythonSpec(kind="python", factory="user_models:on_device", kwargs={"device": "cuda"}).load()
+    assert chosen(BATCH).costs.tolist() == [1.0, 1.0]
 
 
 def test_a_saved_model_answers_from_its_table_no_sooner_than_its_delay(tmp_path):
@@ -96,7 +139,7 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
     ("changes", "words"),
     [
         ({"stages__0__batchsize": 3}, "stages.0: unknown key 'batchsize'; did you mean 'batch_size'"),
-        ({"stages__0__model__factroy": "a:b"}, "stages.0.model.python: unknown key 'factroy'; did you mean 'factory'"),
+        ({"stages__0__model__factroy": "a:b"}, "stages.0.model: unknown key 'factroy'; did you mean 'factory'"),
         (
             {"stages__0__model": {"kind": "torchvision", "arch": "resnet50"}, "stages__0__resources": {"num_gpus": 2}},
             "stages.0: a model of kind 'torchvision' runs on one GPU at most, not 2; to use more, give the stage num",

@@ -6,7 +6,7 @@ from batches import column, encoded
 from language_models import tiny_language_model
 from PIL import Image
 
-from cauc_ray.errors import DataError
+from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.onnx import OnnxSpec
 
 onnx = pytest.importorskip("onnx")
@@ -123,3 +123,144 @@ def test_images_are_resized_cut_and_normalised_as_torchvision_does(tmp_path):
     for row, picture in enumerate(pictures):
         assert answers.logits[row] == pytest.approx(plain(picture).numpy().mean(axis=(1, 2)) @ w, abs=1e-4)
     assert "cannot be decoded" in answers.failures[2]
+
+
+def probabilities_of_a_pipeline(path, classes, *, zipmap, order=None):
+    """Write a file as skl2onnx does: labels, and probabilities in an order of their own, or as maps by label."""
+    n = len(classes)
+    w = np.eye(n, dtype=np.float32)[:, order or range(n)]
+    texts = isinstance(classes[0], str)
+    kind = TensorProto.STRING if texts else TensorProto.INT64
+    best = helper.make_node("ArgMax", ["x"], ["best"], axis=1, keepdims=0)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["scores"]),
+        helper.make_node("Softmax", ["scores"], ["p"], axis=1),
+        best,
+        helper.make_node("Gather", ["classes", "best"], ["output_label"]),
+    ]
+    outputs = [helper.make_tensor_value_info("output_label", kind, ["n"])]
+    opsets = [helper.make_opsetid("", 19)]
+    if zipmap:
+        key = "classlabels_strings" if texts else "classlabels_int64s"
+        nodes.append(
+            helper.make_node("ZipMap", ["p"], ["output_probability"], domain="ai.onnx.ml", **{key: list(classes)})
+        )
+        values = helper.make_map_type_proto(kind, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
+        outputs.append(helper.make_value_info("output_probability", helper.make_sequence_type_proto(values)))
+        opsets.append(helper.make_opsetid("ai.onnx.ml", 1))
+    else:
+        outputs.append(helper.make_tensor_value_info("p", TensorProto.FLOAT, ["n", n]))
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", n])]
+    constants = [numpy_helper.from_array(w, "w")]
+    constants.append(numpy_helper.from_array(np.array(classes, dtype=object if texts else np.int64), "classes"))
+    graph = helper.make_graph(nodes, "g", inputs, outputs, constants)
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), str(path))
+    return path
+
+
+X = RNG.normal(size=(40, 3)).astype(np.float32)
+P = np.exp(X) / np.exp(X).sum(axis=1, keepdims=True)
+
+
+def table(values):
+    return {"x": column(list(values))}
+
+
+@pytest.mark.parametrize(
+    ("classes", "labels"), [(("NA", "ok", "zz"), ["ok", "NA", "zz"]), ((1, 2, 3), ["3", "1", "2"]), ((0, 1, 2), None)]
+)
+def test_scores_that_a_file_names_by_label_come_in_the_order_of_the_pools_labels(tmp_path, classes, labels):
+    path = probabilities_of_a_pipeline(tmp_path / "m.onnx", classes, zipmap=True)
+    logits = spec(path, labels=labels, logit_kind="probabilities").load()(table(X)).logits
+    order = [[str(c) for c in classes].index(name) for name in labels or map(str, classes)]
+    assert logits == pytest.approx(P[:, order], abs=1e-6)
+    if classes != (0, 1, 2):  # numbers of options fit any names
+        with pytest.raises(ConfigError, match="the pool has"):
+            spec(path, labels=["a", "b", "c"], logit_kind="probabilities").load()(table(X))
+
+
+@pytest.mark.parametrize("classes", [("NA", "ok", "zz"), (1, 2, 3), (0, 1, 2)])
+def test_labels_of_the_file_that_its_highest_scores_do_not_have_are_refused(tmp_path, classes):
+    """In whatever way the orders differ, on the first batch."""
+    names = [str(label) for label in classes]
+    path = probabilities_of_a_pipeline(tmp_path / "m.onnx", classes, zipmap=False)
+    assert spec(path, labels=names).load()(table(X)).logits == pytest.approx(P, abs=1e-6)
+    for other in ([names[i] for i in order] for order in ((1, 0, 2), (2, 1, 0), (1, 2, 0))):
+        if classes != (0, 1, 2):
+            with pytest.raises(ConfigError, match="labels of the pool in the order"):
+                spec(path, labels=other).load()(table(X))
+    swapped = probabilities_of_a_pipeline(tmp_path / "s.onnx", classes, zipmap=False, order=[0, 2, 1])
+    with pytest.raises(ConfigError, match="in the order of the model's scores"):
+        spec(swapped, labels=names).load()(table(X))
+
+
+def image_network(path, shape, kind=TensorProto.FLOAT):
+    """Write a network that averages the pixels of an image, of a fixed shape and type."""
+    axes = [1, 2] if shape[3] == 3 else [2, 3]
+    nodes = [
+        helper.make_node("Cast", ["x"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("ReduceMean", ["f", "axes"], ["mean"], keepdims=0),
+        helper.make_node("Cast", ["mean"], ["logits"], to=TensorProto.FLOAT),
+    ]
+    ends = [("x", kind, shape)], [("logits", TensorProto.FLOAT, [shape[0], 3])]
+    return save(path, nodes, *ends, axes=np.array(axes))
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        ([1, 3, 32, 32], TensorProto.FLOAT),
+        ([4, 3, 48, 48], TensorProto.FLOAT),
+        (["n", 32, 32, 3], TensorProto.FLOAT),
+        ([2, 40, 40, 3], TensorProto.FLOAT16),
+        (["n", 3, "h", "w"], TensorProto.FLOAT16),
+        ([3, 32, 32, 3], TensorProto.UINT8),
+    ],
+)
+def test_images_get_the_size_the_layout_the_type_and_the_rows_that_the_file_has(tmp_path, shape, kind):
+    model = spec(image_network(tmp_path / "m.onnx", shape, kind), image={}).load()
+    pictures = [Image.fromarray(RNG.integers(0, 255, (60, 50 + n, 3), np.uint8)) for n in range(7)]
+    answers = model({"image": column([encoded(picture) for picture in pictures])})
+    assert not answers.failures
+    side = next((size for size in shape[1:] if isinstance(size, int) and size != 3), 224)
+    for row, picture in enumerate(pictures):
+        shorter = round(side * 256 / 224)
+        size = [shorter * length // min(picture.size) for length in picture.size]
+        pixels = np.asarray(picture.resize(size, Image.Resampling.BILINEAR), np.float32)
+        left, top = [round((length - side) / 2) for length in size]
+        cut = pixels[top : top + side, left : left + side]
+        if kind != TensorProto.UINT8:
+            cut = (cut / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
+        tolerance = {TensorProto.FLOAT: 1e-4, TensorProto.FLOAT16: 2e-3, TensorProto.UINT8: 1e-2}[kind]
+        assert answers.logits[row] == pytest.approx(cut.mean(axis=(0, 1)), abs=tolerance)
+    assert model.facts.dtype == ("float16" if kind == TensorProto.FLOAT16 else "float32")
+
+
+def test_an_image_size_that_the_file_does_not_take_is_refused_before_any_call(tmp_path):
+    path = image_network(tmp_path / "m.onnx", [1, 3, 32, 32])
+    with pytest.raises(ConfigError, match="32 x 32 pixels, image has size 224"):
+        spec(path, image={"size": 224}).load()
+
+
+def test_token_ids_of_32_bits_in_rows_of_a_fixed_number_and_length(tmp_path):
+    folder = tiny_language_model(tmp_path / "model").folder
+    nodes = [
+        helper.make_node("Mul", ["input_ids", "attention_mask"], ["real"]),
+        helper.make_node("Cast", ["real"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("Slice", ["f", "zero", "three", "one"], ["logits"]),
+    ]
+    inputs = [(name, TensorProto.INT32, [2, 6]) for name in ("input_ids", "attention_mask")]
+    limits = {"zero": np.array([0]), "three": np.array([3]), "one": np.array([1])}
+    path = save(tmp_path / "t.onnx", nodes, inputs, [("logits", TensorProto.FLOAT, [2, 3])], **limits)
+    model = spec(path, tokenizer=str(folder / "tokenizer.json")).load()
+    texts = ["It broke", "Why was I charged twice?", "thanks " * 50]
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    expected = [(tokenizer.encode(text).ids + [0] * 3)[:3] for text in texts]
+    assert model({"text": column(texts)}).logits.tolist() == expected
+
+
+def test_a_network_without_a_column_of_its_inputs_name_says_how_to_give_columns(linear):
+    with pytest.raises(DataError, match=r"no column has that name.*Give columns"):
+        spec(linear).load()({"age": np.zeros(2), "income": np.zeros(2)})

@@ -23,6 +23,7 @@ from cauc_ray.errors import ConfigError, ExecutionError
 from cauc_ray.models.answers import BELOW, LITTLE_MASS
 from cauc_ray.models.completions import letter_logits, unsaid_bound
 from cauc_ray.models.images import decode_image
+from cauc_ray.models.kind import Placement
 from cauc_ray.models.openai import OpenAISpec
 from cauc_ray.models.transformers import TransformersChoiceSpec
 
@@ -184,7 +185,7 @@ def test_an_option_that_a_server_does_not_tokenise_fails_its_question_alone(tiny
     reply = LanguageServer.reply
 
     def refusing(self, path, headers, body):
-        bad = path == "/tokenize" and "unspeakable" in str(body.get("prompt"))
+        bad = path == "/tokenize" and "unspeakable" in str(body)
         return Fault(422, {"detail": "no such text"}) if bad else reply(self, path, headers, body)
 
     monkeypatch.setattr(LanguageServer, "reply", refusing)
@@ -193,7 +194,7 @@ def test_an_option_that_a_server_does_not_tokenise_fails_its_question_alone(tiny
         rows = [("q?", ["x", "unspeakable"]), ("q?", ["x", "y z"])]
         answers = model(question_batch(*rows[:: 1 if first else -1]))
     assert list(answers.failures) == [0 if first else 1]
-    assert "does not tokenise" in answers.failures[0 if first else 1]
+    assert "no such text" in answers.failures[0 if first else 1]
 
 
 # A server that follows a script: rate limits, faults and answers that a real one does not give at will.
@@ -363,7 +364,7 @@ def test_a_server_that_does_not_answer_ends_the_call(fault, words):
     with scripted_server(lambda prompt, before: fault) as server:
         settings = spec(base_url=server.url, max_retries=0)
         with pytest.raises(ExecutionError, match=rf"does not answer for model 'm' .*{words}"):
-            settings.load_within(1.0)(question_batch(*TWO))
+            settings.load(Placement(call_timeout_s=1.0))(question_batch(*TWO))
     with pytest.raises(ExecutionError, match="connect"):  # the server is gone now
         settings.load()(question_batch(*TWO))
 
@@ -372,7 +373,7 @@ def test_a_server_that_does_not_answer_ends_the_call(fault, words):
     ("settings", "call_timeout_s", "words"),
     [
         ({"max_retries": 1, "timeout_s": 0.2}, math.inf, "no answer within 0.2 s, 2 attempts"),
-        ({"timeout_s": 60}, 0.5, "no answer within 0.4"),  # before the stage gives up on it
+        ({"timeout_s": 60}, 0.5, r"no answer within 0\."),  # before the stage gives up on it
     ],
 )
 def test_a_silent_server_ends_the_call_at_its_deadline(settings, call_timeout_s, words):
@@ -383,7 +384,7 @@ def test_a_silent_server_ends_the_call_at_its_deadline(settings, call_timeout_s,
         return chat_answer({"A": 0.9})
 
     with scripted_server(script) as server:
-        model = spec(base_url=server.url, **settings).load_within(call_timeout_s)
+        model = spec(base_url=server.url, **settings).load(Placement(call_timeout_s=call_timeout_s))
         with pytest.raises(ExecutionError, match=words):
             model(question_batch(*TWO))
         assert all(n_asked <= settings.get("max_retries", 0) + 1 for n_asked in server.asked.values())
@@ -558,7 +559,7 @@ def test_images_go_before_the_text_that_asks_about_them():
     with scripted_server(always_a) as server:
         model_spec = spec(base_url=server.url, max_concurrency=1, **settings)
         answers = model_spec.load()({"image": column(images), "unread": np.ones(6)})
-    assert model_spec.reads == {"image"}
+    assert model_spec.columns_read.names == {"image"}
     assert answers.failures.keys() == {4, 5}
     assert "cannot be decoded" in answers.failures[4]
     assert len(server.requests) == 4

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from batches import refused
 
-from cauc_ray.models.kinds import BUILT_IN, ENTRY_POINTS, RegisteredSpec, known_kinds
+from cauc_ray.models.kinds import GROUP, RegisteredSpec, built_in_specs, known_kinds
 from cauc_ray.models.pool import load_pool, pool_of
 from cauc_ray.models.python import PythonSpec
 from cauc_ray.schemas import schema_path
@@ -26,6 +26,7 @@ KINDS = {
     "needs-a-package": "other_package.needs:load",
     "breaks": "other_package.breaks:load",
     "python": "other_package.kinds:number",
+    "priced": "other_package.specs:PricedSpec",
 }
 MODULES = {
     "__init__": "",
@@ -42,9 +43,45 @@ MODULES = {
             answer.settings = settings
             return answer
         """,
+    "specs": """
+        from typing import ClassVar, Literal
+
+        import numpy as np
+
+        from cauc_ray import Answers
+        from cauc_ray.models.kind import InputColumns, KindSpec
+
+        class PricedSpec(KindSpec):
+            LOADER: ClassVar[str] = "other_package.specs:load"
+            SPANS_GPUS: ClassVar[bool] = True
+            kind: Literal["priced"]
+            depth: int = 1
+
+            @property
+            def columns_read(self):
+                return InputColumns(frozenset({"x"}), texts=frozenset({"title"}))
+
+            @property
+            def label_names(self):
+                return ("low", "high")
+
+            @property
+            def cost_unit(self):
+                return "USD"
+
+        def load(spec, placement):
+            def answer(batch):
+                n = len(batch["x"])
+                logits = np.full((n, 2), spec.depth, np.float32)
+                return Answers(logits, costs=np.full(n, placement.num_gpus + 0.5), cost_unit="USD")
+            return answer
+        """,
     "needs": "import a_package_that_is_not_there",
     "breaks": "raise ValueError('the licence\\nhas ended')",
 }
+
+
+BATCH = {"x": np.zeros(1)}
 
 
 @pytest.fixture
@@ -58,7 +95,7 @@ def other_package(tmp_path, monkeypatch):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-package\nVersion: 1.0\n")
     lines = [f"{name} = {value}" for name, value in KINDS.items()]
-    (info / "entry_points.txt").write_text("\n".join([f"[{ENTRY_POINTS}]", *lines, ""]))
+    (info / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]))
     monkeypatch.syspath_prepend(site)
     importlib.invalidate_caches()
     yield site
@@ -138,11 +175,29 @@ def test_faults_of_a_registered_kind_are_said_in_one_line(tmp_path, other_packag
 
 
 @pytest.mark.usefixtures("other_package")
+def test_settings_of_another_package_have_the_rights_of_built_in_ones(tmp_path):
+    pool = load_pool(pool_file(tmp_path, kind="priced", depth=3))
+    stage = pool.stage("s")
+    assert pool.columns_read(pool.stages) == {"example_id", "label", "choices", "x"}
+    assert pool.label_names == ("low", "high")
+    assert stage.model.cost_unit == "USD"
+    answers = stage.model_copy(update={"resources": stage.resources.model_copy(update={"num_gpus": 2})}).load()(BATCH)
+    assert answers.logits.tolist() == [[3.0, 3.0]]
+    assert answers.costs.tolist() == [2.5]
+    assert "stages.0.model.depth: input should be a valid integer" in refused(
+        lambda: load_pool(pool_file(tmp_path, kind="priced", depth="deep"))
+    )
+    assert "unknown key 'dept'; did you mean 'depth'?" in refused(
+        lambda: load_pool(pool_file(tmp_path, kind="priced", dept=1))
+    )
+
+
+@pytest.mark.usefixtures("other_package")
 def test_a_built_in_kind_is_not_overridden(tmp_path):
     spec = load_pool(pool_file(tmp_path, kind="python", factory="user_models:by_x")).stage("s").model
     assert isinstance(spec, PythonSpec)
     assert spec.load()({"x": np.array([2.0])}).logits.tolist() == [[2.0, 0.0]]
-    assert sorted(known_kinds()) == sorted({*BUILT_IN, *KINDS})
+    assert sorted(known_kinds()) == sorted({*built_in_specs(), *KINDS})
     assert "factory" in refused(lambda: load_pool(pool_file(tmp_path, kind="python")))
 
 

@@ -250,7 +250,7 @@ def test_a_server_that_comes_back_is_not_noticed():
 
 def test_seconds_are_measured_of_remote_stages_only():
     assert stage("http://h", cost={"seconds": "auto"}).cost.unit == "s"
-    assert stage("http://h").model.reads == {"numbers", "title"}
+    assert stage("http://h").model.columns_read.names == {"numbers", "title"}
     python = {"kind": "python", "factory": "user_models:by_x"}
     content = {"name": "p", "task": "classification"}
     with pytest.raises(ConfigError, match="round trip of a remote stage; a model of kind 'python' needs a number"):

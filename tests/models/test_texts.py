@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from language_models import tiny_language_model
 
-from cauc_ray.models.answers import GPU_PASS_TOKENS, PASS_TOKENS, bucketed
+from cauc_ray.models.answers import bucketed
 from cauc_ray.models.encoders import FeaturesSpec, TextEncoderSpec
+from cauc_ray.models.kind import Placement
 from cauc_ray.models.kinds import RegisteredSpec
 from cauc_ray.models.python import PythonSpec
 from cauc_ray.models.torchvision import TorchvisionSpec
@@ -41,6 +42,10 @@ def network(family, n_tokens, **config):
         torch.manual_seed(0)
         if family == "bert":
             return t.BertForSequenceClassification(t.BertConfig(max_position_embeddings=64, **settings)).eval()
+        if family != "llama":  # positions begin after that of padding
+            settings |= {"max_position_embeddings": 66, "pad_token_id": 1, "type_vocab_size": 1}
+            auto = t.AutoConfig.for_model(family, **settings)
+            return t.AutoModelForSequenceClassification.from_config(auto).eval()
         settings |= {"num_key_value_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 64}
         return t.LlamaForSequenceClassification(t.LlamaConfig(**settings)).eval()
 
@@ -58,7 +63,7 @@ def spec(folder, **settings):
 TEXTS = ["It broke", "Why was I charged twice for one and the same thing, of all things?", "", "thanks " * 200]
 
 
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize("family", ["bert", "llama", "roberta", "xlm-roberta", "camembert"])
 @pytest.mark.parametrize("pair", [False, True])
 def test_it_answers_as_the_library_does_for_each_text_alone(tokenizer, tmp_path, family, pair):
     net = network(family, len(tokenizer))
@@ -87,23 +92,23 @@ def test_weights_that_no_gpu_of_the_stage_can_hold_are_refused_before_they_are_l
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (0, 20_000))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (20_000, 20_000))
     n_bytes = 2 * sum(p.numel() for p in network("bert", len(tokenizer)).parameters())
     advice = f"give it num_gpus: {n_bytes // 20_000 + 1}"
-    for load, gpus in ((spec(folder).load, "1 GPU of"), (spec(folder).load_over_gpus, "2 GPUs of")):
-        message = refused(load)
+    for n_gpus, gpus in ((0.5, "0.5 GPUs of"), (1, "1 GPU of"), (2, "2 GPUs of")):
+        message = refused(lambda: spec(folder).load(Placement(num_gpus=n_gpus)))  # noqa: B023
         assert gpus in message
         assert advice in message
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.integers(20, 200), st.booleans())
-def test_no_other_passes_are_cheaper(lengths, most, on_gpu):
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.integers(20, 200), st.sampled_from([0, 32, 2048]))
+def test_no_other_passes_are_cheaper(lengths, most, pass_tokens):
     def cost(passes):
         sizes = [(len(rows), max(lengths[row] for row in rows)) for rows in passes]
         fits = all(n == 1 or n * longest <= most for n, longest in sizes)
-        return sum(n * longest + (GPU_PASS_TOKENS if on_gpu else PASS_TOKENS) for n, longest in sizes) if fits else inf
+        return sum(n * longest + pass_tokens for n, longest in sizes) if fits else inf
 
-    passes = list(bucketed(dict(enumerate(lengths)), most, on_gpu=on_gpu))
+    passes = list(bucketed(dict(enumerate(lengths)), most, pass_tokens))
     assert sorted(row for rows in passes for row in rows) == list(range(len(lengths)))
     by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
     cuts = [at for n in range(len(lengths)) for at in combinations(range(1, len(lengths)), n)]

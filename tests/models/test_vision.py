@@ -246,6 +246,32 @@ def test_files_and_arrays_give_their_pixels_in_rgb(image, pixels):
     assert (np.asarray(decoded) == (pixels if pixels.ndim == 3 else pixels[..., None])).all()
 
 
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_read_upright_as_people_see_it(form, orientation):
+    pixels = np.kron(np.arange(0, 240, 40, dtype=np.uint8).reshape(2, 3), np.ones((16, 16), np.uint8))
+    upright = Image.fromarray(pixels)
+    stored = {  # what a camera stores that is held so: the inverse of what a viewer does
+        2: [Image.Transpose.FLIP_LEFT_RIGHT],
+        3: [Image.Transpose.ROTATE_180],
+        4: [Image.Transpose.FLIP_TOP_BOTTOM],
+        5: [Image.Transpose.TRANSPOSE],
+        6: [Image.Transpose.ROTATE_90],
+        7: [Image.Transpose.TRANSVERSE],
+        8: [Image.Transpose.ROTATE_270],
+    }
+    image = upright
+    for step in stored.get(orientation, []):
+        image = image.transpose(step)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = io.BytesIO()
+    image.save(content, form, exif=exif, **({} if form in ("PNG", "TIFF") else {"quality": 95}))
+    read = np.asarray(decode_image(content.getvalue()))
+    assert read.shape == (32, 48, 3)
+    assert np.abs(read[..., 0].astype(int) - pixels).max() <= (0 if form in ("PNG", "TIFF") else 12)
+
+
 @pytest.mark.parametrize(("form", "mode"), [("JPEG", "RGB"), ("GIF", "RGB"), ("JPEG", "CMYK")])
 def test_lossy_formats_give_about_their_pixels(form, mode):
     image = Image.fromarray(PIXELS[:3, :3]).resize((64, 64), Image.Resampling.BICUBIC)

@@ -1,5 +1,6 @@
 """Language models in a vLLM engine: by a stand-in with its limits, and by the real one where it is installed."""
 
+import json
 import os
 import subprocess
 import sys
@@ -14,10 +15,11 @@ import yaml
 from batches import column, refused
 from conftest import SHARED_DATA
 from language_models import tiny_language_model, with_adapter
-from scipy.special import log_softmax
+from plain_scores import plain_scores
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.models.answers import LITTLE_MASS
+from cauc_ray.models.kind import Placement
 from cauc_ray.models.prompts import Prompts
 from cauc_ray.models.transformers import TransformersChoiceSpec
 from cauc_ray.models.vllm import VllmSpec
@@ -44,24 +46,28 @@ def test_more_labels_than_it_scores_at_once_and_rows_that_are_too_long(engines, 
     names = [*map(tokenizer.decode, tokens), "a name of several tokens"]
     model_spec = spec(language_model, labels=names, prompt="{{ text }}", engine={"max_model_len": 2000})
     answers = model_spec.load()({"text": column(["Which?", "word " * 3000])})
-    prompt = Prompts(model_spec, True)({"text": column(["Which?"])})[0][0].text
-    expected = log_softmax(language_model.logits(language_model.chat(prompt))[-1].astype(float))[tokens]
-    assert answers.logits[0, :-1] == pytest.approx(expected, abs=1e-3)
-    assert np.isfinite(answers.logits[0, -1])
+    question = Prompts(model_spec, True)({"text": column(["Which?"])})[0][0]
+    expected = plain_scores(language_model, model_spec, question, chat=True)
+    assert answers.logits[0] == pytest.approx(expected, abs=1e-3)
     assert answers.n_options[0] == len(names)
     assert answers.failures.keys() == {1}
     assert "takes up to 1,999" in answers.failures[1]
     assert answers.counts in ({}, {LITTLE_MASS: 1})
 
 
-def test_the_engine_gets_its_settings(engines, tiny_model):
-    model = spec(tiny_model, engine={"quantization": "fp8", "enable_prefix_caching": False}, lora="/adapter").load()
+@pytest.mark.parametrize(("rank", "reserved"), [(8, 8), (40, 64)])
+def test_the_engine_gets_its_settings(engines, tiny_model, tmp_path, rank, reserved):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    engine = {"quantization": "fp8", "enable_prefix_caching": False}
+    model = spec(tiny_model, engine=engine, lora=str(tmp_path)).load(Placement(num_gpus=0.5))
     (settings,) = engines
     assert settings["quantization"] == "fp8"
     assert settings["enable_prefix_caching"] is False
     assert settings["enable_lora"]
+    assert settings["max_lora_rank"] == reserved
+    assert settings["gpu_memory_utilization"] == pytest.approx(0.45)
     assert settings["tensor_parallel_size"] == 1
-    assert "/adapter" in model.facts.source
+    assert str(tmp_path) in model.facts.source
     assert model.facts.dtype == "fp8 in float32"
 
 
@@ -99,6 +105,15 @@ def test_images_go_with_the_prompts_of_their_rows(engines, tiny_model, monkeypat
         assert np.array_equal(np.asarray(prompt["multi_modal_data"]["image"]), pixels[row])
     with pytest.raises(ValueError, match="chat template"):
         spec(tiny_model, image=True, chat_template=False, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"lora": "/adapter"}, "there is no such folder"), ({"device": "cuda"}, "device cuda: no GPU is visible")],
+)
+def test_what_an_engine_cannot_use_is_refused_before_it_starts(engines, tiny_model, settings, words):
+    assert words in refused(spec(tiny_model, **settings).load)
+    assert not engines
 
 
 def test_a_missing_package_is_named(engines, monkeypatch):

@@ -136,8 +136,23 @@ def test_separable_and_uninformative_logits_are_reported(fit):
     blind = with_first(lambda d: np.random.default_rng(1).standard_normal((len(d), 5)))
     with pytest.warns(CaucWarning, match="uninformative"):
         policy = fit(*blind)
-    assert guards_of(policy, "separable")[0].fired
+    assert not guards_of(policy, "separable")[0].fired
+    assert guards_of(policy, "no-information")[0].fired
     assert guards_of(policy, "uninformative-confidence")[0].fired
+
+
+@methods
+def test_calibration_that_makes_confidences_worse_is_reported(fit):
+    """Zeros that are declared as logits dominate the temperature."""
+    calibration, validation = splits(0, 1000, strengths=(1.0, 2.0))
+    logits = calibration.logits[0].copy()
+    wrong = np.flatnonzero(~is_right(calibration, 0))[:20]
+    logits[wrong, calibration.labels[wrong]] = -50.0
+    policy = fit(replace(calibration, logits=(logits, calibration.logits[1])), validation)
+    first, second = guards_of(policy, "calibration-worse")
+    assert first.fired
+    assert first.figures["error_after"] > first.figures["error_before"] + 0.05
+    assert not second.fired
 
 
 def test_a_cost_is_a_shift_where_sampling_does_not_explain_it():

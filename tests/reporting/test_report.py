@@ -17,7 +17,7 @@ import cauc_ray
 from cauc_ray.api.evaluated import evaluation_summary
 from cauc_ray.comparison.comparing import save_comparison
 from cauc_ray.data.writing import write_logits
-from cauc_ray.errors import CaucError, DataError
+from cauc_ray.errors import CaucError, CaucWarning, DataError
 from cauc_ray.policies.policy import Policy
 
 
@@ -179,8 +179,17 @@ def test_parts_of_another_policy_are_left_out_and_refused_where_named(tmp_path):
     assert all(why in report.page.read_text() for why in (of_run, of_comparison))
 
 
-def test_unlabelled_test_examples_are_refused(tmp_path):
-    chain = fitted(tmp_path, table={"n": 120})["test"]
+def test_only_unlabelled_test_examples_are_refused(tmp_path):
+    chains = fitted(tmp_path, table={"n": 120})
+    for split in ("calibration", "validation"):
+        labels = np.where(np.arange(120) < 20, -1, chains[split].labels)
+        for model, logits in zip(MODELS, chains[split].logits, strict=True):
+            ids = [f"{split}-{example}" for example in chains[split].example_ids]
+            write_logits(tmp_path / "LOGITS", model, split, example_ids=ids, labels=labels, logits=logits)
+    with pytest.warns(CaucWarning, match="20 of 120 examples have no label"):
+        cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, budget=9.0).save(tmp_path / "policy.json")
+    assert cauc_ray.report(tmp_path).page.is_file()
+    chain = chains["test"]
     for model, logits in zip(MODELS, chain.logits, strict=True):
         ids = [f"test-{example}" for example in chain.example_ids]
         write_logits(tmp_path / "LOGITS", model, "test", example_ids=ids, labels=None, logits=logits)

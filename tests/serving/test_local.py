@@ -44,6 +44,15 @@ def test_a_signal_answers_open_requests_and_ends_with_0(home, command):
     assert [json.loads(line)["status"] for line in err.splitlines()] == [200]
 
 
+def test_models_are_closed_when_a_service_ends(home, command):
+    closed = home / "closed"
+    python_pool(home, [("notes_its_end", {"path": str(closed)})] * 2)
+    service = command()
+    assert service.ask() == 200
+    assert service.ended(signal.SIGTERM, group=True)[0] == 0
+    assert len(closed.read_text().split()) == 2
+
+
 def test_a_service_that_ends_by_itself_ends_its_command(home, command):
     """Here user code raises SystemExit on the event loop, which ends it."""
     path = home / "pool.yaml"

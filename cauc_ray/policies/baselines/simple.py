@@ -33,8 +33,12 @@ def fit_duo(fitting: Fitting) -> Fitted:
     with more it is its natural extension, one temperature for each.
     """
     chain = fitting.calibration.chain
-    weights = fit_temperatures(chain.logits, chain.labels).weights
-    policy = fitting.policy(DuoPolicy, of_stages=[{"weight": float(weight)} for weight in weights])
+    unweighted = fitting.policy(DuoPolicy, of_stages=[{"weight": 1.0}] * len(chain.models))
+    logits = [stage.bounded(logits) for stage, logits in zip(unweighted.stages, chain.logits, strict=True)]
+    weights = fit_temperatures(logits, chain.labels).weights
+    stages = zip(unweighted.stages, weights, strict=True)
+    weighted = tuple(stage.model_copy(update={"weight": float(weight)}) for stage, weight in stages)
+    policy = unweighted.model_copy(update={"stages": weighted})
     note = "" if len(chain.models) == 2 else f"extended to {len(chain.models)} models"
     return Thresholded.of(policy, fitting, note=note)
 
