@@ -60,7 +60,7 @@ class Reply:
         n_below: Options whose logits are only bounds.
         n_invalid: Sampled answers that are none of the options.
         cost_usd: Costs of its requests.
-        failure: Why there are no logits.
+        failure: Reason for missing logits.
     """
 
     logits: Floats

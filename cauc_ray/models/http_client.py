@@ -213,7 +213,7 @@ class HttpClient:
 
         Raises:
             ConfigError: TLS is refused.
-            NoAnswerError: There is no answer.
+            NoAnswerError: No attempt was answered.
         """
         url, n_attempts, n_faults = path if "://" in path else f"{self._url}{path}", 0, 0
         left_s = deadline - time.monotonic()

@@ -121,7 +121,9 @@ class RemoteModel(Model):
         for row in [row for row, logits in call.logits.items() if not np.isfinite(logits.max(initial=-np.inf))]:
             failures[row] = "the server's logits for it are NaN or infinite"
             del call.logits[row]
-        logits = {row: own[: served.n_options or _n_options(own, n_choices[row])] for row, own in call.logits.items()}
+        logits = {
+            row: padded[: served.n_options or _n_options(padded, n_choices[row])] for row, padded in call.logits.items()
+        }
         self._has_answered = self._has_answered or bool(logits)
         if not logits:
             self._served = None  # it may have become another model
