@@ -32,7 +32,7 @@ _THINKING = (
 Alternatives: TypeAlias = Sequence[tuple[str, float]]
 
 # Servers report tokens that are too unlikely as -9999.
-_UNSAID = -9999.0
+NOT_RETURNED = -9999.0
 # Where the returned probabilities add up to 1 or more, what is left is below the rounding of float32 numbers near 1.
 _LEAST_LEFT = 2.0**-24
 _SHOWN_TOKENS = 5
@@ -100,13 +100,15 @@ def letter_logits(alternatives: Alternatives, n_options: int) -> tuple[Floats, i
     """Return the options' log-probabilities, float64 (K,), and how many of them are only bounded from above.
 
     "A" and " A" are two tokens for one option, whose probabilities add up; "a" is none of them. An option that
-    is not among the alternatives gets the largest log-probability that it can have, see unsaid_bound.
-    Raises DataError when no option is among them.
+    is not among the alternatives gets the largest log-probability that it can have, see missing_bound.
+
+    Raises:
+        DataError: No option is among them.
     """
-    said = [(token, min(logprob, 0.0)) for token, logprob in alternatives if _UNSAID < logprob < math.inf]
+    returned = [(token, min(logprob, 0.0)) for token, logprob in alternatives if NOT_RETURNED < logprob < math.inf]
     logits = np.full(n_options, -np.inf)
     options = {letter: option for option, letter in enumerate(LETTERS[:n_options])}
-    for token, logprob in said:
+    for token, logprob in returned:
         option = options.get(token.strip(SPACE))
         if option is not None:
             logits[option] = np.logaddexp(logits[option], logprob)
@@ -118,19 +120,21 @@ def letter_logits(alternatives: Alternatives, n_options: int) -> tuple[Floats, i
             f"likeliest first tokens; they begin with {first or 'none'}"
         )
     if missing_mask.any():
-        logits[missing_mask] = unsaid_bound([logprob for _, logprob in said])
+        logits[missing_mask] = missing_bound([logprob for _, logprob in returned])
     return logits, int(missing_mask.sum())
 
 
-def unsaid_bound(logprobs: Sequence[float]) -> float:
+def missing_bound(logprobs: Sequence[float]) -> float:
     """Return the largest log-probability that a token outside the returned ones can have.
 
-    It is no likelier than the least likely of the returned ones, and no likelier than all that is left:
+    Neither the least likely of the returned tokens nor the remaining probability is exceeded:
     min(min_i l_i, log(1 - sum_i exp(l_i))). Rounding can leave nothing or less; 2^-24, the distance of 1 from
-    the float32 number below it, is then taken as left, so that the bound stays finite.
-    logprobs: at least one, in nats.
+    the float32 number below it, is then taken as the remainder, so that the bound stays finite.
 
-    >>> round(unsaid_bound([math.log(0.5), math.log(0.3)]), 4) == round(math.log(0.2), 4)
+    Args:
+        logprobs: At least one, in nats.
+
+    >>> round(missing_bound([math.log(0.5), math.log(0.3)]), 4) == round(math.log(0.2), 4)
     True
     """
     left = 1.0 - math.fsum(math.exp(logprob) for logprob in logprobs)
@@ -140,22 +144,25 @@ def unsaid_bound(logprobs: Sequence[float]) -> float:
 def first_alternatives(answer: object, endpoint: str) -> Alternatives | None:
     """Find the likeliest first tokens in an answer as it came, JSON of the chat or the completions endpoint.
 
-    Returns None where the answer has no log-probabilities at all.
-    Raises DataError if there is no answer, or no token with log-probabilities because it ended before the first one.
+    Returns:
+        Tokens and log-probabilities; None if the answer has no log-probabilities.
+
+    Raises:
+        DataError: The answer is empty, or it ended before the first token.
     """
     if not value_at(answer, "choices", 0):
         raise DataError("the server's answer has no choices")
     logprobs = value_at(answer, "choices", 0, "logprobs")
-    said = value_at(logprobs, "content" if endpoint == "chat" else "top_logprobs")
-    if said == []:
+    tokens = value_at(logprobs, "content" if endpoint == "chat" else "top_logprobs")
+    if tokens == []:
         hint = "" if endpoint == "chat" else "; a chat model needs endpoint: chat"
         raise DataError(f"the model ended its answer before the first token{hint}")
     if endpoint == "chat":
-        listed = value_at(said, 0, "top_logprobs")
+        listed = value_at(tokens, 0, "top_logprobs")
         entries = listed if isinstance(listed, list) else []
         pairs = [(value_at(entry, "token"), value_at(entry, "logprob")) for entry in entries]
     else:
-        named = value_at(said, 0)
+        named = value_at(tokens, 0)
         pairs = list(named.items()) if isinstance(named, Mapping) else []
     return [(str(token), float(logprob)) for token, logprob in pairs if isinstance(logprob, int | float)] or None
 

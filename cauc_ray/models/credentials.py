@@ -17,10 +17,11 @@ LOOPBACK = re.compile(r"http://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?(/|$)")
 
 
 class HeaderSettings(Section):
-    """Settings of a client.
+    """Headers of a client's requests.
 
-    headers: sent with every request; a value of $NAME is that of the environment variable NAME, and secrets must be
-    given so.
+    Attributes:
+        headers: Headers of every request. A value of $NAME is that of the environment variable NAME; secrets must be
+            given so.
     """
 
     headers: dict[str, str] = Field(default_factory=dict)
@@ -48,11 +49,12 @@ class HeaderSettings(Section):
 
 
 class Credentials(Section):
-    """Settings of a client.
+    """Credentials of a client.
 
-    token_env: the environment variable that holds the token, which is stored nowhere else.   ca: PEM file of
-    certificates to trust instead of the system's.   cert, key: PEM files of the client's own certificate, if the
-    server asks for one.
+    Attributes:
+        token_env: The environment variable that holds the token, which is stored nowhere else.
+        ca: PEM file of certificates to trust instead of the system's.
+        cert, key: PEM files of the client's own certificate, if the server asks for one.
     """
 
     token_env: str | None = Field(default=None, min_length=1)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from pydantic_core import to_json
 
 from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
 from cauc_ray.models.answers import BELOW, Answers, Batch, Model, ModelFacts, answered, batch_size, little
-from cauc_ray.models.http_client import HttpClient, NoAnswerError, Response
+from cauc_ray.models.http_client import HttpClient, NoAnswerError, Response, all_until_error
 from cauc_ray.models.kind import IN_TIME, Placement
 from cauc_ray.models.openai import DecisionsSpec, EndpointSpec
 from cauc_ray.models.prompts import Asked, Prompts
@@ -59,7 +60,7 @@ class Reply:
         n_below: Options whose logits are only bounds.
         n_invalid: Sampled answers that are none of the options.
         cost_usd: Costs of its requests.
-        failure: Why there are no logits.
+        failure: Reason for missing logits.
     """
 
     logits: Floats
@@ -227,25 +228,20 @@ class EndpointModel(Model):
 
     async def _ask_all(self, questions: Mapping[int, Asked]) -> dict[int, Reply]:
         """Ask all questions. After an error that concerns all of them, wait for those under way and ask no more."""
-        gate = asyncio.Semaphore(self._spec.max_concurrency)
         deadline = time.monotonic() + self._deadline_s
         paid, self._paid_replies = self._paid_replies, {}
         replies: dict[int, Reply] = {}
-        broken: list[CaucError] = []
 
         async def reply(row: int, question: Asked) -> None:
-            async with gate:
-                try:
-                    if not broken:
-                        earlier = paid.pop(question) if question in paid else None
-                        replies[row] = earlier or await self._reply(question, deadline)
-                except (ConfigError, ExecutionError) as error:
-                    broken.append(error)
+            earlier = paid.pop(question) if question in paid else None
+            replies[row] = earlier or await self._reply(question, deadline)
 
-        await asyncio.gather(*(reply(row, question) for row, question in questions.items()))
-        if broken:
+        try:
+            jobs = [partial(reply, row, question) for row, question in questions.items()]
+            await all_until_error(jobs, self._spec.max_concurrency)
+        except CaucError:
             self._paid_replies = paid | {questions[row]: answer for row, answer in replies.items()}
-            raise broken[0]
+            raise
         return replies
 
     async def _reply(self, question: Asked, deadline: float) -> Reply:

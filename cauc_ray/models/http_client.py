@@ -9,13 +9,13 @@ import random
 import ssl
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 
-from cauc_ray.errors import ConfigError
+from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.background import Background
 from cauc_ray.protocol.messages import decoded_body
 from cauc_ray.protocol.tensors import RequestError
@@ -213,7 +213,7 @@ class HttpClient:
 
         Raises:
             ConfigError: TLS is refused.
-            NoAnswerError: There is no answer.
+            NoAnswerError: No attempt was answered.
         """
         url, n_attempts, n_faults = path if "://" in path else f"{self._url}{path}", 0, 0
         left_s = deadline - time.monotonic()
@@ -318,6 +318,29 @@ class HttpClient:
             why = str(cause.reason).replace("_", " ").lower()
             hint = "check its url, and cert and key in the stage's model"
             raise ConfigError(f"{self._name} refuses the TLS connection: {why}; {hint}") from None
+
+
+async def all_until_error(jobs: Iterable[Callable[[], Awaitable[None]]], max_concurrency: int) -> None:
+    """Run jobs, some at a time; after an error, wait for those under way and start no more.
+
+    None is cancelled: its answer may have been paid for, and its connection may not be closed within a handshake.
+
+    Raises:
+        CaucError: The first error.
+    """
+    gate, errors = asyncio.Semaphore(max_concurrency), list[CaucError]()
+
+    async def run(job: Callable[[], Awaitable[None]]) -> None:
+        async with gate:
+            try:
+                if not errors:
+                    await job()
+            except CaucError as error:
+                errors.append(error)
+
+    await asyncio.gather(*map(run, jobs))
+    if errors:
+        raise errors[0]
 
 
 def _n_bytes(headers: httpx2.Headers) -> int:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from cauc_ray.errors import ConfigError, ExecutionError
+from cauc_ray.errors import CaucError, ConfigError, ExecutionError
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, Wire, batch_size, choices_in, ragged
-from cauc_ray.models.http_client import HttpClient, NoAnswerError, Response
+from cauc_ray.models.http_client import HttpClient, NoAnswerError, Response, all_until_error
 from cauc_ray.models.input_tensors import InputTensors, input_tensors
 from cauc_ray.models.kind import IN_TIME, Placement
 from cauc_ray.models.remote import RemoteSpec
@@ -121,7 +121,9 @@ class RemoteModel(Model):
         for row in [row for row, logits in call.logits.items() if not np.isfinite(logits.max(initial=-np.inf))]:
             failures[row] = "the server's logits for it are NaN or infinite"
             del call.logits[row]
-        logits = {row: own[: served.n_options or _n_options(own, n_choices[row])] for row, own in call.logits.items()}
+        logits = {
+            row: padded[: served.n_options or _n_options(padded, n_choices[row])] for row, padded in call.logits.items()
+        }
         self._has_answered = self._has_answered or bool(logits)
         if not logits:
             self._served = None  # it may have become another model
@@ -143,12 +145,11 @@ class RemoteModel(Model):
                 self._served = await self._described(deadline)
             tensors = input_tensors(batch, self._served.inputs, self._served.optional)
             call = _Call(self._served, tensors, deadline)
-            async with asyncio.TaskGroup() as requests:
-                for rows in tensors.requests(self._max_rows):
-                    requests.create_task(self._ask(call, rows))
-        except BaseExceptionGroup as errors:
+            requests = [partial(self._ask, call, rows) for rows in tensors.requests(self._max_rows)]
+            await all_until_error(requests, self._spec.max_concurrency)
+        except CaucError:
             self._served = None  # it may have become another model
-            raise errors.exceptions[0] from None
+            raise
         return call
 
     async def _ask(self, call: _Call, rows: Ints) -> None:

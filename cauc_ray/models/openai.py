@@ -36,16 +36,19 @@ class Prices(Section):
 class EndpointSpec(ImagePromptSpec, HeaderSettings):
     """A language model behind a server.
 
-    base_url: of another server than OpenAI's, up to and with its /v1.   api_key_env: the environment variable
-    that holds the key, which is stored nowhere else; servers other than OpenAI's may need none.   system: a system
-    message before each prompt.   image: whether the column `image` goes with each prompt.   extra_body: more fields of
-    each request, such as reasoning_effort or service_tier.   headers: sent with every request; a value of $NAME is that
-    of the environment variable NAME, and secrets must be given so.   prices: of tokens, so that each call reports its
-    own cost; an attempt without an answer in time is billed like the one that was answered.   max_usd: what a replica
-    may spend, requests in flight included, before it sends no more; those are counted at the price of the most
-    expensive request so far.   max_concurrency: requests at a time within one call, fewer while the server limits its
-    rate.   timeout_s: of one attempt.   max_retries: further attempts after a fault of the server or of the connection;
-    rate limits are waited for until the call ends.
+    Attributes:
+        base_url: Another server than OpenAI's, up to and with its /v1.
+        api_key_env: The environment variable that holds the key, which is stored nowhere else; servers other than
+            OpenAI's may need none.
+        system: A system message before each prompt.
+        extra_body: More fields of each request, such as reasoning_effort or service_tier.
+        prices: Prices of tokens, so that each call reports its costs. An attempt without an answer in time is billed
+            like the one that was answered.
+        max_usd: What a replica may spend. Requests in flight count at the costs of the most expensive one so far.
+        max_concurrency: Requests at a time within one call, fewer while the server limits its rate.
+        timeout_s: Seconds of one attempt.
+        max_retries: Further attempts after a fault of the server or of the connection. Rate limits are waited for
+            until the call ends.
     """
 
     PACKAGES: ClassVar[tuple[str, ...]] = ("openai", "httpx2")
@@ -112,11 +115,12 @@ class EndpointSpec(ImagePromptSpec, HeaderSettings):
 class OpenAISpec(EndpointSpec):
     """`{kind: openai, model: gpt-4o-mini, prices: {input: 0.15, output: 0.60}}`: a server with log-probabilities.
 
-    top_logprobs: how many of the likeliest first tokens to ask for, if the server does not score given tokens.
-    endpoint: completions gives the bare prompt to a model, chat goes through the model's own template.
-    chat_template_kwargs: variables of that template, such as enable_thinking: false.   votes: for models without
-    log-probabilities, how often to sample an answer at temperature 1; the shares of the votes, with one more vote
-    spread over all options, are its probabilities.
+    Attributes:
+        top_logprobs: Number of the likeliest first tokens to ask for, if the server does not score given tokens.
+        endpoint: completions gives the bare prompt to a model, chat goes through the model's own template.
+        chat_template_kwargs: Variables of that template, such as enable_thinking: false.
+        votes: For models without log-probabilities, the number of answers to sample at temperature 1. The shares of
+            their votes, with one more vote spread over all options, are the probabilities.
     """
 
     LOADER: ClassVar[str] = "cauc_ray.models.completions:load"
@@ -154,19 +158,12 @@ class OpenAISpec(EndpointSpec):
 class DecisionsSpec(EndpointSpec):
     """`{kind: decisions, model: NAME, base_url: URL}`: a server that returns a probability for every option.
 
-    instructions: of the question.   question: "choice" among the options; "score", where these are levels in their
-    order; or "predicate", for two options of which the second means that the statement in instructions is true.
-    format: "decisions" asks POST /v1/decisions with the prompt as input; "systemone" asks POST /v1/systemone with the
-    prompt as state.
-
-    | | `decisions` | `systemone` |
-    | --- | --- | --- |
-    | question | an element of `questions` | `answer` in the object `questions` |
-    | choice | `choices`: objects of `value`, `description` | `criteria`: an object from option to description or null |
-    | score | `levels`: objects of `label`, `description` | `criteria`: a list of "option: description" |
-    | predicate | type `predicate` | type `noul` |
-    | probabilities | a list of `probability` with `value` or `label` | an object by option, or by number of level |
-    | of a predicate | `probability` | `noul` |
+    Attributes:
+        instructions: Instructions of the question.
+        question: "choice" among the options; "score", if these are levels in their order; or "predicate", for two
+            options of which the second means that the statement in instructions is true.
+        format: "decisions" asks POST /v1/decisions with the prompt as input; "systemone" asks POST /v1/systemone with
+            the prompt as state.
     """
 
     LOADER: ClassVar[str] = "cauc_ray.models.endpoint:load_decisions"
@@ -200,7 +197,17 @@ class DecisionsSpec(EndpointSpec):
         return self._with_system(text)
 
     def asked(self, options: Sequence[str]) -> dict[str, Any]:
-        """Return the question about a row with these options, in the format of the server."""
+        """Return the question about a row with these options, in the format of the server.
+
+        |  | `decisions` | `systemone` |
+        | --- | --- | --- |
+        | question | an element of `questions` | `answer` in the object `questions` |
+        | choice | `choices`: objects of `value` and `description` | `criteria`: descriptions or null by option |
+        | score | `levels`: objects of `label` and `description` | `criteria`: a list of "option: description" |
+        | predicate | type `predicate` | type `noul` |
+        | their answers | `probabilities`: objects of `value` or `label` | `probabilities` by option or level number |
+        | its answer | `probability` | `noul` |
+        """
         question: dict[str, Any] = {"type": self.question, "instructions": self.instructions}
         texts = self.descriptions
         if self.format == "systemone":

@@ -14,13 +14,15 @@ from cauc_ray.models.kind import DeclaringSpec, InputColumns
 class RemoteSpec(DeclaringSpec, Credentials, HeaderSettings):
     """`{kind: remote, url: https://cloud:8000, model: NAME}`: a model of another server.
 
-    inputs: tensors of the model by the columns that they are filled from; without them each of its inputs is filled
-    from the column of its name.   output: the one that has the logits, rows by options.   logit_kind: of that output,
-    raw unless declared.   token_env: the environment variable that holds a bearer token.   headers: sent with every
-    request, as HeaderSettings has them.   ca, cert, key: PEM files, as Credentials has them.   timeout_s: of a call,
-    all attempts together.   retries: further attempts of a request after a fault of the connection, or if the server
-    is busy or down.   compress: send bodies gzipped.   max_rows: in one request.   max_concurrency: requests at a
-    time.
+    Attributes:
+        inputs: Tensors of the model by the columns that fill them; without them each input is filled from the column
+            of its name.
+        output: The output that has the logits, rows by options.
+        timeout_s: Seconds of a call, all attempts together.
+        retries: Further attempts of a request after a fault of the connection, or if the server is busy or down.
+        compress: Whether bodies are sent gzipped.
+        max_rows: Rows in one request; fewer once the server has rejected as many.
+        max_concurrency: Requests at a time.
     """
 
     LOADER: ClassVar[str] = "cauc_ray.models.inference_client:load"
@@ -61,7 +63,7 @@ class RemoteSpec(DeclaringSpec, Credentials, HeaderSettings):
 
     @property
     def source(self) -> str:
-        """Return in one phrase what answers."""
+        """Return the model and its server as a phrase."""
         return f"{self.model} at {self.url}"
 
     def check(self, local: bool) -> None:

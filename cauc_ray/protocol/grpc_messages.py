@@ -100,14 +100,17 @@ class GrpcMessage:
 
 def _values(parameters: Any) -> dict[str, Any]:
     """Return parameters by name; those without a value are left out."""
-    chosen = {name: one.WhichOneof("parameter_choice") for name, one in parameters.items()}
-    return {name: getattr(parameters[name], which) for name, which in chosen.items() if which is not None}
+    fields = {name: parameter.WhichOneof("parameter_choice") for name, parameter in parameters.items()}
+    return {name: getattr(parameters[name], field) for name, field in fields.items() if field is not None}
 
 
 def _input(tensor: Any, n_raw: int | None, raw: list[bytes]) -> dict[str, Any]:
-    """Return an input as JSON has it.   n_raw: the length of its raw contents, None where the request has none.
+    """Return an input as JSON has it. Raises RequestError if it has contents of several types.
 
-    Contents of BYTES are appended to the raw ones: they need not be UTF-8. Raises RequestError.
+    Args:
+        tensor: Its message.
+        n_raw: Length of its raw contents, None if the request has none.
+        raw: Raw contents; gains those of BYTES, which need not be UTF-8.
     """
     parameters, data = {**_values(tensor.parameters), "binary_data_size": n_raw}, None
     filled = {field.name: values for field, values in tensor.contents.ListFields()}
@@ -121,5 +124,5 @@ def _input(tensor: Any, n_raw: int | None, raw: list[bytes]) -> dict[str, Any]:
         parameters["binary_data_size"] = len(raw[-1])
     elif tensor.HasField("contents"):
         data = [value for values in filled.values() for value in values]
-    own = {"name": tensor.name, "shape": list(tensor.shape), "datatype": tensor.datatype}
-    return {**own, "parameters": parameters, "data": data}
+    item = {"name": tensor.name, "shape": list(tensor.shape), "datatype": tensor.datatype}
+    return {**item, "parameters": parameters, "data": data}

@@ -100,7 +100,13 @@ class InferenceResponse(TypedDict):
 
 
 class TensorMetadata(TypedDict):
-    """An input or output of a model.   datatype: any that a server has.   shape: rows first; -1 is any size."""
+    """An input or output of a model.
+
+    Attributes:
+        name: Name of the tensor.
+        datatype: Any datatype of the server.
+        shape: Rows first; -1 is any size.
+    """
 
     name: str
     datatype: str
@@ -135,7 +141,14 @@ _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A request for inference.   inputs: by name.   outputs: by name, whether they are to be written as raw bytes."""
+    """A request for inference.
+
+    Attributes:
+        id: Identifier that the response repeats.
+        inputs: Tensors by name.
+        outputs: Whether each requested output is written as raw bytes, by name.
+        parameters: Parameters of the request.
+    """
 
     id: str | None
     inputs: Mapping[str, Tensor]
@@ -145,29 +158,40 @@ class InferRequest:
 
 @dataclass(frozen=True, slots=True)
 class InferResponse:
-    """The answer to a request for inference.   outputs: by name."""
+    """The answer to a request for inference.
+
+    Attributes:
+        outputs: Tensors by name.
+        parameters: Parameters of the response.
+    """
 
     outputs: Mapping[str, Tensor]
     parameters: Mapping[str, Any]
 
 
 def read_infer_request(body: bytes | memoryview, json_length: int | None) -> InferRequest:
-    """Read a request's body: JSON, and after it the raw bytes of those inputs that declare them, in order.
+    """Read a request's body: JSON, then the raw bytes of those inputs that declare them, in order.
 
-    json_length: the header Inference-Header-Content-Length, None where the body is all JSON.
-    Raises RequestError for anything else that is not the protocol; for shared memory and classification, too.
+    Args:
+        body: The unpacked body.
+        json_length: The header Inference-Header-Content-Length, None if the body is all JSON.
+
+    Raises:
+        RequestError: The body is not a request of the protocol, or needs shared memory or classification.
 
     >>> body = b'{"inputs": [{"name": "x", "datatype": "INT8", "shape": [2], "data": [3, 4]}]}'
     >>> read_infer_request(body, None).inputs["x"].values.tolist()
     [3, 4]
     """
-    return _request_of(*_apart(_REQUEST, "request", body, json_length))
+    return _request_of(*_split_body(_REQUEST, "request", body, json_length))
 
 
 def infer_request_of(content: Mapping[str, Any], raw: memoryview) -> InferRequest:
-    """Read a request.   content: what its JSON would hold.   raw: the bytes of the inputs that declare them, in order.
+    """Read a request whose JSON is parsed already. Raises RequestError as read_infer_request.
 
-    Raises RequestError as read_infer_request.
+    Args:
+        content: The content of the JSON part.
+        raw: The raw bytes of the inputs that declare them, in order.
     """
     return _request_of(_read(_REQUEST, "request", content), raw)
 
@@ -212,7 +236,7 @@ def write_infer_request(
 
 def read_infer_response(body: bytes | memoryview, json_length: int | None) -> InferResponse:
     """Read a response's body as read_infer_request reads a request's. Raises RequestError for anything else."""
-    message, raw = _apart(_RESPONSE, "response", body, json_length)
+    message, raw = _split_body(_RESPONSE, "response", body, json_length)
     return InferResponse(_read_tensors("output", message["outputs"], raw), message.get("parameters") or {})
 
 
@@ -229,8 +253,13 @@ def read_server_metadata(body: bytes) -> ServerMetadata:
 def decoded_body(body: bytes, encoding: str | None, limit: int) -> bytes:
     """Undo a body's Content-Encoding: gzip (of one member), deflate, identity or None.
 
-    limit: in bytes, of what comes out; no more is ever inflated.
-    Raises RequestError: 415 for other encodings, 413 beyond the limit, 400 for what is not so encoded.
+    Args:
+        body: The body as received.
+        encoding: The header Content-Encoding.
+        limit: Bytes of the result; no more is ever inflated.
+
+    Raises:
+        RequestError: 415 for other encodings, 413 beyond the limit, 400 for a damaged body.
     """
     name = (encoding or "").strip().lower() or "identity"
     if name in _WINDOWS:
@@ -245,9 +274,20 @@ def decoded_body(body: bytes, encoding: str | None, limit: int) -> bytes:
 def write_infer_response(
     request: InferRequest, model: str, version: str, outputs: Sequence[Tensor], parameters: Mapping[str, object]
 ) -> tuple[bytes, int | None]:
-    """Write the response to a request: its body, and the length of the JSON part, None where no output is binary.
+    """Write the response to a request.
 
-    parameters: a float that is not finite becomes null. Raises RequestError naming an output that JSON cannot hold.
+    Args:
+        request: The request.
+        model: Name of the model.
+        version: Version of the model.
+        outputs: Tensors of the rows.
+        parameters: Parameters of the response; a float that is not finite becomes null.
+
+    Returns:
+        The body, and the length of its JSON part, None if no output is binary.
+
+    Raises:
+        RequestError: JSON cannot hold an output; names it.
     """
     response: dict[str, Any] = {"model_name": model, "model_version": version}
     if request.id is not None:
@@ -261,23 +301,23 @@ def _written(
 ) -> tuple[bytes, int | None]:
     """Write a message with tensors under a key, each with whether it is written as raw bytes.
 
-    Returns its body, and the length of the JSON part, None where no tensor is binary.
+    Returns:
+        The body, and the length of its JSON part, None if no tensor is binary.
     """
     raw: list[bytes] = []
-    described: list[dict[str, Any]] = []
+    items: list[dict[str, Any]] = []
     for tensor, binary in tensors:
-        one: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.values.shape}
+        items.append({"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.values.shape})
         if binary:
             raw.append(tensor.to_raw())
-            one["parameters"] = {"binary_data_size": len(raw[-1])}
+            items[-1]["parameters"] = {"binary_data_size": len(raw[-1])}
         else:
-            one["data"] = tensor.to_json()
-        described.append(one)
-    text = to_json({**message, key: described}, inf_nan_mode="null")
+            items[-1]["data"] = tensor.to_json()
+    text = to_json({**message, key: items}, inf_nan_mode="null")
     return (b"".join([text, *raw]), len(text)) if raw else (text, None)
 
 
-def _apart(
+def _split_body(
     adapter: TypeAdapter[T], what: str, body: bytes | memoryview, json_length: int | None
 ) -> tuple[T, memoryview]:
     """Return a message's JSON part and the raw bytes after it."""
@@ -297,7 +337,7 @@ def _read(adapter: TypeAdapter[T], what: str, content: bytes | Mapping[str, Any]
 
 
 def _read_tensors(what: str, items: Sequence[InputTensor], raw: memoryview) -> dict[str, Tensor]:
-    """Return tensors by name; raw: what follows the JSON part. Raises RequestError where they do not fit."""
+    """Return tensors by name, from their JSON and the raw bytes after it. Raises RequestError if these disagree."""
     tensors: dict[str, Tensor] = {}
     at = 0
     for item in items:
@@ -323,7 +363,7 @@ def _read_tensors(what: str, items: Sequence[InputTensor], raw: memoryview) -> d
 
 
 def _read_outputs(items: Sequence[NamedOutput], by_default: bool) -> dict[str, bool]:
-    """Return by name whether outputs are to be written as raw bytes. Raises RequestError where one is named twice."""
+    """Return by name whether outputs are written as raw bytes. Raises RequestError if one is named twice."""
     outputs: dict[str, bool] = {}
     for item in items:
         if item["name"] in outputs:
@@ -334,7 +374,7 @@ def _read_outputs(items: Sequence[NamedOutput], by_default: bool) -> dict[str, b
 
 
 def _inflated(body: bytes, encoding: str, limit: int) -> bytes:
-    """Inflate a body, up to one byte beyond the limit. Raises RequestError where it is not so encoded."""
+    """Inflate a body, up to one byte beyond the limit. Raises RequestError if it is damaged."""
     inflater = zlib.decompressobj(wbits=_WINDOWS[encoding])
     try:
         inflated = inflater.decompress(body, limit + 1)

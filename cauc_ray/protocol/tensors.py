@@ -14,17 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 INTERNAL_ERROR = "an internal error; the service's log has it"
-_MOST_LETTERS = 120
-# Looks at so much of a value and no more: it may be as large as a body.
+MAX_CHARS = 120
+# Reads only the start of a value: it may be as large as a body.
 _SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _MOST_LETTERS
+_SHORT.maxstring = _SHORT.maxother = MAX_CHARS
 _SHORT.maxlist = 16
 
 
 class RequestError(Exception):
     """A request that cannot be answered; the message is for its client.
 
-    status: of HTTP.   retry_after_s: when it may be worth trying again, None where it is not.
+    Attributes:
+        message: The reason.
+        status: HTTP status.
+        retry_after_s: Seconds until another attempt may succeed, None if none will.
     """
 
     def __init__(self, message: str, status: int = 400, retry_after_s: float | None = None) -> None:
@@ -35,13 +38,13 @@ class RequestError(Exception):
 
 
 def shown(value: object) -> str:
-    r"""Return what a client sent as a message can hold it: short, and on one line.
+    r"""Return a client's value for a message: short, and on one line.
 
     >>> shown("a\nb")
     "'a\\nb'"
     """
     text = _SHORT.repr(value)
-    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…"
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}…"
 
 
 Datatype: TypeAlias = Literal[
@@ -75,8 +78,8 @@ _JSON_NAMES: Mapping[type, str] = {
     type(None): "nulls",
 }
 
-# numpy's own limit of an array, which it counts even where another dimension is 0.
-_MOST_BYTES = 2**63 - 1
+# numpy's own limit of an array, which it counts even if another dimension is 0.
+MAX_BYTES = 2**63 - 1
 
 # Before each element of a BYTES tensor.
 _LENGTH = struct.Struct("<I")
@@ -86,8 +89,11 @@ _LENGTH = struct.Struct("<I")
 class Tensor:
     """A named array of one of the protocol's datatypes.
 
-    datatype: a key of DATATYPES.   values: of its dtype, any shape; BYTES: objects, each of them `bytes`. What was
-    read may be read-only, and hold NaN where it came as raw bytes.
+    Attributes:
+        name: Name of the tensor.
+        datatype: A key of DATATYPES.
+        values: Array of its dtype, any shape; of BYTES, objects of `bytes`. Tensors that were read may be read-only,
+            and hold NaN if they came as raw bytes.
 
     >>> Tensor.from_json("x", "INT8", [2, 2], [1, 2, 3, 4]).values.tolist()
     [[1, 2], [3, 4]]
@@ -99,9 +105,13 @@ class Tensor:
 
     @classmethod
     def from_json(cls, name: str, datatype: str, shape: Sequence[int], data: object) -> Tensor:
-        """Read a tensor from what JSON holds of it; data: a list, flat (row-major) or nested by the shape.
+        """Read a tensor from JSON. Raises RequestError naming it if shape or datatype and data disagree.
 
-        Raises RequestError naming it when shape and data do not agree, or data are not of the datatype.
+        Args:
+            name: Name of the tensor.
+            datatype: A key of DATATYPES.
+            shape: Rows first.
+            data: A list, flat (row-major) or nested by the shape.
         """
         n = _size(name, datatype, shape)
         if not isinstance(data, list):
@@ -115,9 +125,9 @@ class Tensor:
 
     @classmethod
     def from_raw(cls, name: str, datatype: str, shape: Sequence[int], raw: memoryview) -> Tensor:
-        """Read a tensor from raw bytes: little-endian, row-major; BYTES: elements, each after its uint32 length.
+        """Read a tensor from raw bytes: little-endian, row-major; of BYTES, each element after its uint32 length.
 
-        Raises RequestError naming it when the bytes do not fit datatype and shape.
+        Raises RequestError naming it if the bytes do not fit datatype and shape.
         """
         dtype, n = DATATYPES[datatype], _size(name, datatype, shape)
         if datatype == "BYTES":
@@ -159,7 +169,7 @@ class Tensor:
 def _size(name: str, datatype: str, shape: Sequence[int]) -> int:
     """Return how many values a shape holds. Raises RequestError for one that no array can have."""
     n = math.prod(shape)
-    if (n or math.prod([dim or 1 for dim in shape])) > _MOST_BYTES // DATATYPES[datatype].itemsize:
+    if (n or math.prod([dim or 1 for dim in shape])) > MAX_BYTES // DATATYPES[datatype].itemsize:
         raise _fault(name, f"has the shape {shown(shape)}, which is too large")
     return n
 

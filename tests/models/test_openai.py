@@ -21,7 +21,7 @@ from scipy.special import log_softmax, logsumexp
 
 from cauc_ray.errors import ConfigError, ExecutionError
 from cauc_ray.models.answers import BELOW, LITTLE_MASS
-from cauc_ray.models.completions import letter_logits, unsaid_bound
+from cauc_ray.models.completions import letter_logits, missing_bound
 from cauc_ray.models.images import decode_image
 from cauc_ray.models.kind import Placement
 from cauc_ray.models.openai import OpenAISpec
@@ -54,7 +54,7 @@ QUESTIONS = [
 def test_what_is_not_said_is_no_likelier_than_its_bound(weights, n_said, excess):
     logprobs = np.log(np.sort(weights)[::-1] / np.sum(weights))
     listed, unsaid = logprobs[:n_said], logprobs[n_said:]
-    bound = unsaid_bound(list(listed))
+    bound = missing_bound(list(listed))
     assert math.isfinite(bound)
     assert bound <= listed.min()
     # The slack is what float64 sums of the said ones may be off by.
@@ -64,7 +64,7 @@ def test_what_is_not_said_is_no_likelier_than_its_bound(weights, n_said, excess)
         assert bound == pytest.approx(min(listed.min(), math.log(left)))
     # Rounding may leave nothing: the bound is finite all the same.
     nothing_left = [math.log((1 + excess) / n_said)] * n_said
-    assert unsaid_bound(nothing_left) == pytest.approx(min(nothing_left[0], math.log(2**-24)))
+    assert missing_bound(nothing_left) == pytest.approx(min(nothing_left[0], math.log(2**-24)))
 
 
 def test_the_ways_to_write_a_letter_add_up_and_only_the_exact_letter_counts():
