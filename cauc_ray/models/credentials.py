@@ -54,7 +54,8 @@ class Credentials(Section):
     Attributes:
         token_env: The environment variable that holds the token, which is stored nowhere else.
         ca: PEM file of certificates to trust instead of the system's.
-        cert, key: PEM files of the client's own certificate, if the server asks for one.
+        cert: PEM file of the client's own certificate, if the server asks for one.
+        key: PEM file of the key of that certificate.
     """
 
     token_env: str | None = Field(default=None, min_length=1)
