@@ -4,27 +4,52 @@ from __future__ import annotations
 
 import csv
 import json
+import pickle
+import warnings
+from contextlib import suppress
+from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cauc_ray.data.datasets import Dataset, DatasetSource, open_dataset
+from cauc_ray.data.datasets import Dataset, DatasetSpec, open_dataset
+from cauc_ray.errors import CaucWarning, DataError
 
 
-def dataset(text, seed=0, **columns) -> Dataset:
-    return open_dataset(DatasetSource(str(text), columns, seed))
+def dataset(text, seed=0, task=None, split=None, labels=None, **columns) -> Dataset:
+    """Open a dataset, without warnings; the task is that of questions, or that of images where there are none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaucWarning)
+        spec = DatasetSpec(str(text), task or "multiple-choice", columns, seed, labels)
+        try:
+            return open_dataset(spec, split)
+        except DataError:
+            if task is not None:
+                raise
+            with suppress(DataError):
+                return open_dataset(replace(spec, task="image-classification"), split)
+            raise
 
 
-def rows_of(opened, split="all", rows=1000, done=frozenset()):
+def rows_of(opened, split="all", rows=1000, done=()):
     """Return every row of a split as a dict, with its id and label."""
-    found = []
-    for _, block in opened.blocks(split, rows, done):
+    if split not in opened.split_sizes:
+        opened = dataset(
+            opened.spec.dataset, opened.spec.seed, opened.spec.task, split, opened.spec.labels, **opened.spec.columns
+        )
+    chosen = {split: np.ones(opened.split_sizes[split], bool)}
+    source = pickle.loads(pickle.dumps(opened.blocks(rows, rows=chosen)))
+    read = []
+    for _, block in sorted(
+        (block for group in range(source.n_groups) for block in source.blocks(group, done)), key=lambda block: block[0]
+    ):
         columns = {name: list(column) for name, column in block.columns.items()}
         assert columns.pop("example_id") == block.example_ids
         labels = [None] * len(block.example_ids) if block.labels is None else block.labels.tolist()
-        columns = {"id": block.example_ids, "label": labels, **columns}
-        found += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return found
+        columns = {**columns, "id": block.example_ids, "label": labels}
+        read += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return read
 
 
 def values_of(opened, name, split="all"):

@@ -14,12 +14,11 @@ from pydantic import ValidationError
 
 from cauc_ray.api.online import require_usable
 from cauc_ray.api.options import CollectOptions
-from cauc_ray.data.datasets import Dataset, DatasetSource, open_dataset
+from cauc_ray.data.datasets import Dataset, DatasetSpec, open_dataset
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import PoolModel, TableInfo, write_info
 from cauc_ray.errors import CaucWarning, ConfigError, explain, unknown_name
 from cauc_ray.execution.collection import (
-    BLOCK_ROWS,
     Collection,
     CollectRecord,
     plan_collection,
@@ -47,6 +46,7 @@ def collect(
     split: str | None = None,
     models: Sequence[str] | None = None,
     columns: Mapping[str, str] | None = None,
+    skip_unknown_labels: bool = False,
     embedding: str | None = None,
     seed: int = 0,
     address: str | None = None,
@@ -58,10 +58,11 @@ def collect(
         pool: a pool, or its file.
         dataset: a benchmark by name, NAME=PATH for its files, or the path or URI of a file or folder.
         out: the table, by path or URI, new or one to add to: rows and models that it has are not collected again.
-        split: one of the dataset's splits; without it calibration, validation and test; "all" for every row of a
-            dataset in one piece.
+        split: one of the dataset's splits; without it calibration, validation and test; "all" for every row of every
+            file.
         models: some of the pool's; without them all.
         columns: the dataset's own names of columns, by what they are called here.
+        skip_unknown_labels: leave out rows whose label is none of the pool's, with a warning.
         embedding: collect these instead of logits: a stage of the pool for what enters its last layer, else a hub id or
             folder of a sentence or vision encoder.
         seed: of the splits.
@@ -77,13 +78,18 @@ def collect(
     started = time.perf_counter()
     options = CollectOptions.of({**locals(), "columns": dict(columns or {})})
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
-    tabular = pool.task == "classification"
-    source = DatasetSource(str(dataset), options.columns, seed, tabular=tabular, names=pool.label_names)
-    rows = open_dataset(source)
-    if rows.task != pool.task:
-        raise ConfigError(f"pool {pool.name!r} is for {pool.task}, but {rows.name} is {rows.task}")
+    spec = DatasetSpec(
+        str(dataset),
+        pool.task,
+        options.columns,
+        seed,
+        pool.label_names,
+        pool.columns_read(pool.stages),
+        skip_unknown_labels,
+    )
+    rows = open_dataset(spec, split)
     splits = (split,) if split is not None else tuple(rows.split_sizes)
-    sizes = {name: _size(rows, name) for name in splits}
+    sizes = {name: rows.split_sizes[name] for name in splits}
     table = absolute(out)
     require_folder(table)
     works = _works(pool, options, table, rows, sizes)
@@ -107,7 +113,7 @@ def collect(
     return {
         "logits": str(table),
         "dataset": rows.name,
-        "rule": rows.rule if set(splits) <= rows.split_sizes.keys() else "all rows in one piece",
+        "rule": rows.rule,
         "splits": sizes,
         "cost_unit": None if embedding is not None else _unit(next(iter(works.values()))),
         "models": [
@@ -116,11 +122,6 @@ def collect(
         ],
         "elapsed_s": time.perf_counter() - started,
     }
-
-
-def _size(rows: Dataset, split: str) -> int:
-    rows.blocks(split, BLOCK_ROWS)  # an unknown split is refused here
-    return rows.split_sizes.get(split, sum(rows.split_sizes.values()))  # "all" of a dataset in one piece
 
 
 def _works(
@@ -137,12 +138,12 @@ def _works(
         stages = (_encoder(pool, options.embedding),)
     else:
         raise ConfigError("an embedding is collected for all models at once; leave the models out")
-    about: dict[str, Any] = {"dataset": rows.name, "rule": rows.rule, "fingerprint": rows.fingerprint, "ids": rows.ids}
+    about: dict[str, Any] = {"dataset": rows.name, "rule": rows.rule, "fingerprint": rows.fingerprint}
     works = {}
     for stage in stages:
-        of_model = {**about, "block_rows": BLOCK_ROWS, "model": stage.model.identity}
+        of_model = {**about, "model": stage.model.identity}
         records = {split: CollectRecord(split=split, n_rows=n, **of_model) for split, n in sizes.items()}
-        works[stage.name] = Collection(out, kind, stage, records)
+        works[stage.name] = Collection(out, kind, stage, records, pool.columns_read([stage]))
     return works
 
 
@@ -237,7 +238,7 @@ def _note(work: Collection, order: Sequence[str], out: AnyPath, rows: Dataset) -
         cost_unit=unit,
         logit_kind=joint_kind([model.logit_kind or "raw" for model in models]),
         note=f"collected on {rows.name}: {rows.rule}",
-        labels=list(rows.source.names) if rows.source.names else before.labels if before else None,
+        labels=list(rows.spec.labels) if rows.spec.labels else before.labels if before else None,
         models=sorted(models, key=lambda model: order.index(model.name) if model.name in order else -1),
     )
     write_info(out, info)
@@ -260,7 +261,7 @@ def _totals(work: Collection, splits: Iterable[str]) -> Totals:
 def _mean_cost(work: Collection, totals: Totals) -> float | None:
     """Return the mean of what the calls themselves cost, None where the pool has the cost or they did not say."""
     rows = totals["rows"]
-    return rows["cost"] / rows["paid"] if work.calls_tell_costs and rows["paid"] else None
+    return rows["cost"] / rows["paid"] if work.calls_report_costs and rows["paid"] else None
 
 
 def _summary(name: str, work: Collection, n_new: int, seconds: float | None) -> dict[str, Any]:

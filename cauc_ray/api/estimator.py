@@ -62,7 +62,7 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         price: of a unit of cost, in errors, which decides the threshold.
         objective: what a chosen threshold maximises, "accuracy" or "macro-f1".
         calibrator: of each member: "temperature", "offsets", or for Base with at most two members "isotonic".
-        safe: fuse only where that is supported, and fall back on a single member that is no worse.
+        safe: fuse only where that is supported, and fall back on a single member that is as good.
         cv: how rows are found that a member was not fitted on, as the policy needs: folds, a number of them or any
             splitter, whose rows are answered out of fold before the members are fitted on all rows; or a share between
             0 and 1 that is held out, the members being fitted on the rest.
@@ -118,9 +118,9 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Set parameters, members by their names, and members' own as large__C."""
         if "estimators" in params:
             self.estimators = params.pop("estimators")
-        given = {name: params.pop(name) for name, _ in self._pairs() if name in params}
-        if given:
-            self.estimators = [(name, given.get(name, member)) for name, member in self._pairs()]
+        members = {name: params.pop(name) for name, _ in self._pairs() if name in params}
+        if members:
+            self.estimators = [(name, members.get(name, member)) for name, member in self._pairs()]
         super().set_params(**params)
         return self
 
@@ -219,15 +219,18 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _pairs(self) -> list[tuple[str, Any]]:
         """Return the members; none where estimators are not pairs, which fit() refuses."""
-        given = self.estimators if isinstance(self.estimators, list | tuple) else []
-        return [(pair[0], pair[1]) for pair in given if isinstance(pair, list | tuple) and len(pair) == 2]
+        entries = self.estimators if isinstance(self.estimators, list | tuple) else []
+        return [(pair[0], pair[1]) for pair in entries if isinstance(pair, list | tuple) and len(pair) == 2]
 
     def _names(self) -> list[str]:
         names = [name for name, _ in self._pairs()]
         if not names or len(set(names)) < len(self.estimators):
             entries = self.estimators if isinstance(self.estimators, list | tuple) else [self.estimators]
-            types = ", ".join(name if name in names else type(name).__name__ for name in (names or entries))
-            raise ConfigError(f"estimators: pairs (name, classifier) with each name once, got {types or 'none'}")
+            described = ", ".join(
+                repr(entry[0]) if isinstance(entry, list | tuple) and entry else type(entry).__name__
+                for entry in entries
+            )
+            raise ConfigError(f"estimators: pairs (name, classifier) with each name once, got {described or 'none'}")
         invalid = next((member for _, member in self._pairs() if not hasattr(member, "fit")), None)
         if invalid is not None:
             raise ConfigError(f"estimators: {invalid!r} is not a classifier; leave the pair out")

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from cauc_ray.api.options import RunOptions
 from cauc_ray.cascade.worker import require_agreement
-from cauc_ray.data.inputs import RunInput, open_input
+from cauc_ray.data.datasets import DatasetSpec, RunInput, open_input
 from cauc_ray.errors import CaucWarning, DataError
 from cauc_ray.execution.cluster import cpus_needed
 from cauc_ray.execution.ledger import new_record, parts_of, resumed_record
@@ -47,6 +47,7 @@ def run(
     *,
     resume: bool = False,
     retry_failed: bool = False,
+    columns: Mapping[str, str] | None = None,
     address: str | None = None,
     on_progress: Callable[[RunProgress], None] = lambda progress: None,
 ) -> dict[str, Any]:
@@ -55,14 +56,15 @@ def run(
     Args:
         pool: the pool that has the chain's stages, or its file.
         policy: a policy, or its file.
-        input: a Parquet, CSV or JSONL file or folder, by path or URI, with example_id and the columns that models read;
-            images; or a ray.data.Dataset. Each run executes a Dataset anew, and resuming needs its rows in the same
-            order.
+        input: a file or folder, by path or URI, with the columns that models read (Parquet, CSV, JSON, Arrow, ORC,
+            also compressed); images; a benchmark, as for collect(); or a ray.data.Dataset. Each run executes a Dataset
+            anew, and resuming needs its rows in the same order.
         out: a new folder, by path or URI, for predictions/, ledger/, failed/ (only if a row failed), manifest/ and
             summary.json.
         resume: continue the run in out that ended early: what it committed stays, the rest is done again. Where out
             does not exist or is empty, a new run starts.
         retry_failed: with resume, also of a finished run, try the rows in out/failed again.
+        columns: the input's own names of columns, by what they are called here.
         address: of a Ray cluster; without it the session of this process, or one for this run.
         on_progress: called with the state of the run as it goes on.
 
@@ -73,13 +75,14 @@ def run(
     Raises:
         CaucError: nothing is written where a fault is found before the start.
     """
-    options = RunOptions.of(locals())
+    options = RunOptions.of({**locals(), "columns": dict(columns or {})})
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     policy = policy_of(policy)
     stages = pool.chain(policy.models)
+    model_columns = pool.columns_read(stages)
     require_agreement(stages, policy)
     _warn_of_other_costs(stages, policy)
-    rows = _opened(input, pool)
+    rows = _opened(input, pool, options.columns, model_columns)
     require_usable(stages, rows.columns, str(rows.path), pool, runs_here(address))
     folder = absolute(out)
     costs = tuple(stage.cost for stage in policy.stages) if policy.costs == "per-model" else None
@@ -104,7 +107,7 @@ def run(
             folder,
             record,
             on_progress,
-            columns=pool.columns_read(stages),
+            columns=model_columns,
             degrade=pool.on_failure == "degrade",
             max_failed=pool.max_failed,
             retry_failed=retry_failed,
@@ -122,12 +125,16 @@ def run(
     return summary
 
 
-def _opened(input: str | AnyPath | Dataset, pool: Pool) -> RunInput:
+def _opened(
+    input: str | AnyPath | Dataset, pool: Pool, columns: Mapping[str, str], model_columns: frozenset[str] | None
+) -> RunInput:
     if isinstance(input, str | Path | RemotePath):
-        return open_input(input, pool.label_names)
+        labels = pool.label_names
+        spec = DatasetSpec(str(input), pool.task, columns, labels=labels, model_columns=model_columns)
+        return open_input(spec)
     from cauc_ray.execution.ray_data import DatasetInput  # Ray Data takes long to import
 
-    return DatasetInput(input)
+    return DatasetInput(input, pool.task, columns, pool.label_names, model_columns)
 
 
 def require_usable(
@@ -147,7 +154,8 @@ def require_usable(
         missing = sorted(needed.difference(there or needed))
         if missing:
             has = ", ".join(sorted(there or ()))
-            raise DataError(f"stage {stage.name!r} needs a column {missing[0]!r}, and {rows} has only {has}")
+            remedy = f"name the column that has it with --columns {missing[0]}=NAME"
+            raise DataError(f"stage {stage.name!r} needs a column {missing[0]!r}, and {rows} has only {has}; {remedy}")
 
 
 def _warn_of_other_costs(stages: tuple[StageSpec, ...], policy: Policy) -> None:

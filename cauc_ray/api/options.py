@@ -508,17 +508,21 @@ class CheckOptions(Options):
     logit_kind: Kinds | None = option("what the logits are (default: as declared, else what the policy was fitted on)")
 
 
+COLUMNS = option(
+    "the data's own names for example_id, label, image, question, choices (a+b+c for several), context and other "
+    "columns that models read, as image=jpeg",
+    {},
+)
+
+
 class CollectOptions(ClusterOptions):
     """What is collected."""
 
     GROUP = "collecting"
     split: str | None = option("only this one, or all (default: each of the dataset's)")
     models: Names | None = option("only these of the pool (default: all)", min_length=1)
-    columns: Pairs = option(
-        "the dataset's own names for example_id, label, image, question, choices (a+b+c for several), context, as "
-        "image=jpeg",
-        {},
-    )
+    columns: Pairs = COLUMNS
+    skip_unknown_labels: bool = option("leave out rows whose label is none of the pool's, with a warning", False)
     embedding: Annotated[str | None, BeforeValidator(_as_encoder)] = option(
         "collect embeddings instead of logits: a stage, hub id or folder of an encoder"
     )
@@ -531,6 +535,7 @@ class RunOptions(ClusterOptions):
     GROUP = "running"
     resume: bool = option("continue the run in the output folder that ended early, if any", False)
     retry_failed: bool = option("with resume: try the rows in failed/ again", False)
+    columns: Pairs = COLUMNS
 
     @model_validator(mode="after")
     def _resumed(self) -> Self:

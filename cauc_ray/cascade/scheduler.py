@@ -9,8 +9,9 @@ ahead of it back, and at last the reading.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -72,20 +73,39 @@ class Scheduler:
         """Note that no block will follow those that are being read."""
         self._input_ended = True
 
-    def submit(self, owner: Owner, chunks: Sequence[Chunk], now: float, first: Ints | None = None) -> None:
+    def submit(
+        self,
+        owner: Owner,
+        chunks: Sequence[Chunk],
+        now: float,
+        first: Ints | None = None,
+        unreadable: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         """Queue an owner's rows, which lie in chunks one after the other.
 
-        first: the stage that each row goes to, int8 (n,); None for stage 0.
+        Args:
+            owner: The owner.
+            chunks: What holds the rows that could be read, in their order.
+            now: The time.
+            first: The stage that each row goes to, int8 (n,); None for stage 0.
+            unreadable: Why rows could not be read, by position; they fail at once.
         """
         self._open.add(owner)
         self._open_rows += owner.n
         self._block_rows = max(self._block_rows, owner.n)
+        readable = np.ones(owner.n, dtype=bool)
+        for position, reason in unreadable.items():
+            readable[position] = False
+            owner.left_out(np.array([position]), -1, "error", reason)
+        indices = np.flatnonzero(readable)
+        if unreadable:
+            self._end_rows(owner, len(unreadable))
         start = 0
         for chunk in chunks:
             row_bytes = chunk.n_bytes / chunk.n_rows
             self._row_bytes = max(self._row_bytes, row_bytes)
             positions = np.arange(chunk.n_rows)
-            rows = Rows(owner, start + positions, chunk.source, positions, now, row_bytes)
+            rows = Rows(owner, indices[start : start + chunk.n_rows], chunk.source, positions, now, row_bytes)
             self._spread(rows, 0 if first is None else first[rows.indices], now)
             start += chunk.n_rows
 
@@ -260,11 +280,6 @@ class Scheduler:
             owner.left_out(left, call.stage, "error", reason)
             at.note_failed([reason] * len(left))
             self.done.append(owner)
-
-    def give_up(self, owner: Owner, reason: str) -> None:
-        """Fail all rows of an owner that was lost and cannot be read again."""
-        owner.left_out(np.arange(owner.n), -1, "error", reason)
-        self.done.append(owner)
 
     def cancel(self, owner: Owner) -> None:
         """Forget an owner whose answers are no longer wanted."""

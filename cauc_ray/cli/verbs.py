@@ -93,7 +93,7 @@ class Collect(CollectOptions):
 
     pool: PoolFile = POOL
     dataset: Annotated[str, BeforeValidator(as_dataset), Flag("NAME|PATH")] = option(
-        "a benchmark by name, NAME=PATH for its files, or a file or folder (Parquet, JSONL, CSV, images)", ...
+        "a benchmark by name, NAME=PATH for its files, or a file or folder of tables or images, by path or URI", ...
     )
     output: OutTable = option("a logit table, new or to add to", Path("logits"))
 
@@ -257,7 +257,9 @@ class Run(RunOptions):
 
     pool: PoolFile = POOL
     policy: PolicyFile = POLICY
-    input: Input = option("Parquet, CSV or JSONL, or images: a file or folder, by path or URI", ...)
+    input: Annotated[str, BeforeValidator(as_dataset), Flag("NAME|PATH")] = option(
+        "a file or folder of tables or images, by path or URI, or NAME=PATH for the files of a benchmark", ...
+    )
     output: OutFolder = option("a new folder, by path or URI", Path("run"))
 
 

@@ -1,229 +1,359 @@
-"""From a dataset's own columns to those that models read: an image, or a question with its choices."""
+"""From the columns of a file to what models read: one conversion for collections, runs and Ray Datasets."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.blocks import InputBlock, model_column, nulls_between
-from cauc_ray.data.rows import Rows, read_image
-from cauc_ray.data.values import objects
-from cauc_ray.errors import ConfigError, DataError, unknown_name
+from cauc_ray.data.blocks import InputBlock
+from cauc_ray.data.sources import read_side_by_side
+from cauc_ray.data.values import as_column, objects
+from cauc_ray.errors import ConfigError, DataError, first_line, unknown_name
+from cauc_ray.files.parquet import cast_table, plain_schema
+from cauc_ray.files.paths import AnyPath, path_from
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.types import Ints
 
-# Of a task whose models read columns by the file's own names.
-TABULAR = "classification"
-CANONICAL_OF_ALL = ("example_id", "label")
-CANONICAL = ("example_id", "image", "question", "choices", "context", "subject", "label")
+Task: TypeAlias = Literal["image-classification", "multiple-choice", "classification"]
+ID, LABEL, IMAGE, CHOICES = "example_id", "label", "image", "choices"
+# Columns of questions, whose numbers are read as text.
+TEXTS = ("question", "context", "subject")
+CANONICAL = (ID, IMAGE, *TEXTS, CHOICES, LABEL)
+_REQUIRED: Mapping[str, tuple[str, ...]] = {
+    "image-classification": (IMAGE,),
+    "multiple-choice": ("question", CHOICES),
+    "classification": (),
+}
+_WHOLE = re.compile(r"(-?\d{1,9})(\.0*)?")
+# Enough to tell two versions of a row with one id apart.
+DIGEST_BYTES = 8
+
+
+class RowPlaces(Protocol):
+    """Where rows are, by their numbers."""
+
+    def place_of(self, row: int) -> str:
+        """Return where a row is, for messages."""
+
+    def row_names(self, rows: Ints) -> pa.Array:
+        """Return names for rows without ids, string (n,)."""
+
+    def folder_of(self, row: int) -> AnyPath | None:
+        """Return the folder that paths in a row are relative to, None where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """The layout of a benchmark's published files.
+class Layout:
+    """How the columns of published files are named and written.
 
-    columns: canonical name -> the file's own name (for choices several, joined with "+").   first_label: the label
-    of the first option.   split_choices: splits a text into options; None if it cannot be read.   kept: a column and
-    the value of the rows that count, where the files have that column.
+    Attributes:
+        columns: Canonical name to the file's own name, for choices several joined with "+".
+        first_label: The label of the first option.
+        choices_pattern: A regular expression whose groups are the options of a text of choices; None for JSON lists.
     """
 
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str]
     first_label: int = 0
-    split_choices: Callable[[str], list[str] | None] | None = None
-    kept: tuple[str, str] | None = None
+    choices_pattern: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """How a partition's columns are read.
+class ColumnPlan:
+    """Which columns of a file models read, under which names, and how.
 
-    own: canonical name -> the partition's columns (several for choices only).   benchmark: the name of the paper's
-    dataset whose prompt the questions get, or "".   names: of the options, which labels may use.
+    Attributes:
+        task: What the rows are.
+        columns: The name that models use to the file's columns (several for choices only).
+        labels: The names of the options, by which the column of labels may call them.
+        first_label: The label of the first option, where labels are numbers.
+        choices_pattern: As Layout's.
+        id_prefix: What makes ids unique where several partitions have the same.
     """
 
-    task: str
-    own: Mapping[str, tuple[str, ...]]
-    published: Published
-    benchmark: str = ""
-    names: tuple[str, ...] | None = None
+    task: Task
+    columns: Mapping[str, tuple[str, ...]]
+    labels: tuple[str, ...] | None = None
+    first_label: int = 0
+    choices_pattern: str | None = None
+    id_prefix: str = ""
 
     @property
-    def columns(self) -> list[str]:
-        """The partition's columns that are needed, without duplicates."""
-        return list(dict.fromkeys(name for names in self.own.values() for name in names))
+    def file_columns(self) -> list[str]:
+        """The file's columns that are read, without duplicates."""
+        return list(dict.fromkeys(name for names in self.columns.values() for name in names))
+
+    @property
+    def texts(self) -> frozenset[str]:
+        """The file's columns whose cells are read as they are written: 007 is an id, not a number."""
+        names = (ID, LABEL, *((IMAGE, CHOICES, *TEXTS) if self.task != "classification" else ()))
+        return frozenset(own for name in names for own in self.columns.get(name, ()))
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The file's column of ids, none where rows are named by their numbers."""
+        return self.columns.get(ID, ())
+
+    def unique(self, ids: list[str]) -> list[str]:
+        """Return ids with the prefix that makes them unique."""
+        return [self.id_prefix + example for example in ids] if self.id_prefix else ids
+
+    def restricted(self, columns: Collection[str] | None) -> ColumnPlan:
+        """Return the plan of some columns, and of ids and labels; None for all."""
+        if columns is None:
+            return self
+        chosen = {name: own for name, own in self.columns.items() if name in columns or name in (ID, LABEL)}
+        return replace(self, columns=chosen)
 
 
-def find_columns(
-    part: Rows,
-    given: Mapping[str, str],
-    published: Published,
-    benchmark: str = "",
-    names: tuple[str, ...] | None = None,
+def plan_columns(
+    available: Sequence[str],
+    where: str,
+    task: Task,
+    renamed: Mapping[str, str],
+    labels: tuple[str, ...] | None = None,
+    layout: Layout | None = None,
     *,
-    tabular: bool = False,
-) -> Reading:
-    """Find the canonical columns: as given, else as the benchmark was published, else by their own names.
+    model_columns: frozenset[str] | None = None,
+    complete: bool = False,
+) -> ColumnPlan:
+    """Find the columns that models read: as the user names them, else as the layout does, else by their own names.
 
-    tabular: only ids and labels have canonical names, and all other columns are read by their own.
-    Raises ConfigError if a canonical name is unknown, DataError if a column is missing or there is none for models.
+    Args:
+        available: The file's columns.
+        where: The file, for messages.
+        task: What the rows are.
+        renamed: Canonical name to the file's own name, for choices several joined with "+".
+        labels: The names of the options.
+        layout: Of a published benchmark, which counts where the files have all of its columns.
+        model_columns: The columns that models read, None for all.
+        complete: Require the columns of the task.
+
+    Raises:
+        ConfigError: A name to read is unknown.
+        DataError: A column is missing.
     """
-    known = CANONICAL_OF_ALL if tabular else CANONICAL
-    for name in given:
-        if name not in known:
-            others = "; models of a classification task read all other columns by their own names" if tabular else ""
-            raise ConfigError(f"{unknown_name('column to read', name, known)}{others}")
-    there = part.columns
+    readable = (ID, LABEL, IMAGE) if task == "classification" else CANONICAL
+    for name in renamed:
+        if name not in readable and name not in (model_columns or ()):
+            rest = "; models of a classification task read all other columns by their own names"
+            hint = rest if task == "classification" else ""
+            raise ConfigError(unknown_name("column to read", name, (*readable, *sorted(model_columns or ()))) + hint)
 
-    def own_columns(named: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-        several = {"choices"} - {name for name in named if named[name] in there}
-        return {name: tuple(own.split("+")) if name in several else (own,) for name, own in named.items()}
+    def columns_of(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+        several = {CHOICES} - {name for name in names if names[name] in available}
+        return {name: tuple(own.split("+")) if name in several else (own,) for name, own in names.items()}
 
-    if tabular or any(
-        each not in there for own in own_columns({**published.columns, **given}).values() for each in own
+    if layout is None or any(
+        own not in available for names in columns_of({**layout.columns, **renamed}).values() for own in names
     ):
-        published = Published()
-    same = {"example_id": "id"} if "id" in there else {}
-    same |= {name: name for name in known if name in there}
-    own = own_columns({**same, **published.columns, **given})
-    needed: tuple[str, ...] = ("image",) if "image" in own else ("question or image",)
-    unread: tuple[str, ...] = ("question", "choices", "context", "subject")
-    task = "image-classification"
-    if tabular:
-        own = {**{name: (name,) for name in there if (name,) not in own.values()}, **own}
-        task, needed, unread = TABULAR, () if len(own.keys() - known) else ("of features for models",), ()
-    elif "question" in own:
-        task, needed, unread = "multiple-choice", ("question", "choices"), ("image",)
-    absent = [f"{each!r} for {name}" for name in own for each in own[name] if each not in there]
-    absent += [name for name in needed if name not in own]
-    if absent:
-        example = "label=churned" if tabular else "question=stem,choices=opa+opb or image=jpeg"
+        layout = Layout({})
+    aliases = columns_of(
+        {**({ID: "id"} if "id" in available and ID not in available else {}), **layout.columns, **renamed}
+    )
+    used = {own for names in aliases.values() for own in names}
+    columns = {name: (name,) for name in available if name not in used} | aliases
+    missing = [f"{own!r} for {name}" for name, names in columns.items() for own in names if own not in available]
+    missing += [repr(name) for name in _REQUIRED[task] if complete and name not in columns]
+    if missing:
+        example = "label=churned" if task == "classification" else "question=stem,choices=opa+opb or image=jpeg"
         raise DataError(
-            f"{part.source} has no column {absent[0]}; it has {', '.join(there)}. "
-            f"Give the names that it uses with --columns, such as {example}"
+            f"{where} has no column {missing[0]}; it has {', '.join(available)}. Models of {task} need it: give the "
+            f"names that the file uses with --columns, such as {example}"
         )
-    return Reading(task, {name: own[name] for name in own if name not in unread}, published, benchmark, names)
+    return ColumnPlan(task, columns, labels, layout.first_label, layout.choices_pattern)
 
 
-def read_block(reading: Reading, table: pa.Table, rows: Ints, part: Rows, name: str) -> InputBlock:
-    """Convert rows of a partition, given by their numbers, to the block that models read.
+def read_block(plan: ColumnPlan, table: pa.Table, rows: Ints, places: RowPlaces) -> InputBlock:
+    """Convert rows to what models read.
 
-    name: of the partition, to make ids for rows without ids.
-    Raises DataError naming file and row for a label, a choice or an id that cannot be read.
+    Args:
+        plan: The columns.
+        table: The rows, with the plan's columns of the file.
+        rows: Their numbers, int64 (n,).
+        places: Where they are.
+
+    Raises:
+        DataError: A label, a choice or an id cannot be read, or a column that no model can read; names the row.
     """
-    own = {each: [table.column(column) for column in columns] for each, columns in reading.own.items()}
+    table = cast_table(table, plain_schema(table.schema))
+    where = places.place_of(int(rows[0])) if len(rows) else "the input"
 
-    def read_rows(read: Callable[..., Any], *values: Iterable[Any]) -> list[Any]:
-        found: list[Any] = []
-        for row in zip(*values, strict=True):
-            try:
-                found.append(read(*row))
-            except ValueError as error:
-                raise DataError(f"{part.name_of(int(rows[len(found)]))}: {error}") from error
-        return found
+    def place(position: int) -> str:
+        return places.place_of(int(rows[position]))
 
-    ids = read_ids(own["example_id"][0], part).to_pylist() if "example_id" in own else [f"{name}-{row}" for row in rows]
-    columns: dict[str, npt.NDArray[Any]] = {"example_id": objects(ids)}
-    if reading.task == TABULAR:
-        columns |= {each: model_column(own[each][0], each, part.source) for each in own if each not in CANONICAL_OF_ALL}
-    elif "image" in own:
-        columns["image"] = _images(own["image"][0], part.source)
-    for text in ("question", "context", "subject") if reading.task != TABULAR else ():
-        if text in own:
-            columns[text] = objects(_texts(own[text][0], f"column {text!r}", part.source))
-    if "choices" in own and reading.task != TABULAR:
-        choices = _choices(dict(zip(reading.own["choices"], own["choices"], strict=True)), part.source)
-        parse = reading.published.split_choices or _json_list
-        columns["choices"] = objects(read_rows(lambda v: parse(v) if isinstance(v, str) else v, choices))
-        if reading.benchmark:
-            columns["task"] = np.full(len(rows), reading.benchmark, dtype=object)
+    ids = plan.unique(read_ids(table.column(plan.ids[0]), place)) if plan.ids else places.row_names(rows).to_pylist()
+    columns: dict[str, npt.NDArray[Any]] = {ID: objects(ids)}
+    for name, own in plan.columns.items():
+        if name in (ID, LABEL):
+            continue
+        column = table.column(own[0])
+        if plan.task != "classification" and name == CHOICES:
+            columns[name] = _choices(plan, [table.column(part) for part in own], place)
+        elif plan.task != "classification" and name in TEXTS:
+            columns[name] = objects(_texts(column, f"{where}: column {name!r}"))
+        elif name == IMAGE and (_holds_files(column.type) or (plan.task != "classification" and _is_text(column.type))):
+            columns[name] = _images(column, rows, places)
+        else:
+            columns[name] = model_column(column, name, where)
     labels = None
-    if "label" in own:
-        options = columns.get("choices", [None] * len(rows))
-        read_label = _reader_of_labels(reading, own["label"][0], part)
-        labels = np.array(read_rows(read_label, own["label"][0].to_pylist(), options), dtype=np.int32)
+    if LABEL in plan.columns:
+        labels = read_labels(plan, table.column(plan.columns[LABEL][0]), place)
+        for position, options in enumerate(columns[CHOICES] if plan.labels is None and CHOICES in columns else ()):
+            if isinstance(options, list) and labels[position] >= len(options):
+                counted = f"label {labels[position]}, counted from 0, is outside its {len(options)} choices"
+                raise DataError(f"{place(position)}: {counted}")
     return InputBlock(ids, labels, columns, table.nbytes)
 
 
-def require_known_labels(reading: Reading, part: Rows) -> None:
-    """Raise DataError naming the first row whose label is none of those that the pool names."""
-    if reading.names is None or "label" not in reading.own:
-        return
-    (name,) = reading.own["label"]
-    (table,) = part.tables([name], np.arange(part.n_rows), part.n_rows)
-    read_label = _reader_of_labels(reading, table.column(name), part)
-    for value in pc.unique(table.column(name)):
-        try:
-            read_label(value.as_py())
-        except ValueError as error:
-            row = pc.index(table.column(name), value).as_py()
-            raise DataError(f"{part.name_of(row)}: {error}") from error
-
-
-def _reader_of_labels(reading: Reading, column: pa.ChunkedArray, part: Rows) -> Callable[..., int]:
-    """Return what reads a column's labels. Raises DataError for one that has none."""
-    _require_plain(column, "the column of labels", "numbers or letters of options", part.source)
-    return partial(_label, first=reading.published.first_label, names=reading.names)
-
-
-def read_ids(column: pa.ChunkedArray, part: Rows) -> pa.ChunkedArray:
-    """Return all rows' ids as str. Raises DataError if one is null or the column cannot hold ids."""
-    if column.null_count:
-        raise DataError(f"{part.name_of(pc.index(column.is_null(), True).as_py())}: the row has no example_id")
-    if not (_is_text(column.type) or pa.types.is_integer(column.type) or len(column) == 0):
-        raise DataError(f"{part.source}: the column of example ids has type {column.type}, expected text or integers")
-    return column.cast(pa.string())
-
-
-def _images(column: pa.ChunkedArray, source: str) -> npt.NDArray[Any]:
-    """Return images as stored, None for null; from a struct {bytes, path}, as image datasets use, the bytes."""
+def read_ids(column: pa.ChunkedArray, place: Callable[[int], str]) -> list[str]:
+    """Return ids as text. Raises DataError if one is missing, or the column cannot hold ids."""
     kind = column.type
-    if pa.types.is_struct(kind) and "bytes" in kind.names:
-        return objects([_image_bytes(value) for value in column.to_pylist()])
-    if _is_text(kind) or pa.types.is_struct(kind):
-        raise DataError(f"{source}: column 'image' has type {kind}, expected bytes or arrays")
-    known = model_column(column.drop_null(), "image", source)
-    return nulls_between(column, known) if column.null_count else known
+    if column.null_count:
+        raise DataError(f"{place(pc.index(column.is_null(), True).as_py())}: the row has no example_id")
+    if pa.types.is_nested(kind) or pa.types.is_floating(kind):
+        raise DataError(f"{place(0)}: the column of example ids has type {kind}, expected text or integers")
+    try:
+        if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
+            column = column.cast(pa.binary()).cast(pa.string())  # an ArrowException if they are not UTF-8
+        ids: list[Any] = column.to_pylist()
+    except pa.ArrowException as error:
+        raise DataError(f"{place(0)}: the column of example ids ({kind}) is not text: {first_line(error)}") from error
+    return ids if not ids or isinstance(ids[0], str) else [str(example) for example in ids]
 
 
-def _image_bytes(value: Mapping[str, Any] | None) -> bytes | None:
-    """Return the bytes, else those of the file at `path`; None if both are missing."""
-    if value is None:
+def read_labels(plan: ColumnPlan, column: pa.ChunkedArray, place: Callable[[int], str]) -> Ints:
+    """Return labels counted from 0, int32 (n,), UNKNOWN_LABEL where a row has none.
+
+    Raises:
+        DataError: A label is none of the options; names the row.
+    """
+    values, numbers = _label_numbers(plan, column, place(0) if len(column) else "the input")
+    positions = pc.index_in(column.combine_chunks(), value_set=values).to_numpy(zero_copy_only=False)
+    bad = next((value for value, number in zip(values.to_pylist(), numbers, strict=True) if number is None), None)
+    if bad is not None:
+        row = pc.index(column, bad).as_py()
+        raise DataError(f"{place(row)}: label {bad!r} is {_not_an_option(plan)}")
+    labels: Ints = np.array([*numbers, UNKNOWN_LABEL], dtype=np.int32)[positions.astype(np.int64)]
+    return labels
+
+
+def unknown_labels(plan: ColumnPlan, column: pa.ChunkedArray, where: str) -> tuple[Counter[str], npt.NDArray[np.bool_]]:
+    """Return the labels that are none of the options with their counts, and the rows that have them, bool (n,)."""
+    column = cast_table(pa.table({"": column}), plain_schema(pa.schema([("", column.type)]))).column(0)
+    values, numbers = _label_numbers(plan, column, where)
+    bad = values.filter(pa.array([number is None for number in numbers], pa.bool_()))
+    rows = pc.is_in(column, value_set=bad).to_numpy()
+    counts = pc.value_counts(column.filter(pa.array(rows)))
+    return Counter({repr(pair["values"]): pair["counts"] for pair in counts.to_pylist()}), rows
+
+
+def describe_unknown(plan: ColumnPlan, counts: Counter[str], where: str) -> str:
+    """Return the line that lists labels that are none of the options."""
+    listed = ", ".join(f"{label} ({n:,})" for label, n in counts.most_common(20))
+    more = f" and {len(counts) - 20:,} others" if len(counts) > 20 else ""
+    return f"{where}: {counts.total():,} rows have a label that is {_not_an_option(plan)}: {listed}{more}"
+
+
+def _not_an_option(plan: ColumnPlan) -> str:
+    if plan.labels is None:
+        return f"neither an option's number, counted from {plan.first_label}, nor its letter"
+    names = ", ".join(plan.labels[:20]) + (", …" if len(plan.labels) > 20 else "")
+    if _numeric(plan.labels):
+        return f"none of the pool's labels: {names}; since these are numbers, labels are names here, not positions"
+    return f"neither an option's number, counted from {plan.first_label}, nor one of the pool's labels: {names}"
+
+
+def _label_numbers(plan: ColumnPlan, column: pa.ChunkedArray, where: str) -> tuple[pa.Array, list[int | None]]:
+    """Return the distinct labels of a column, and their numbers: None for a label that is none of the options."""
+    kind = column.type
+    plain = _is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)
+    if not plain and not (pa.types.is_boolean(kind) and plan.labels is not None):
+        raise DataError(f"{where}: the column of labels has type {kind}, expected numbers, letters or names of options")
+    values = pc.unique(column)
+    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+    return values, [_label_number(plan, value) for value in values.to_pylist()]
+
+
+def _label_number(plan: ColumnPlan, value: str | int | float | bool | None) -> int | None:
+    """Return a label counted from 0: names come before numbers, numbers before letters.
+
+    Returns:
+        UNKNOWN_LABEL for null and for -1, which published test sets use; None if it is no option.
+    """
+    names = plan.labels or ()
+    text = "" if value is None or value != value else value.strip() if isinstance(value, str) else str(value)
+    whole = _WHOLE.fullmatch(text)
+    for spelling in (value, text, text.lower() if isinstance(value, bool) else text, whole[1] if whole else text):
+        if spelling in names:
+            return names.index(str(spelling))
+    if not text or (whole and int(whole[1]) == -1):
+        return UNKNOWN_LABEL
+    if whole and not _numeric(names):
+        number = int(whole[1]) - plan.first_label
+    elif re.fullmatch("[A-Za-z]", text) and not any(len(name) == 1 for name in names):
+        number = ord(text.upper()) - ord("A")
+    else:
         return None
-    stored: bytes | None = value["bytes"]
-    return read_image(Path(value.get("path") or "")) if stored is None else stored
+    return number if 0 <= number < (len(names) or 2**31) else None
 
 
-def _texts(column: pa.ChunkedArray, what: str, source: str) -> list[str | None]:
+def _numeric(names: Iterable[str]) -> bool:
+    """Return whether some of the names are numbers, so that a number is not read as a position."""
+    return any(map(_WHOLE.fullmatch, names))
+
+
+def _images(column: pa.ChunkedArray, rows: Ints, places: RowPlaces) -> npt.NDArray[Any]:
+    """Return encoded images, None for null; those stored as paths are read from the files."""
+    images: list[bytes | None] = []
+    paths: dict[int, AnyPath] = {}
+    for position, value in enumerate(column.to_pylist()):
+        stored, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (None, value)
+        images.append(stored)
+        folder = places.folder_of(int(rows[position])) if stored is None and path else None
+        if folder is not None:
+            paths[position] = path_from(folder, str(path))
+    for position, content in zip(paths, read_side_by_side([(path, None) for path in paths.values()]), strict=True):
+        images[position] = content
+    return objects(images)
+
+
+def _holds_files(kind: pa.DataType) -> bool:
+    """Return whether a column is as image datasets have it: structs of bytes and paths."""
+    return bool(pa.types.is_struct(kind)) and {"bytes", "path"} & set(kind.names) == {"bytes", "path"}
+
+
+def _texts(column: pa.ChunkedArray, what: str) -> list[str | None]:
     """Return text, None for null; numbers as text."""
-    _require_plain(column, what, "text", source)
+    kind = column.type
+    if not (_is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
+        raise DataError(f"{what} has type {kind}, expected text")
     texts: list[str | None] = column.cast(pa.large_string()).to_pylist()
     return texts
 
 
-def _choices(own: Mapping[str, pa.ChunkedArray], source: str) -> list[Any]:
-    """Return each row's list of texts, or one text to be split later; None for null."""
-    if len(own) > 1:
-        columns = [_texts(column, f"column {name!r}", source) for name, column in own.items()]
-        return [_until_last(row) for row in zip(*columns, strict=True)]
-    ((name, column),) = own.items()
+def _choices(plan: ColumnPlan, columns: Sequence[pa.ChunkedArray], place: Callable[[int], str]) -> npt.NDArray[Any]:
+    """Return each row's list of texts, None for null: from several columns, lists, or texts that are split."""
+    if len(columns) > 1:
+        parts = [_texts(column, f"{place(0)}: a column of choices") for column in columns]
+        return objects([_until_last(row) for row in zip(*parts, strict=True)])
+    (column,) = columns
     inner = getattr(column.type, "value_type", None)
     if _is_text(column.type) or pa.types.is_null(column.type):
-        options: list[Any] = column.to_pylist()
-        return options
+        return objects([_split(plan, text, position, place) for position, text in enumerate(column.to_pylist())])
     if inner is None or not (_is_text(inner) or pa.types.is_integer(inner) or pa.types.is_null(inner)):
-        raise DataError(f"{source}: column {name!r} has type {column.type}, expected lists of texts")
+        raise DataError(f"{place(0)}: column 'choices' has type {column.type}, expected lists of texts")
     # No cast: Arrow's cast of a list_view may lose the last row.
-    return [row and [v if v is None else str(v) for v in row] for row in column.to_pylist()]
+    return objects([row and [v if v is None else str(v) for v in row] for row in column.to_pylist()])
 
 
 def _until_last(options: tuple[str | None, ...]) -> list[str | None] | None:
@@ -232,56 +362,94 @@ def _until_last(options: tuple[str | None, ...]) -> list[str | None] | None:
     return list(options[:n]) or None
 
 
-def _json_list(text: str) -> list[str]:
+def _split(plan: ColumnPlan, text: str | None, position: int, place: Callable[[int], str]) -> list[str] | None:
+    """Return the options in a text; None if a benchmark's text has another form."""
+    if text is None:
+        return None
+    if plan.choices_pattern is not None:
+        match = re.fullmatch(plan.choices_pattern, text, re.DOTALL)
+        return [option.strip() for option in match.groups()] if match else None
     try:
-        value = json.loads(text)
+        options = json.loads(text)
     except ValueError:
-        value = None
-    if not isinstance(value, list) or not all(isinstance(option, str) for option in value):
-        raise ValueError(f"choices must be a JSON list of texts, got {text!r:.60}")
-    return value
+        options = None
+    if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
+        raise DataError(f"{place(position)}: choices must be a JSON list of texts, got {text!r:.60}")
+    return options
 
 
-def _label(
-    value: int | float | str | None,
-    options: Sequence[str] | None = None,
-    *,
-    first: int = 0,
-    names: Sequence[str] | None = None,
-) -> int:
-    """Return a label counted from 0, UNKNOWN_LABEL for null and for -1, which published test sets use.
+def model_column(column: pa.ChunkedArray, name: str, where: str) -> npt.NDArray[Any]:
+    """Return a column as models read it. Raises DataError, prefixed with where, if that fails."""
+    try:
+        return column_to_numpy(column)
+    except (ValueError, TypeError, pa.ArrowException) as error:
+        raise DataError(f"{where}: column {name!r} ({column.type}) cannot be converted for a model: {error}") from error
 
-    names: of the options, None if they have none.
 
-    >>> [_label(value) for value in (2, 2.0, "2", " c", None)]
-    [2, 2, 2, 2, -1]
+def column_to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
+    """Return a column as models read it: (n,), (n, d) for lists of numbers of one length, else an array of objects.
+
+    A null becomes NaN or NaT if its type has one, NaN among integers, whose values keep their type, and else None.
+    Nested values are Python's lists and dicts, so that a row does not depend on the nulls of another.
+
+    >>> column_to_numpy(pa.chunked_array([[[1, 2], [3, 4]]])).shape
+    (2, 2)
     """
-    if names is not None and isinstance(value, str) and value in names:
-        return names.index(value)
-    number = _number(value.strip(), first) if isinstance(value, str) else value
-    if number is None or number == -1:
-        return UNKNOWN_LABEL
-    if number != number // 1 or not first <= number < 2**31:
-        known = "nor its letter" if names is None else f"nor one of the pool's labels: {', '.join(names[:20])}"
-        raise ValueError(f"label {value!r} is neither an option's number, counted from {first}, {known}")
-    label = int(number) - first
-    if options is not None and label >= len(options):
-        raise ValueError(f"label {label}, counted from 0, is outside its {len(options)} choices")
-    return label
+    array = column.combine_chunks()
+    kind = array.type
+    values: npt.NDArray[Any]
+    if isinstance(kind, pa.FixedShapeTensorType):
+        values = array.to_numpy_ndarray()
+        return values
+    if array.null_count and (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
+        # Arrow would change the type of all rows, including those that reach a model without the null.
+        numbers = iter(column_to_numpy(column.drop_null()))
+        null = np.float64(np.nan) if pa.types.is_integer(kind) else None
+        return objects([next(numbers) if valid else null for valid in array.is_valid().to_pylist()])
+    if not pa.types.is_nested(kind):
+        values = array.to_numpy(zero_copy_only=False)
+        return values
+    inner = getattr(kind, "value_type", pa.null())
+    if not (pa.types.is_integer(inner) or pa.types.is_floating(inner)) or pa.types.is_map(kind):
+        return objects(array.to_pylist())
+    fixed = pa.types.is_fixed_size_list(kind)
+    if (fixed or len(array)) and not array.null_count:
+        whole = array.flatten()
+        width = kind.list_size if fixed else len(whole) // len(array)
+        even = fixed or pc.all(pc.equal(pc.list_value_length(array), width)).as_py()
+        if even and (not whole.null_count or pa.types.is_floating(inner)):
+            # At once: row by row takes several times as long.
+            values = whole.to_numpy(zero_copy_only=False)
+            return values.reshape(len(array), width)
+    dtype = inner.to_pandas_dtype()
+    rows = [
+        row if row is None or (None in row and pa.types.is_integer(inner)) else np.array(row, dtype)
+        for row in array.to_pylist()
+    ]
+    return as_column(rows)
 
 
-def _number(text: str, first: int) -> float | None:
-    """Return the number that a text or a letter denotes: None for an empty text, NaN if it denotes none."""
-    if re.fullmatch("[A-Za-z]", text):
-        return first + ord(text.upper()) - ord("A")
-    return (float(text) if re.fullmatch(r"-?\d{1,9}(\.0*)?", text) else np.nan) if text else None
+def row_digests(columns: Mapping[str, npt.NDArray[Any]], n: int) -> pa.Array:
+    """Return a digest of each row's values but its id, binary (n,), the same whatever its neighbours are."""
+    names = sorted(columns.keys() - {ID})
+    digests = []
+    for row in range(n):
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        for name in names:
+            value = columns[name][row]
+            digest.update(f"\0{name}\0".encode())
+            digest.update(value if isinstance(value, bytes) else _spelled(value))
+        digests.append(digest.digest())
+    return pa.array(digests, pa.binary())
+
+
+def _spelled(value: Any) -> bytes:
+    """Return bytes that differ for values that a model may tell apart."""
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return f"{value.dtype}{value.shape}".encode() + value.tobytes()
+    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    return f"{type(value).__name__}{value!r}".encode(errors="surrogatepass")
 
 
 def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def _require_plain(column: pa.ChunkedArray, what: str, wanted: str, source: str) -> None:
-    kind = column.type
-    if not (_is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
-        raise DataError(f"{source}: {what} has type {kind}, expected {wanted}")

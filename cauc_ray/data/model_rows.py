@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cauc_ray.errors import DataError
-from cauc_ray.files.parquet import SeenFile, footer_digest, open_parquet, read_rows, read_seen
+from cauc_ray.files.parquet import ParquetFooter, read_row_spans, read_stored
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.numbers.arrays import check_rows, refuse_rows
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainPart
@@ -31,7 +31,7 @@ class ModelHead:
     positions: int64 (N,), of each row in the concatenation of all files.
     """
 
-    files: tuple[SeenFile, ...]
+    files: tuple[ParquetFooter, ...]
     example_ids: pa.Array
     labels: Ints
     costs: Floats | None
@@ -75,10 +75,10 @@ def read_part(file: AnyPath, model: str, kind: LogitKind | None) -> ModelRows:
 
     kind: of the stored values, None to leave them unchanged.
     """
-    return part_of(*read_seen(file), model, kind)
+    return part_of(*read_stored(file), model, kind)
 
 
-def head_of(table: pa.Table, file: SeenFile, model: str) -> ModelHead:
+def head_of(table: pa.Table, file: ParquetFooter, model: str) -> ModelHead:
     """Check rows of a file without reading logits. Raises DataError as read_part does."""
     where = f"{file.path}: model {model!r}"
     ids = typed_column(table, "example_id", pa.string(), where)
@@ -94,7 +94,7 @@ def head_of(table: pa.Table, file: SeenFile, model: str) -> ModelHead:
     return ModelHead((file,), ids, labels, costs, np.arange(len(ids)))
 
 
-def part_of(table: pa.Table, file: SeenFile, model: str, kind: LogitKind | None) -> ModelRows:
+def part_of(table: pa.Table, file: ParquetFooter, model: str, kind: LogitKind | None) -> ModelRows:
     """Check rows of a file with their logits. Arguments and errors as for read_part."""
     where = f"{file.path}: model {model!r}"
     head = head_of(table, file, model)
@@ -139,7 +139,7 @@ def laid_out(values: Floats, n_options: Ints, width: int = 0) -> Floats:
 
 def read_head(files: Sequence[AnyPath], model: str, where: str) -> ModelHead:
     """Read all columns but the logits of a model's files. Raises DataError, which may be prefixed with where."""
-    heads = [head_of(*read_seen(file, ("example_id", "label", "cost")), model) for file in files]
+    heads = [head_of(*read_stored(file, ("example_id", "label", "cost")), model) for file in files]
     return joined_head(heads, where)
 
 
@@ -250,7 +250,7 @@ class WantedRows:
     """
 
     model: str
-    files: tuple[SeenFile, ...]
+    files: tuple[ParquetFooter, ...]
     positions: Ints
     kind: LogitKind = "raw"
 
@@ -321,10 +321,10 @@ def _parts(wanted: WantedRows, positions: Ints) -> Iterator[ModelRows]:
         end = start + file.n_rows
         first, last = np.searchsorted(positions, [start, end])
         if first < last:
-            with open_parquet(file.path, streamed=True) as opened:
-                if footer_digest(opened) != file.digest:
-                    raise DataError(f"{file.path} has changed since its example ids were read; start the command again")
-                names = [name for name in ("example_id", "label", "logits") if name in opened.schema_arrow.names]
-                for rows in read_rows(opened, file.path, positions[first:last] - start, names, 65_536, _DECODED_BYTES):
-                    yield part_of(rows, file, wanted.model, wanted.kind)
+            names = [name for name in ("example_id", "label", "logits") if name in file.schema.names]
+            requests = [(file, positions[first:last] - start)]
+            for span in read_row_spans(requests, names, 65_536, _DECODED_BYTES):
+                if span.error is not None:
+                    raise span.error
+                yield part_of(span.table, file, wanted.model, wanted.kind)
         start = end

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, groupby
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
 
 from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.cascade.worker import Collected
-from cauc_ray.data.blocks import InputBlock, ids_digest
+from cauc_ray.data.blocks import ids_digest
 from cauc_ray.data.datasets import Dataset
-from cauc_ray.data.inputs import DEADLINE_S
 from cauc_ray.data.logits import FAILED
 from cauc_ray.data.writing import float_lists, logit_columns
 from cauc_ray.errors import ConfigError, DataError, ExecutionError
@@ -28,71 +27,47 @@ from cauc_ray.execution.cluster import replicas_that_fit, require_fit
 from cauc_ray.execution.commits import Committed, Parts, PartWriter, failed_rows
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress
+from cauc_ray.execution.reading import BlockHeader
 from cauc_ray.execution.runner import POLL_S, LiveRun
 from cauc_ray.execution.user_code import import_paths
 from cauc_ray.files.documents import make_folder, read_model, write_json
+from cauc_ray.files.parquet import read_parquet, write_parquet
 from cauc_ray.files.paths import AnyPath, hive_values
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.costs import model_cost
 from cauc_ray.models.pool import Replicas, StageSpec
-from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.numbers.types import Bools, Floats, Ints
 
 # Rows that are read and done together.
 BLOCK_ROWS = 256
-# Blocks that one task reads one after the other; all, where a file is read from its start whichever are wanted.
-GROUP_BLOCKS = 16
 # For a call's answers to arrive from the replica's node, which has them when the call has ended.
 ANSWERS_DEADLINE_S = 300.0
-FORMAT: Literal["cauc-collect/2"] = "cauc-collect/2"
+FORMAT: Literal["cauc-collect/3"] = "cauc-collect/3"
 # Other readers of hive-partitioned Parquet pass over names that begin so.
-RECORD, MANIFEST = "_collect.json", "_manifest"
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The blocks of a dataset's splits, numbered on from one split to the next.   sizes: rows of each, in order."""
-
-    sizes: Mapping[str, int]
-
-    @property
-    def _starts(self) -> dict[str, int]:
-        """Return the number of each split's first block, and under "" of what would come next."""
-        n_blocks = [-(-rows // BLOCK_ROWS) for rows in self.sizes.values()]
-        return dict(zip([*self.sizes, ""], accumulate([0, *n_blocks]), strict=True))
-
-    @property
-    def n_blocks(self) -> int:
-        """Return the blocks of all splits."""
-        return self._starts[""]
-
-    def number(self, split: str, block: int) -> int:
-        """Return the number of a split's block among all."""
-        return self._starts[split] + block
-
-    def place(self, number: int) -> tuple[str, int]:
-        """Return a block's split and its number there."""
-        starts = self._starts
-        split = [split for split, rows in self.sizes.items() if rows and starts[split] <= number][-1]
-        return split, number - starts[split]
+RECORD, MANIFEST, INPUTS, CARRIED = "_collect.json", "_manifest", "_inputs", "_carried.parquet"
 
 
 class CollectRecord(BaseModel):
     """The record of a collected split (_collect.json), so that it can be continued and is not mixed with another.
 
-    fingerprint, split, n_rows, block_rows, model: what must be the same for that; so must ids (of all rows, a digest)
-    and dtype, where both records have them.   The others are facts that the model reports and measurements.
+    Attributes:
+        dataset: The dataset's name.
+        rule: How it was split.
+        fingerprint: Of the dataset's files; where it is another, answers to rows with the same id and inputs stay.
+        split: The split.
+        n_rows: Its rows.
+        model: The model's identity, which must be the same to continue.
+        dtype: The precision that answered, which must be the same to continue.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    format: Literal["cauc-collect/2"] = FORMAT
+    format: Literal["cauc-collect/3"] = FORMAT
     dataset: str
     rule: str
     fingerprint: str
     split: str
     n_rows: int
-    block_rows: int
     model: str
-    ids: str | None = None
     dtype: str | None = None
     source: str = ""
     logit_kind: str = ""
@@ -102,14 +77,6 @@ class CollectRecord(BaseModel):
     params_b: float | None = None
     cost_unit: str | None = None
 
-    def same_work(self, other: CollectRecord) -> bool:
-        """Return whether another record is of the same rows and the same model."""
-        same_ids = self.ids == other.ids or None in (self.ids, other.ids)
-        return same_ids and all(
-            getattr(self, key) == getattr(other, key)
-            for key in ("fingerprint", "split", "n_rows", "block_rows", "model")
-        )
-
     def cost(self, stage: StageSpec, per_call: float | None) -> float | None:
         """Return the model's cost of one example as models.costs.model_cost does."""
         facts = ModelFacts(self.source, self.logit_kind, self.gflops_published, self.params_b)
@@ -118,12 +85,21 @@ class CollectRecord(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """One model's work, and its part of a logit table.   records: of each split, in order."""
+    """One model's work, and its part of a logit table.
+
+    Attributes:
+        table: The logit table.
+        kind: What is collected.
+        stage: The model.
+        records: Of each split, in order.
+        columns: What the model reads, None for all.
+    """
 
     table: AnyPath
     kind: Literal["model", "embedding"]
     stage: StageSpec
     records: Mapping[str, CollectRecord]
+    columns: frozenset[str] | None = None
 
     @property
     def name(self) -> str:
@@ -131,31 +107,32 @@ class Collection:
         return self.stage.name
 
     @property
-    def calls_tell_costs(self) -> bool:
-        """Return whether what a call costs is its own, not the pool's."""
+    def calls_report_costs(self) -> bool:
+        """Return whether the cost of a call is the call's own, not the pool's."""
         return self.stage.cost is None or self.stage.cost.is_round_trip
 
     @property
-    def _folder(self) -> AnyPath:
+    def folder(self) -> AnyPath:
+        """The model's folder in the table."""
         return self.table / f"{self.kind}={self.name}"
 
     def parts(self, split: str) -> Parts:
         """Return where the rows of a split are."""
-        folder = self._folder / f"split={split}"
-        return Parts(folder, self.table / FAILED / folder.parent.name / folder.name, folder / MANIFEST)
+        folder = self.folder / f"split={split}"
+        return Parts(folder, self.table / FAILED / folder.parent.name / folder.name, folder / MANIFEST, folder / INPUTS)
 
-    def committed(self, wanted: CollectRecord) -> Committed:
+    def committed(self, split: str) -> Committed:
         """Return what there is of a split.
 
-        Raises ConfigError when it is of other rows or another model, or there is no record of what it is of.
+        Raises:
+            ConfigError: It is of another model, or there is no record of what it is of.
         """
-        parts = self.parts(wanted.split)
+        parts = self.parts(split)
         if parts.rows.exists():
-            found = self.record(wanted.split)
-            if found is None or not found.same_work(wanted):
-                other = "dataset, seed or layout" if found and found.model == wanted.model else "model of that name"
-                whose = "no collection" if found is None else f"another {other}"
-                raise ConfigError(f"{parts.rows} belongs to {whose}; remove it or choose another -o")
+            record = self.record(split)
+            if record is None or record.model != self.records[split].model:
+                owner = "no collection" if record is None else "another model of that name"
+                raise ConfigError(f"{parts.rows} belongs to {owner}; remove it or choose another -o")
         return parts.committed()
 
     def record(self, split: str) -> CollectRecord | None:
@@ -165,12 +142,12 @@ class Collection:
 
     def collected(self) -> list[CollectRecord]:
         """Return the records of all splits of which something was collected."""
-        splits = hive_values(self._folder, "split") if self._folder.is_dir() else []
+        splits = hive_values(self.folder, "split") if self.folder.is_dir() else []
         return [record for record in map(self.record, splits) if record is not None]
 
 
 @dataclass(slots=True)
-class _OpenRows:
+class OpenRows:
     """Answers to a block's rows, as far as they have come."""
 
     rows: dict[int, Floats] = field(default_factory=dict)
@@ -181,15 +158,19 @@ class _OpenRows:
 class CollectedTables:
     """Writes a model's answers: each split's logits and failed rows in parts, once a row of the split is answered."""
 
-    def __init__(self, work: Collection, layout: Layout, answered: frozenset[str]) -> None:
-        """Take what is collected.   answered: the splits of which an earlier attempt has answers."""
+    def __init__(self, work: Collection) -> None:
+        """Take what is collected, which goes on where an earlier attempt has answers."""
         self.commit_s = commits.COMMIT_S
-        self._work, self._layout = work, layout
+        self._work = work
         self._records = dict(work.records)
-        self._open: defaultdict[int, _OpenRows] = defaultdict(_OpenRows)
+        self._open: defaultdict[int, OpenRows] = defaultdict(OpenRows)
         self._measured = False
-        self._answered = set(answered)
-        self._writers = {split: PartWriter(work.parts(split)) for split in work.records}
+        before = {split: work.parts(split).committed().totals for split in work.records}
+        self._answered = {split for split, totals in before.items() if totals.get("rows", Counter())["answered"]}
+        self._writers = {
+            split: PartWriter(work.parts(split), work.parts(split).next_prefix("more") if totals else "part")
+            for split, totals in before.items()
+        }
         self._reasons: dict[str, str] = {}
 
     @property
@@ -247,35 +228,60 @@ class CollectedTables:
         self._open[call.rows[0].owner.block].counts.update(answers.counts)
 
     def add_block(self, block: Owner, example_ids: pa.Array, labels: Ints | None) -> None:
-        """Take a block that is done. A row whose label names none of its options is a failed row too."""
-        at = self._open.pop(block.block, _OpenRows())
-        names, is_model = example_ids.to_pylist(), self._work.kind == "model"
+        """Take a block that is done."""
+        header: BlockHeader = block.names
+        answers = self._open.pop(block.block, OpenRows())
         reasons = {row: reason for row, (_, reason) in block.failures.items()}
-        for row, logits in at.rows.items():
+        self.add_rows(header.split, block.block, example_ids, labels, header.inputs, answers, reasons)
+
+    def add_rows(
+        self,
+        split: str,
+        number: int,
+        example_ids: pa.Array,
+        labels: Ints | None,
+        inputs: pa.Array,
+        answers: OpenRows,
+        reasons: dict[int, str],
+    ) -> None:
+        """Take rows that are done. A row whose label names none of its options is a failed row, too.
+
+        Args:
+            split: Their split.
+            number: The number of their block.
+            example_ids: Their ids, string (n,).
+            labels: Their labels, int32 (n,), None where there are none.
+            inputs: A digest of what the model reads of each, binary (n,).
+            answers: The answers by position.
+            reasons: Why rows have failed, by position.
+        """
+        names, is_model = example_ids.to_pylist(), self._work.kind == "model"
+        for row, logits in answers.rows.items():
             if labels is not None and is_model and labels[row] >= len(logits):
                 reasons[row] = f"its label {labels[row]} is outside its {len(logits)} options"
         failed, by_stage = failed_rows(names, [(row, self._work.name, why) for row, why in reasons.items()])
-        kept = [row for row in range(len(names)) if row not in reasons]
-        ids, vectors = [names[row] for row in kept], [at.rows[row] for row in kept]
-        sums: dict[str, float] = {"answered": len(kept)}
+        rows = [row for row in range(len(names)) if row not in reasons]
+        ids, vectors = [names[row] for row in rows], [answers.rows[row] for row in rows]
+        sums: dict[str, float] = {"answered": len(rows)}
         if is_model:
-            known = None if labels is None else labels[kept]
-            costs = np.array([at.costs[row] for row in kept]) if at.costs and self._work.calls_tell_costs else None
-            table = logit_columns(ids, known, vectors, costs)
-            if known is not None:
-                right = sum(label == np.argmax(own) for label, own in zip(known, vectors, strict=True))
-                sums |= {"labelled": int((known >= 0).sum()), "right": int(right)}
+            labelled = None if labels is None else labels[rows]
+            reported = answers.costs and self._work.calls_report_costs
+            costs = np.array([answers.costs[row] for row in rows]) if reported else None
+            table = logit_columns(ids, labelled, vectors, costs)
+            if labelled is not None:
+                right = sum(label == np.argmax(own) for label, own in zip(labelled, vectors, strict=True))
+                sums |= {"labelled": int((labelled >= 0).sum()), "right": int(right)}
             if costs is not None:
                 sums |= {"paid": len(costs), "cost": float(costs.sum())}
         else:
             table = pa.table({"example_id": pa.array(ids, pa.string()), "embedding": float_lists(vectors)})
-        split, number = self._layout.place(block.block)
-        if kept:
+        if rows:
             self._answered.add(split)
         elif reasons:
             self._reasons.setdefault(split, next(iter(reasons.values())))
-        totals: dict[str, Mapping[str, float]] = {"rows": sums, "failed": by_stage, "counts": at.counts}
-        self._writers[split].add(number, table, failed, ids_digest(names), totals)
+        totals: dict[str, Mapping[str, float]] = {"rows": sums, "failed": by_stage, "counts": answers.counts}
+        digests = inputs.take(pa.array(rows, pa.int64()))
+        self._writers[split].add(number, table, failed, ids_digest(names), totals, reasons, digests)
 
     def commit(self) -> None:
         """Write what has been taken of splits that have answers: others leave nothing, and are asked for again."""
@@ -306,60 +312,135 @@ class CollectedTables:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _DatasetBlocks:
-    """The blocks of a dataset's splits; that their rows are the same is checked with the dataset."""
-
-    dataset: Dataset
-    layout: Layout
-    deadline_s: float | None = DEADLINE_S
-
-    @property
-    def name(self) -> str:
-        return self.dataset.name
-
-    @property
-    def anywhere(self) -> bool:
-        return self.dataset.is_remote
-
-    @property
-    def n_groups(self) -> int:
-        return 1 if self.dataset.streamed else -(-self.layout.n_blocks // GROUP_BLOCKS)
-
-    def blocks(self, group: int, seen: Container[int] = ()) -> Iterator[tuple[int, InputBlock]]:
-        first = group * GROUP_BLOCKS
-        last = self.layout.n_blocks if group == self.n_groups - 1 else first + GROUP_BLOCKS
-        wanted = [number for number in range(first, last) if number not in seen]
-        for split, numbers in groupby(wanted, lambda number: self.layout.place(number)[0]):
-            blocks = {self.layout.place(number)[1] for number in numbers}
-            n_blocks = -(-self.layout.sizes[split] // BLOCK_ROWS)
-            for block, content in self.dataset.blocks(split, BLOCK_ROWS, set(range(n_blocks)) - blocks):
-                yield self.layout.number(split, block), content
-
-
 def plan_collection(work: Collection, dataset: Dataset) -> RunPlan | None:
     """Return the run that a collection still needs, None where all is there. Raises as Collection.committed."""
-    layout = Layout({split: record.n_rows for split, record in work.records.items()})
-    there = {split: work.committed(record) for split, record in work.records.items()}
-    done = {layout.number(split, block): n for split, own in there.items() for block, n in own.rows.items()}
-    n_rows = sum(layout.sizes.values())
-    if sum(done.values()) == n_rows:
-        return None
-    for split in there:
+    for split in work.records:
+        work.committed(split)
         work.parts(split).clean()
-    answered = frozenset(split for split, own in there.items() if own.totals)
+    carry_over(work, dataset)
+    left = {split: _absent(dataset.ids_of(split), work.parts(split).example_ids()) for split in work.records}
+    n_rows, n_left = (sum(map(count, left.values())) for count in (len, np.count_nonzero))
+    if not n_left:
+        return None
     return RunPlan(
         run_id=work.name,
         stages=(work.stage,),
         policy=None,
-        source=_DatasetBlocks(dataset, layout),
-        done=dict.fromkeys(done, ""),
-        sink=CollectedTables(work, layout, answered),
+        source=dataset.blocks(BLOCK_ROWS, work.columns, left, with_inputs=True),
+        done={},
+        sink=CollectedTables(work),
         n_rows=n_rows,
-        n_done=sum(done.values()),
+        n_done=n_rows - int(n_left),
         block_rows=BLOCK_ROWS,
         import_paths=import_paths([work.stage]),
     )
+
+
+def _absent(ids: pa.Array, among: pa.ChunkedArray) -> Bools:
+    absent: Bools = pc.invert(pc.is_in(ids, value_set=among)).to_numpy(zero_copy_only=False)
+    return absent
+
+
+def carry_over(work: Collection, dataset: Dataset) -> None:
+    """Where the dataset has changed, keep the answers to rows with the same id and inputs, whatever their labels.
+
+    Answers to rows that are gone stay next to the splits, in case these rows come back. Ended at any moment, it starts
+    again from there.
+
+    Raises:
+        ConfigError: Not one row is the same: it is another dataset.
+    """
+    records = {split: work.record(split) or record for split, record in work.records.items()}
+    stale = [split for split, record in records.items() if record.fingerprint != work.records[split].fingerprint]
+    carried = work.folder / CARRIED
+    if not stale and not carried.is_file():
+        return
+    answers = _answers(work, stale, carried)
+    matches = list(_matches(work, dataset, stale, answers))
+    if stale and not matches:
+        raise ConfigError(
+            f"{work.parts(stale[0]).rows} belongs to another dataset: no row has the id and the inputs of one that was "
+            "answered; remove it or choose another -o"
+        )
+    write_parquet(carried, answers)
+    for split in stale:
+        work.parts(split).remove()
+        facts = records[split].model_dump(include=MEASURED)
+        records[split] = work.records[split].model_copy(update=facts)
+        write_json(work.parts(split).rows / RECORD, records[split].model_dump())
+    tables = CollectedTables(replace(work, records=records))
+    values, costs = answers.column("values").to_numpy(), answers.column("cost").to_numpy()
+    for number, match in enumerate(matches):
+        rows = OpenRows(dict(enumerate(values[match.answers])))
+        rows.costs = {row: float(cost) for row, cost in enumerate(costs[match.answers]) if not np.isnan(cost)}
+        tables.add_rows(match.split, number, match.example_ids, match.labels, match.inputs, rows, {})
+        if tables.n_bytes > commits.COMMIT_BYTES:
+            tables.commit()
+    tables.commit()
+    taken = [number for match in matches for number in match.answers.tolist()]
+    rest = np.setdiff1d(np.arange(len(answers)), taken)
+    if len(rest):
+        write_parquet(carried, answers.take(pa.array(rest, pa.int64())))
+    else:
+        carried.unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """Rows of a block that were answered before.   answers: the numbers of their answers."""
+
+    split: str
+    example_ids: pa.Array
+    labels: Ints | None
+    inputs: pa.Array
+    answers: Ints
+
+
+def _matches(work: Collection, dataset: Dataset, stale: Sequence[str], answers: pa.Table) -> Iterator[_Match]:
+    """Yield the dataset's rows whose id and inputs are those of an answer, reading only rows with such ids."""
+    candidates = {}
+    for split in work.records:
+        ids = dataset.ids_of(split)
+        candidates[split] = ~_absent(ids, answers.column("example_id"))
+        if split not in stale:
+            candidates[split] &= _absent(ids, work.parts(split).example_ids())
+    keys = _keys(answers.column("example_id"), answers.column("input"))
+    blocks = dataset.blocks(BLOCK_ROWS, work.columns, candidates, with_inputs=True)
+    for _, block in (item for group in range(blocks.n_groups) for item in blocks.blocks(group)):
+        assert block.inputs is not None
+        ids = pa.array(block.example_ids, pa.string())
+        rows = pc.index_in(_keys(ids, block.inputs), value_set=keys)
+        mask = rows.is_valid()
+        if pc.any(mask).as_py():
+            labels = None if block.labels is None else block.labels[mask.to_numpy(zero_copy_only=False)]
+            numbers = rows.filter(mask).to_numpy()
+            yield _Match(block.split, ids.filter(mask), labels, block.inputs.filter(mask), numbers)
+
+
+# What a model reports and what was measured, of a record.
+MEASURED = {"dtype", "source", "logit_kind", "gflops_published", "gflops_measured", "noise", "params_b", "cost_unit"}
+
+
+def _keys(ids: pa.Array, digests: pa.Array) -> pa.Array:
+    """Return what tells rows apart: ids with digests of their inputs; null where there is none."""
+    pairs = zip(ids.to_pylist(), digests.to_pylist(), strict=True)
+    return pa.array([None if digest is None else f"{digest.hex()} {example}" for example, digest in pairs], pa.string())
+
+
+def _answers(work: Collection, splits: Iterable[str], carried: AnyPath) -> pa.Table:
+    """Return the answers of some splits and those that were carried over: example_id, input, values, cost."""
+    tables = [read_parquet(carried)] if carried.is_file() else []
+    column = "logits" if work.kind == "model" else "embedding"
+    for rows, inputs in (part for split in splits for part in work.parts(split).read()):
+        costs = rows.column("cost") if "cost" in rows.column_names else pa.nulls(len(rows), pa.float32())
+        columns = {
+            "example_id": rows.column("example_id"),
+            "input": inputs,
+            "values": rows.column(column),
+            "cost": costs,
+        }
+        tables.append(pa.table(columns))
+    return pa.concat_tables(tables).combine_chunks()
 
 
 def run_side_by_side(

@@ -12,12 +12,12 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -36,10 +36,10 @@ COMMIT_BYTES = 100_000_000
 COMMIT_S = 60.0
 
 FAILED_SCHEMA = pa.schema([("example_id", pa.string()), ("stage", pa.string()), ("reason", pa.string())])
-# In the metadata of a file of failed rows: how many are of each block, in their order.
+# In the metadata of a file of failed rows: their positions in each block, in their order.
 _FAILED_BLOCKS = b"cauc.failed"
-# Of a part: of the first block in it, or of an attempt that does failed rows again.
-_NAME = re.compile(r"part-\d{6,}|retry-\d{3,}-\d{6,}")
+# Of a part: of the first block in it, or of an attempt that does failed rows again or goes on with rows that are left.
+_NAME = re.compile(r"part-\d{6,}|(retry|more)-\d{3,}-\d{6,}")
 _READ_AT_ONCE = 16
 
 # What is counted, and of what: {"failed": {"small": 3}}. Those of several parts add up.
@@ -83,21 +83,30 @@ class Committed:
 class FailedBlock:
     """A block's failed rows.
 
-    by_stage: how many failed at each stage; at "" those that could not be read.   ids: theirs; None where some could
-    not be read and may have had no names, so that all of the block must be done again.
+    Attributes:
+        by_stage: How many failed at each stage; at "" those that could not be read.
+        rows: Their positions in the block, ascending.
     """
 
     by_stage: Counter[str]
-    ids: frozenset[str] | None
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A table in parts.   rows, failed: folders of Parquet files.   manifest: the folder of their entries."""
+    """A table in parts.
+
+    Attributes:
+        rows: The folder of the Parquet files of answered rows.
+        failed: That of failed rows.
+        manifest: The folder of the parts' entries.
+        inputs: That of digests of what models read, a file for each part; None where these are not kept.
+    """
 
     rows: AnyPath
     failed: AnyPath
     manifest: AnyPath
+    inputs: AnyPath | None = None
 
     def committed(self) -> Committed:
         """Return what is committed. Raises DataError for a damaged entry and where a part is missing."""
@@ -118,22 +127,15 @@ class Parts:
         return Committed(rows, ids, totals)
 
     def failed_blocks(self) -> dict[int, FailedBlock]:
-        """Return the failed rows of each block that has some.
-
-        Raises DataError if an id is a duplicate within a block, since the row would be ambiguous.
-        """
-        found = {}
+        """Return the failed rows of each block that has some."""
+        failed = {}
         for file in _files(self.failed):
-            table, start = read_parquet(file), 0
-            for block, n in _failed_blocks(table.schema).items():
-                own = table.slice(start, n)
-                start += n
-                stages = Counter(stage or "" for stage in own.column("stage").to_pylist())
-                ids = frozenset(own.column("example_id").to_pylist())
-                if not stages[""] and len(ids) < n:
-                    raise DataError(f"{file} has a duplicate example_id, so its rows cannot be tried again")
-                found[block] = FailedBlock(stages, None if stages[""] else ids)
-        return found
+            table, start = read_parquet(file, ("stage",)), 0
+            for block, rows in _failed_blocks(file).items():
+                stages = table.column("stage").slice(start, len(rows)).to_pylist()
+                failed[block] = FailedBlock(Counter(stage or "" for stage in stages), tuple(rows))
+                start += len(rows)
+        return failed
 
     def clean(self) -> None:
         """Remove what is not committed, and failed rows that were done again.
@@ -141,7 +143,8 @@ class Parts:
         Raises DataError for a file that no run has written.
         """
         entries = self._entries()
-        for file in (*_files(self.rows), *_files(self.failed)):
+        inputs = [] if self.inputs is None else _files(self.inputs)
+        for file in (*_files(self.rows), *_files(self.failed), *inputs):
             if not _NAME.fullmatch(file.stem):
                 raise DataError(f"{file} was not written by a run; remove it")
             if file.stem not in entries:
@@ -149,16 +152,35 @@ class Parts:
         retries = {name: entry for name, entry in entries.items() if name.startswith("retry")}
         latest = {number: name for name, entry in retries.items() for number, _, _ in entry.blocks}
         for file in _files(self.failed) if latest else ():
-            with open_parquet(file) as opened:
-                blocks = _failed_blocks(opened.schema_arrow)
+            blocks = _failed_blocks(file)
             again = {block for block in blocks if latest.get(block, file.stem) != file.stem}
             if again:
                 _write_failed(file, *_without(read_parquet(file), blocks, again))
 
-    def next_retry(self) -> int:
-        """Return the number of the next attempt that does failed rows again."""
-        numbers = [int(name.split("-")[1]) for name in self._names() if name.startswith("retry")]
-        return 1 + max(numbers, default=0)
+    def example_ids(self) -> pa.ChunkedArray:
+        """Return the ids of all committed rows, failed ones too."""
+        files = [*_files(self.rows), *_files(self.failed)]
+        ids = [read_parquet(file, ("example_id",)).column("example_id") for file in files]
+        return pa.chunked_array([chunk for column in ids for chunk in column.chunks], pa.string())
+
+    def read(self) -> Iterator[tuple[pa.Table, pa.Array]]:
+        """Yield the committed answered rows of each part, with the digests of what models read of them."""
+        assert self.inputs is not None
+        for file in _files(self.rows):
+            yield read_parquet(file), read_parquet(self.inputs / file.name).column("input").combine_chunks()
+
+    def remove(self) -> None:
+        """Remove everything, what commits it first."""
+        for file in [*(self.manifest / f"{name}.json" for name in self._names())]:
+            file.unlink()
+        inputs = [] if self.inputs is None else _files(self.inputs)
+        for file in (*_files(self.rows), *_files(self.failed), *inputs):
+            file.unlink()
+
+    def next_prefix(self, kind: Literal["retry", "more"]) -> str:
+        """Return what the names of the parts of the next attempt begin with."""
+        numbers = [int(name.split("-")[1]) for name in self._names() if name.startswith(kind)]
+        return f"{kind}-{1 + max(numbers, default=0):03d}"
 
     def _names(self) -> list[str]:
         """Return the names of what is committed, retries last and in their order."""
@@ -177,11 +199,13 @@ class Parts:
 class PartWriter:
     """Gathers blocks that are done, and commits them as one part: whole or not at all."""
 
-    def __init__(self, parts: Parts, retry: int | None = None) -> None:
-        """Take the table.   retry: the number of the attempt, where its failed rows are done again."""
+    def __init__(self, parts: Parts, prefix: str = "part") -> None:
+        """Take the table, and what the parts' names begin with."""
         self._parts = parts
-        self._prefix = "part" if retry is None else f"retry-{retry:03d}"
+        self._prefix = prefix
         self._blocks: dict[int, tuple[int, str | None, pa.Table, pa.Table]] = {}
+        self._failed_at: dict[int, list[int]] = {}
+        self._inputs: dict[int, pa.Array] = {}
         self._totals: Totals = {}
         self.n_bytes = 0
 
@@ -192,9 +216,24 @@ class PartWriter:
         failed: pa.Table,
         digest: str | None,
         totals: Mapping[str, Mapping[str, float]],
+        failed_at: Iterable[int],
+        inputs: pa.Array | None = None,
     ) -> None:
-        """Take a block that is done.   failed: of FAILED_SCHEMA.   digest: as Entry has it."""
+        """Take a block that is done.
+
+        Args:
+            block: Its number.
+            rows: The answered rows.
+            failed: The failed rows, of FAILED_SCHEMA.
+            digest: As Entry has it.
+            totals: What is counted of the block.
+            failed_at: The positions of the failed rows in the block, in their order.
+            inputs: A digest of what models read of each answered row, where these are kept.
+        """
         self._blocks[block] = rows.num_rows + failed.num_rows, digest, rows, failed
+        self._failed_at[block] = sorted(failed_at)
+        if inputs is not None:
+            self._inputs[block] = inputs
         add_totals(self._totals, totals)
         self.n_bytes += rows.nbytes + failed.nbytes
 
@@ -207,15 +246,19 @@ class PartWriter:
         rows, failed = zip(*(self._blocks[block][2:] for block in blocks), strict=True)
         make_folder(parts.rows)
         write_parquet(parts.rows / f"{name}.parquet", pa.concat_tables(rows, promote_options="default"))
-        counts = {block: own.num_rows for block, own in zip(blocks, failed, strict=True) if own.num_rows}
-        _write_failed(parts.failed / f"{name}.parquet", pa.concat_tables(failed), counts)
+        failed_at = {block: self._failed_at[block] for block in blocks if self._failed_at[block]}
+        _write_failed(parts.failed / f"{name}.parquet", pa.concat_tables(failed), failed_at)
+        if parts.inputs is not None:
+            make_folder(parts.inputs)
+            digests = pa.chunked_array([self._inputs[block] for block in blocks], pa.binary())
+            write_parquet(parts.inputs / f"{name}.parquet", pa.table({"input": digests}))
         make_folder(parts.manifest)
         entry = Entry(
             blocks=tuple((block, *self._blocks[block][:2]) for block in blocks),
             totals={what: dict(counts) for what, counts in self._totals.items()},
         )
         write_json(parts.manifest / f"{name}.json", entry.model_dump())
-        self._blocks, self._totals, self.n_bytes = {}, {}, 0
+        self._blocks, self._failed_at, self._inputs, self._totals, self.n_bytes = {}, {}, {}, {}, 0
 
 
 def failed_rows(
@@ -243,23 +286,26 @@ def _files(folder: AnyPath) -> list[AnyPath]:
     return [file for file in there if file.suffix == ".parquet"]
 
 
-def _failed_blocks(schema: pa.Schema) -> dict[int, int]:
-    """Return how many failed rows of each block a file has, in their order."""
-    counts = json.loads((schema.metadata or {}).get(_FAILED_BLOCKS, b"{}"))
-    return {int(block): n for block, n in counts.items()}
+def _failed_blocks(file: AnyPath) -> dict[int, list[int]]:
+    """Return the positions of each block's failed rows in a file, in their order."""
+    with open_parquet(file) as opened:
+        positions = json.loads((opened.schema_arrow.metadata or {}).get(_FAILED_BLOCKS, b"{}"))
+    return {int(block): rows for block, rows in positions.items()}
 
 
-def _without(table: pa.Table, blocks: Mapping[int, int], again: set[int]) -> tuple[pa.Table, dict[int, int]]:
+def _without(
+    table: pa.Table, blocks: Mapping[int, list[int]], again: set[int]
+) -> tuple[pa.Table, dict[int, list[int]]]:
     """Return failed rows without those of some blocks."""
-    kept = [block not in again for block, n in blocks.items() for _ in range(n)]
-    return table.filter(pa.array(kept)), {block: n for block, n in blocks.items() if block not in again}
+    mask = [block not in again for block, rows in blocks.items() for _ in rows]
+    return table.filter(pa.array(mask)), {block: rows for block, rows in blocks.items() if block not in again}
 
 
-def _write_failed(path: AnyPath, table: pa.Table, counts: Mapping[int, int]) -> None:
-    """Write failed rows.   counts: of each block; there is no file where there are none."""
-    if counts:
+def _write_failed(path: AnyPath, table: pa.Table, positions: Mapping[int, Sequence[int]]) -> None:
+    """Write failed rows.   positions: in each block; there is no file where there are none."""
+    if positions:
         make_folder(path.parent)
-        write_parquet(path, table.replace_schema_metadata({_FAILED_BLOCKS: json.dumps(counts)}))
+        write_parquet(path, table.replace_schema_metadata({_FAILED_BLOCKS: json.dumps(positions)}))
         return
     path.unlink(missing_ok=True)
     if isinstance(path, Path):

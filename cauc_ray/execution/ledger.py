@@ -44,7 +44,7 @@ LEDGER_SCHEMA = pa.schema(
         ("bytes_in", pa.int64()),
     ]
 )
-FORMAT: Literal["cauc-run/4"] = "cauc-run/4"
+FORMAT: Literal["cauc-run/5"] = "cauc-run/5"
 # The replicas of a run's next attempt are numbered on from here.
 ATTEMPT_REPLICAS = 100_000
 
@@ -57,7 +57,7 @@ class RunRecord(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    format: Literal["cauc-run/4"] = FORMAT
+    format: Literal["cauc-run/5"] = FORMAT
     run_id: str
     policy_id: str
     block_rows: int
@@ -128,7 +128,7 @@ class RunTables:
         self._names = names
         self._retried = retried or {}
         self._new = PartWriter(parts_of(out))
-        self._again = PartWriter(parts_of(out), parts_of(out).next_retry()) if self._retried else self._new
+        self._again = PartWriter(parts_of(out), parts_of(out).next_prefix("retry")) if self._retried else self._new
         self._calls: list[tuple[object, ...]] = []
         self._attempt, self._n_written, self._has_record = attempt, 0, False
 
@@ -187,6 +187,7 @@ class RunTables:
         failed, by_stage = failed_rows(names, reasons)
         before = self._retried.get(block.block)
         digest = "" if by_stage[""] else ids_digest(names)  # what could not be read has no ids to be compared
+        failed_at = block.failures.keys() if before is None else [before.rows[row] for row in block.failures]
         if before is not None:
             by_stage.subtract(before.by_stage)
         costs = block.costs[answered]
@@ -203,9 +204,8 @@ class RunTables:
             },
             "cost": {"sum": float(costs.sum()), "squares": float(np.square(costs).sum())},
         }
-        partly = before is not None and before.ids is not None
         (self._new if before is None else self._again).add(
-            block.block, table, failed, None if partly else digest, totals
+            block.block, table, failed, digest if before is None else None, totals, failed_at
         )
 
     def commit(self) -> None:

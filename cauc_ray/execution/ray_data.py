@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from ray.data import Dataset, ExecutionResources
 from ray.data.dataset import MaterializedDataset
 
-from cauc_ray.data.blocks import InputBlock, other_rows, table_block
+from cauc_ray.data.blocks import InputBlock, other_rows
+from cauc_ray.data.columns import ID, ColumnPlan, Task, plan_columns, read_block
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.cluster import store_bytes
+from cauc_ray.files.paths import AnyPath
+from cauc_ray.numbers.types import Ints
 
 _SOURCE = "the Ray dataset"
 STORE_SHARE = 0.15
@@ -24,44 +30,72 @@ STORE_SHARE = 0.15
 class DatasetInput:
     """A Ray Dataset as a run's input; each run executes it again.
 
-    path: a name for people, of no file.   n_rows and row_bytes: of a materialised dataset; else None and 0, unknown.
-    identity: nothing of the rows, which only an execution would tell; a resumed run compares those that are committed.
+    Attributes:
+        path: A name for people, of no file.
+        columns: The columns that models get, None until they are known.
+        n_rows: The rows of a materialised dataset, None for others.
+        row_bytes: Their mean size, 0 where it is unknown.
+        identity: Nothing of the rows, which only an execution would tell; a resumed run compares those that are
+            committed.
     """
 
     path = Path(_SOURCE)
 
-    def __init__(self, dataset: Dataset) -> None:
-        """Take a dataset with a column example_id; nothing is executed.
+    def __init__(
+        self,
+        dataset: Dataset,
+        task: Task,
+        columns: Mapping[str, str] | None = None,
+        labels: tuple[str, ...] | None = None,
+        model_columns: frozenset[str] | None = None,
+    ) -> None:
+        """Take a dataset with a column of ids; nothing is executed.
 
-        Raises DataError where its columns are known and example_id is not among them, and where it has no rows.
+        Args:
+            dataset: The dataset.
+            task: What the rows are.
+            columns: Canonical name to the dataset's own name.
+            labels: The names of the options.
+            model_columns: The columns that models read, None for all.
+
+        Raises:
+            DataError: The columns are known and have no ids, or there are no rows.
         """
         self._dataset = dataset
+        self._planned = partial(_planned, task=task, renamed=columns or {}, labels=labels, model_columns=model_columns)
         self.identity = {"ray dataset": 0}
         self.n_rows: int | None = None
         self.row_bytes = 0.0
-        known = dataset.schema(fetch_if_missing=False)
-        self.columns: list[str] | None = None if known is None else known.names
-        if self.columns is not None:
-            _require_ids(self.columns)
+        schema = dataset.schema(fetch_if_missing=False)
+        self.columns = None if schema is None else [*self._planned(schema.names).columns]
         if isinstance(dataset, MaterializedDataset):  # only then are these known without an execution
             self.n_rows = dataset.count()
             if self.n_rows == 0:
                 raise DataError(f"{_SOURCE} has no rows")
             self.row_bytes = dataset.size_bytes() / self.n_rows
 
-    def source(self, block_rows: int, columns: frozenset[str] | None = None) -> DatasetSource:
+    def blocks(self, block_rows: int, columns: frozenset[str] | None = None) -> DatasetBlocks:
         """Return the dataset's rows in its own order, in blocks of so many."""
-        return DatasetSource(self._dataset, block_rows, columns)
+        return DatasetBlocks(self._dataset, self._planned, block_rows, columns)
+
+
+def _planned(names: Sequence[str], **settings: Any) -> ColumnPlan:
+    """Return how the columns of a dataset are read. Raises DataError if it has no ids."""
+    plan = plan_columns(names, _SOURCE, **settings)
+    if not plan.ids:
+        raise DataError(f"{_SOURCE} has no column 'example_id'; it has {', '.join(sorted(names))}")
+    return plan
 
 
 @dataclass(frozen=True, slots=True)
-class DatasetSource:
+class DatasetBlocks:
     """Blocks of a Ray Dataset: one group, since one process takes the results of an execution in order.
 
     It is executed from the node of whoever gave it, which may take any time; Ray Data reports what fails.
     """
 
     dataset: Dataset
+    planned: Callable[[Sequence[str]], ColumnPlan]
     block_rows: int
     columns: frozenset[str] | None
     name: str = _SOURCE
@@ -74,21 +108,35 @@ class DatasetSource:
         return 1
 
     def blocks(self, group: int, seen: Collection[int] = ()) -> Iterator[tuple[int, InputBlock]]:
-        """Execute the dataset and yield its blocks; seen ones are computed, too.
+        """Execute the dataset and yield its blocks, seen ones with their ids only.
 
-        Raises DataError for content that no run can take and where seen blocks are missing, ExecutionError where the
-        dataset's execution fails.
+        Raises:
+            DataError: No run can take the content, or seen blocks are missing.
+            ExecutionError: The dataset's execution fails.
         """
         with _as_an_input(self.dataset):
-            number = -1
+            number, first_row = -1, 0
             for number, table in enumerate(self._tables()):
-                _require_ids(table.column_names)
-                wanted = {"example_id"} if number in seen else self.columns
-                read = [name for name in table.column_names if wanted is None or name in wanted]
-                yield number, table_block(table.select(read), lambda row: _SOURCE)
-        missing = [other for other in seen if other > number]
+                plan = self.planned(table.column_names)
+                plan = replace(plan, columns={ID: plan.ids}) if number in seen else plan.restricted(self.columns)
+                rows = np.arange(first_row, first_row + len(table))
+                yield number, read_block(plan, table.select(plan.file_columns), rows, self)
+                first_row += len(table)
+        missing = [block for block in seen if block > number]
         if missing:
             raise other_rows(_SOURCE, f"it ends before block {min(missing)}")
+
+    def place_of(self, row: int) -> str:
+        """Return where a row is, for messages."""
+        return f"{_SOURCE}, row {row}"
+
+    def row_names(self, rows: Ints) -> pa.Array:
+        """Return no names: a Ray Dataset has ids."""
+        raise AssertionError("a Ray Dataset has ids")
+
+    def folder_of(self, row: int) -> AnyPath | None:
+        """Return that paths of images are absolute."""
+        return Path("/")
 
     def _tables(self) -> Iterator[pa.Table]:
         try:
@@ -120,8 +168,3 @@ def _as_an_input(dataset: Dataset) -> Iterator[None]:
         yield
     finally:
         context.execution_options, context.enable_progress_bars, context.target_max_block_size = before
-
-
-def _require_ids(names: list[str]) -> None:
-    if "example_id" not in names:
-        raise DataError(f"{_SOURCE} has no column 'example_id'; it has {', '.join(sorted(names))}")

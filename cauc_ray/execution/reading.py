@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from cauc_ray.cascade.bundles import Bundle, packed
 from cauc_ray.data.blocks import BlockSource, InputBlock, Seen, ids_digest, other_rows
-from cauc_ray.errors import CaucError, DataError, ExecutionError
+from cauc_ray.errors import CaucError, ExecutionError
 from cauc_ray.execution.actors import explained, kind_of
 from cauc_ray.execution.cluster import live_nodes
 from cauc_ray.execution.commits import FailedBlock
@@ -37,8 +37,17 @@ DEATHS = 4
 class BlockHeader:
     """What is needed of a block in addition to the columns that models read.
 
-    group, number: where it is in the input.   chunks: rows and bytes of each.   digest: of the ids, "" where it cannot
-    be read.   labels, unreadable, may_return: as InputBlock's.
+    Attributes:
+        group: The group that it is of.
+        number: Its number in the input.
+        example_ids: Of all rows, string (n,).
+        labels: As InputBlock's.
+        chunks: Rows and bytes of each chunk; together they hold the rows that could be read.
+        digest: Of the ids, "" where some row could not be read.
+        unreadable: As InputBlock's.
+        may_return: As InputBlock's.
+        split: As InputBlock's.
+        inputs: As InputBlock's.
     """
 
     group: int
@@ -47,8 +56,10 @@ class BlockHeader:
     labels: Ints | None
     chunks: tuple[tuple[int, float], ...]
     digest: str
-    unreadable: str | None
+    unreadable: Mapping[int, str]
     may_return: bool
+    split: str
+    inputs: pa.Array | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +89,21 @@ def read_blocks(work: Work, piece: Piece, n_away: int, chunk_rows: int) -> Itera
     n_away: blocks that could not be opened so far.
     """
     for number, block, digest in _settled(work, piece, n_away):
-        n = len(block.example_ids) if block.unreadable is None else 0
+        n = len(block.example_ids) - len(block.unreadable)
         starts = range(0, n, chunk_rows)
         rows = [min(chunk_rows, n - start) for start in starts]
-        sizes = tuple((each, block.n_bytes * each / n) for each in rows)
-        ids = pa.array(block.example_ids, pa.string())
-        yield BlockHeader(piece.group, number, ids, block.labels, sizes, digest, block.unreadable, block.may_return)
+        yield BlockHeader(
+            group=piece.group,
+            number=number,
+            example_ids=pa.array(block.example_ids, pa.string()),
+            labels=block.labels,
+            chunks=tuple((n_rows, block.n_bytes * n_rows / n) for n_rows in rows),
+            digest=digest,
+            unreadable=block.unreadable,
+            may_return=block.may_return,
+            split=block.split,
+            inputs=block.inputs,
+        )
         for start in starts:  # Ray cannot take "yield from"
             yield Bundle(packed({name: c[start : start + chunk_rows] for name, c in block.columns.items()}))
         yield None
@@ -94,39 +114,33 @@ def _settled(work: Work, piece: Piece, n_away: int) -> Iterator[tuple[int, Input
 
     Raises DataError where a block that was read before holds other rows than then.
     """
-    source, again = work.source, {number: failed.ids for number, failed in work.again.items()}
+    source, again = work.source, work.again
     seen = {number: digest for number, digest in work.done.items() if number not in again} | dict(piece.seen)
     first = {**work.done, **seen}
     n_tries = 0
     blocks = source.blocks(piece.group, seen)
     while (found := next(blocks, None)) is not None:
         number, block = found
-        digest = ids_digest(block.example_ids) if block.unreadable is None else ""
-        if digest and first.get(number) and digest != first[number] and again.get(number, "") is not None:
+        digest = "" if block.unreadable else ids_digest(block.example_ids)
+        if digest and first.get(number) and digest != first[number]:
             raise other_rows(source.name, f"its block {number} has other rows")
         if number in seen or piece.only not in (None, number):
             continue
         pauses = LONG_PAUSES_S[: max(2, len(LONG_PAUSES_S) - n_away)] if block.may_return else PAUSES_S
-        if block.unreadable is not None and n_tries < len(pauses):
+        if block.unreadable and n_tries < len(pauses):
             time.sleep(pauses[n_tries])
             n_tries += 1
             blocks = source.blocks(piece.group, seen)
             continue
         n_away, n_tries = n_away + block.may_return, 0
         seen[number] = digest
-        ids = again.get(number)
-        yield number, block if ids is None else _failed_rows(source.name, number, block, ids), digest
+        failed = again.get(number)
+        if failed is None:
+            yield number, block, digest
+        else:
+            yield number, block.where(np.isin(np.arange(len(block.example_ids)), failed.rows)), digest
         if number == piece.only:
             return
-
-
-def _failed_rows(name: str, number: int, block: InputBlock, ids: frozenset[str]) -> InputBlock:
-    """Return the rows of a block that failed."""
-    failed = np.array([example in ids for example in block.example_ids])
-    if block.unreadable is not None or failed.sum() != len(ids):
-        why = block.unreadable or "an example_id is a duplicate"
-        raise DataError(f"{name}: failed rows of block {number} cannot be tried again: {why}")
-    return block.where(failed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,14 +147,12 @@ class RunController:
         header = read.header
         n_rows = len(header.example_ids)
         owner = Owner(header.number, n_rows, header, self._restarts.get(header.number, 0))
-        if header.unreadable is None:
-            chunks = [Chunk(ref, *size) for ref, size in zip(read.chunks, header.chunks, strict=True)]
-            policy = self._plan.policy
-            first = None if policy is None else policy.first(n_rows, header.example_ids if policy.by_id else None)
-            self._scheduler.submit(owner, chunks, now, first)
-        else:
-            lost = "it was lost and cannot be read again: " if read.again else ""
-            self._scheduler.give_up(owner, lost + header.unreadable)
+        chunks = [Chunk(ref, *size) for ref, size in zip(read.chunks, header.chunks, strict=True)]
+        policy = self._plan.policy
+        first = None if policy is None else policy.first(n_rows, header.example_ids if policy.by_id else None)
+        lost = "it was lost and cannot be read again: " if read.again else ""
+        unreadable = {position: lost + reason for position, reason in header.unreadable.items()}
+        self._scheduler.submit(owner, chunks, now, first, unreadable)
 
     # Calls
 

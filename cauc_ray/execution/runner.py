@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import ray
 from ray.exceptions import RayError
 
-from cauc_ray.data.inputs import RunInput
+from cauc_ray.data.datasets import RunInput
 from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, explained, kind_of, make_actor, result_of
 from cauc_ray.execution.cluster import require_fit
@@ -159,8 +159,7 @@ class _Before:
     def n_done(self) -> int:
         """Return the rows that are done with."""
         rows = self.committed.rows
-        again = (rows[block] if failed.ids is None else len(failed.ids) for block, failed in self.again.items())
-        return sum(rows.values()) - sum(again)
+        return sum(rows.values()) - sum(len(failed.rows) for failed in self.again.values())
 
     @property
     def failed(self) -> dict[str, int]:
@@ -210,7 +209,7 @@ def run_cascade(
             run_id=record.run_id,
             stages=stages,
             policy=policy,
-            source=inputs.source(record.block_rows, columns),
+            source=inputs.blocks(record.block_rows, columns),
             done=there.committed.ids,
             again=there.again,
             sink=RunTables(

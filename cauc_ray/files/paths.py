@@ -85,28 +85,33 @@ class RemotePath:
         """Return whether a folder exists here; on object stores, whether some object has this prefix."""
         return self._type() == "Directory"
 
-    def size(self) -> int:
-        """Return the file's size in bytes."""
-        with self.open_input() as opened:
-            n_bytes: int = opened.size()
-            return n_bytes
-
     def iterdir(self) -> Iterator[RemotePath]:
         """Yield the folder's entries, sorted."""
-        return (path for path, _ in self._list(recursive=False))
+        return (entry.path for entry, _ in self._list(recursive=False))
 
-    def files_below(self) -> Iterator[RemotePath]:
-        """Yield the files in the folder and its subfolders, sorted."""
-        return (path for path, kind in self._list(recursive=True) if kind == "File")
+    def files_below(self) -> list[FileEntry]:
+        """Return the files in the folder and its subfolders, sorted, or the file itself, by a single listing."""
+        return [entry for entry, is_file in self._list(recursive=True) if is_file] or self.entry()
 
-    def open_input(self) -> Any:
-        """Open the file for reading at any position. Raises FileNotFoundError if it does not exist."""
+    def open_input(self, size: int | None = None) -> Any:
+        """Open the file for reading at any position.
+
+        Args:
+            size: Its size in bytes, which saves a request where a listing has reported it.
+
+        Raises:
+            FileNotFoundError: It does not exist; with a size, at the first read.
+        """
         with self._reached("read") as (filesystem, path):
-            return filesystem.open_input_file(path)
+            if size is None or not size:
+                return filesystem.open_input_file(path)
+            from pyarrow.dataset import ParquetFileFormat
 
-    def read_bytes(self) -> bytes:
-        """Return the file's content. Raises FileNotFoundError if it does not exist."""
-        with self._reached("read") as (filesystem, path), filesystem.open_input_file(path) as opened:
+            return ParquetFileFormat().make_fragment(path, filesystem, file_size=size).open()
+
+    def read_bytes(self, size: int | None = None) -> bytes:
+        """Return the file's content. Arguments and errors are those of open_input."""
+        with self._reached("read"), self.open_input(size) as opened:
             content: bytes = opened.read()
             return content
 
@@ -133,13 +138,23 @@ class RemotePath:
         with self._reached("read") as (filesystem, path):
             return str(filesystem.get_file_info(path).type.name)
 
-    def _list(self, *, recursive: bool) -> list[tuple[RemotePath, str]]:
+    def _list(self, *, recursive: bool) -> list[tuple[FileEntry, bool]]:
+        """Return the entries below, sorted, and whether each is a file."""
         with self._reached("read") as (filesystem, path):
             from pyarrow.fs import FileSelector
 
-            found = filesystem.get_file_info(FileSelector(path, allow_not_found=True, recursive=recursive))
-        below = {PurePosixPath(each.path.lstrip("/")).relative_to(path): each.type.name for each in found}
-        return [(replace(self, key=self.key / name), below[name]) for name in sorted(below)]
+            infos = filesystem.get_file_info(FileSelector(path, allow_not_found=True, recursive=recursive))
+        below = {PurePosixPath(info.path.lstrip("/")).relative_to(path): info for info in infos}
+        return [
+            (_entry_of(replace(self, key=self.key / name), below[name]), below[name].type.name == "File")
+            for name in sorted(below)
+        ]
+
+    def entry(self) -> list[FileEntry]:
+        """Return the file's own entry, none where there is no file."""
+        with self._reached("read") as (filesystem, path):
+            info = filesystem.get_file_info(path)
+        return [_entry_of(self, info)] if info.type.name == "File" else []
 
     @contextmanager
     def _reached(self, done: str, kind: type[ConfigError | DataError] = DataError) -> Iterator[tuple[Any, str]]:
@@ -158,6 +173,25 @@ class RemotePath:
 
 AnyPath: TypeAlias = Path | RemotePath
 SomePath = TypeVar("SomePath", bound=AnyPath)
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file as a listing reports it.
+
+    Attributes:
+        path: Its path.
+        size: Its size in bytes, -1 for a broken link.
+        modified_ns: The time of its last change, in nanoseconds since the epoch.
+    """
+
+    path: Any
+    size: int
+    modified_ns: int
+
+
+def _entry_of(path: RemotePath, info: Any) -> FileEntry:
+    return FileEntry(path, -1 if info.size is None else info.size, info.mtime_ns or 0)
 
 
 def path_of(location: str | AnyPath) -> AnyPath:
@@ -246,10 +280,14 @@ def _filesystem(root: str, settings: tuple[tuple[str, str], ...]) -> tuple[Any, 
     return PyFileSystem(handler), authority
 
 
+# Names that belong to other programs, such as partial writes, manifests and logs of transactions.
+HIDDEN = (".", "_")
+
+
 def visible(folder: SomePath) -> list[SomePath]:
-    """List a folder sorted by name, without hidden files, which belong to other programs (such as partial writes)."""
+    """List a folder sorted by name, without hidden names."""
     return sorted(
-        (cast("SomePath", path) for path in folder.iterdir() if not path.name.startswith(".")),
+        (cast("SomePath", path) for path in folder.iterdir() if not path.name.startswith(HIDDEN)),
         key=lambda path: path.name,
     )
 
@@ -263,31 +301,44 @@ def hive_values(folder: AnyPath, key: str) -> list[str]:
     ]
 
 
-def files_below(folder: SomePath, *, follow_links: bool = False) -> Iterator[SomePath]:
-    """Yield the visible files in a folder and its subfolders, sorted by the components of their paths.
+def list_files(location: AnyPath, *, follow_links: bool = False, hidden: tuple[str, ...] = HIDDEN) -> list[FileEntry]:
+    """List the files in a folder and its subfolders, or a file, by a single listing.
 
-    follow_links: also enter folders behind links, each folder once.
+    Args:
+        location: The folder or file.
+        follow_links: Also enter folders behind links, each folder once.
+        hidden: What the names of files and folders that are left out begin with.
+
+    Returns:
+        The files, sorted by the components of their paths; none where nothing is there.
     """
-    found: Iterator[AnyPath] = (
-        (file for file in folder.files_below() if "/." not in f"/{path_inside(file, folder)}")
-        if isinstance(folder, RemotePath)
-        else _walked(str(folder), follow_links, set())
-    )
-    return cast("Iterator[SomePath]", found)
+    if isinstance(location, RemotePath):
+        n_parts = len(location.parts)
+        below = location.files_below()
+        return [entry for entry in below if not any(part.startswith(hidden) for part in entry.path.parts[n_parts:])]
+    if location.is_dir():
+        return list(_walked(str(location), follow_links, hidden, set()))
+    return [_local_entry(location, location.stat())] if location.is_file() else []
 
 
-def _walked(folder: str, follow_links: bool, seen: set[str]) -> Iterator[Path]:
+def _walked(folder: str, follow_links: bool, hidden: tuple[str, ...], seen: set[str]) -> Iterator[FileEntry]:
     if (real := os.path.realpath(folder)) in seen:
         return
     seen.add(real)
-    with os.scandir(folder) as found:
-        entries = sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    with os.scandir(folder) as listing:
+        entries = sorted((entry for entry in listing if not entry.name.startswith(hidden)), key=lambda e: e.name)
     for entry in entries:
         if entry.is_dir():
             if follow_links or not entry.is_symlink():
-                yield from _walked(entry.path, follow_links, seen)
-        elif entry.is_file() or not os.path.exists(entry.path):  # not a pipe or a device, but broken links count
-            yield Path(entry.path)
+                yield from _walked(entry.path, follow_links, hidden, seen)
+        elif entry.is_file():  # not a pipe or a device
+            yield _local_entry(Path(entry.path), entry.stat())
+        elif not os.path.exists(entry.path):
+            yield FileEntry(Path(entry.path), -1, 0)
+
+
+def _local_entry(path: Path, status: os.stat_result) -> FileEntry:
+    return FileEntry(path, status.st_size, status.st_mtime_ns)
 
 
 def content_digest(path: AnyPath) -> str | None:
@@ -302,6 +353,6 @@ def content_digest(path: AnyPath) -> str | None:
                 return hashlib.file_digest(file, "sha256").hexdigest()
         if not path.is_dir():
             return None
-        below = files_below(path, follow_links=True)
-        names = {path_inside(file, path): content_digest(file) for file in below}
+        files = [entry.path for entry in list_files(path, follow_links=True, hidden=(".",))]
+        names = {path_inside(file, path): content_digest(file) for file in files}
     return hashlib.sha256(json.dumps(names, sort_keys=True).encode()).hexdigest()

@@ -169,7 +169,7 @@ def image_model(spec: HubImageSpec, network: Any, labels: tuple[str, ...] | None
 
 
 def load_text_model(spec: TransformersClassifierSpec, placement: Placement) -> TextClassifier:
-    """Load a text classifier and its tokenizer. Raises ConfigError if they cannot be loaded, or it is no classifier."""
+    """Load a text classifier and its tokenizer. Raises ConfigError if they cannot be loaded."""
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     config = fetched(AutoConfig, spec)

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx2
 
-from cauc_ray.errors import CaucError, ConfigError, first_line
+from cauc_ray.errors import CaucError, ConfigError, first_line, one_line
 from cauc_ray.models.background import Background
 
 # Pauses between attempts double from the first to the longest, unless the server asks for longer ones.
@@ -219,7 +219,7 @@ class HttpClient:
         """
         url, n_attempts, n_faults = path if "://" in path else f"{self._url}{path}", 0, 0
         left_s = deadline - time.monotonic()
-        reason = f"no answer within {left_s:.2g} s"
+        reason = f"no answer within {left_s:.2g} s" if left_s > 0 else "no time is left for it"
         while True:
             n_attempts, response = n_attempts + 1, None
             try:
@@ -234,7 +234,7 @@ class HttpClient:
                 self._require_tls(error)
                 n_faults, pause_s = n_faults + 1, 0.0
                 late = isinstance(error, httpx2.TimeoutException)
-                reason = f"no answer within {left_s:.2g} s" if late else str(error) or type(error).__name__
+                reason = f"no answer within {left_s:.2g} s" if late else self.redacted(one_line(error))
             else:
                 if response.status == RATE_LIMITED and NO_CREDIT not in response.content:
                     n_faults += not self._outlasts

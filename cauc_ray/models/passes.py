@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from cauc_ray.models.answers import (
     PASS_TOKENS,
@@ -52,7 +54,7 @@ class LocalModel(PreparingModel):
         return batch_size(batch), *self.read(batch)
 
     def answer(self, prepared: Inputs) -> Answers:
-        """Compute a batch; rows that cannot be read, or whose logits are no numbers, are failures."""
+        """Compute a batch; rows that cannot be read, or whose logits are not finite, are failures."""
         n, passes, faults = prepared
         logits: dict[int, Floats] = {}
         counts: Counter[str] = Counter()
@@ -95,3 +97,12 @@ def text_passes(
     lengths = {row: len(encoding["input_ids"]) for row, encoding in encoded.items()}
     passes = bucketed(lengths, batch_tokens, pass_tokens)
     return [(rows, collate([encoded[row] for row in rows])) for rows in passes], faults
+
+
+def texts_in(values: Iterable[Any]) -> Iterator[str]:
+    """Yield the texts of a row's values and lists that are not empty."""
+    for value in values:
+        if isinstance(value, str):
+            yield from filter(None, [value])
+        elif isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype.kind in "OU"):
+            yield from texts_in(value)

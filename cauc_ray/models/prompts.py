@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
-from jinja2 import TemplateError, meta
+from jinja2 import TemplateError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
@@ -35,19 +35,13 @@ IDS_AT_ONCE = 128
 
 OptionsAs: TypeAlias = Literal["letter", "name", "text"]
 
-# The prompt of multiple-choice questions; `task` is the benchmark's, where a dataset has several.
+# The columns that a question has.
+QUESTION_COLUMNS = frozenset({"question", "choices"})
+# The prompt of multiple-choice questions.
 QUESTION = """\
-{% if task == "mmlu" and subject %}The following is a multiple choice question about {{ subject | replace("_", " ") }}.
-
-{% elif task == "medmcqa" %}The following is a multiple choice question from a medical entrance exam.
-
-{% endif -%}
-{% if context %}{{ {"logiqa": "Passage: ", "socialiqa": "Situation: "}[task] }}{{ context | trim }}
+{% if context %}{{ context | trim }}
 {% endif -%}
 Question: {{ question | trim }}"""
-# Its columns, of which the first two are required.
-QUESTION_NEEDS = frozenset({"question", "choices"})
-QUESTION_READS = QUESTION_NEEDS | {"context", "subject", "task"}
 
 _ENVIRONMENT = ImmutableSandboxedEnvironment(
     autoescape=False,
@@ -58,6 +52,22 @@ _ENVIRONMENT = ImmutableSandboxedEnvironment(
 def _variables(template: str) -> frozenset[str]:
     """Return the names that a template reads. Raises TemplateError for one that cannot be parsed."""
     return frozenset(meta.find_undeclared_variables(_ENVIRONMENT.parse(template)))
+
+
+def _optional(template: str) -> frozenset[str]:
+    """Return the names that a template tests by {% if name %}: a row may be without them."""
+    tests = (node.test for node in _ENVIRONMENT.parse(template).find_all(nodes.If))
+    return frozenset(test.name for test in tests if isinstance(test, nodes.Name))
+
+
+def _benchmark_prompt(prompt: Any) -> Any:
+    """Return the template of the benchmark that a prompt names, any other prompt as it is."""
+    if not isinstance(prompt, str) or not prompt.isidentifier():
+        return prompt
+    from cauc_ray.data.benchmarks import BENCHMARKS
+
+    benchmark = BENCHMARKS.get(prompt)
+    return prompt if benchmark is None or benchmark.prompt is None else benchmark.prompt.rstrip()
 
 
 def rendered(template: str, **values: str) -> str:
@@ -95,12 +105,10 @@ def _rows(examples: Any, info: ValidationInfo) -> Any:
     """Return rows; a text is the path of a file of them."""
     if not isinstance(examples, str):
         return examples
-    from cauc_ray.data.text_files import text_tables  # Arrow, which a pool without examples does not need
-    from cauc_ray.files.parquet import is_parquet, read_parquet
+    from cauc_ray.data.sources import open_rows  # Arrow, which a pool without examples does not need
 
     with _found(examples, info) as path:
-        tables = [read_parquet(path)] if is_parquet(path) else text_tables(path)
-        return [row for table in tables for row in table.to_pylist()]
+        return open_rows(path)
 
 
 @contextmanager
@@ -150,16 +158,20 @@ class Labelled(Section):
 class PromptSettings(Labelled):
     """How language models are asked, for a pool or for one of its stages.
 
-    prompt: a Jinja template over the columns of a row; by default that of a multiple-choice question. Without
-    {{ options }}, the options are listed with it and the model is asked to answer; with it, the template is the whole
-    prompt.   labels: names of the classes, or names with their descriptions, or in the file the path of a text that
-    has a name on each line; in multiple-choice, the choices of a row are its options.   examples: rows with their
-    `label`, which precede each question, or in the file the path of a CSV, JSON Lines or Parquet file of them.
-    options: what the model answers with: "letter", the letter of an option; "name", its name; "text", the likelihood
-    of its text without a list of the options, per byte. By default letter, name for more than 26 labels.
+    Attributes:
+        prompt: A Jinja template over the columns of a row, or the name of a benchmark for its template; by default that
+            of a multiple-choice question. Columns that it tests by {% if column %} may be missing. Without
+            {{ options }}, the options are listed with it and the model is asked to answer; with it, the template is the
+            whole prompt.
+        labels: The names of the classes, or names with their descriptions, or in the file the path of a text that has a
+            name on each line; in multiple-choice, the choices of a row are its options.
+        examples: Rows with their `label`, which precede each question, or in the file the path of a table of them.
+        options: What the model answers with: "letter", the letter of an option; "name", its name; "text", the
+            likelihood of its text without a list of the options, per byte. By default letter, name for more than 26
+            labels.
     """
 
-    prompt: str | None = Field(default=None, min_length=1)
+    prompt: Annotated[str, BeforeValidator(_benchmark_prompt), Field(min_length=1)] | None = None
     examples: Examples = ()
     options: OptionsAs | None = None
 
@@ -227,11 +239,10 @@ class LanguageSpec(PromptSettings, KindSpec):
 
     @property
     def columns_read(self) -> InputColumns:
-        """Return the columns of the prompt; all of a prompt of one's own are required."""
-        if self.prompt is None:
-            return InputColumns(QUESTION_NEEDS, QUESTION_READS, texts=QUESTION_NEEDS - {"choices"})
-        required = _variables(self.prompt) - {"options"} | (frozenset() if self.labels is not None else {"choices"})
-        return InputColumns(required, texts=required - {"choices"})
+        """Return the columns of the prompt, those that it tests for being optional."""
+        names = _variables(self.template) - {"options"} | (frozenset() if self.labels is not None else {"choices"})
+        required = names - _optional(self.template)
+        return InputColumns(required, names - required, texts=required - {"choices"})
 
     @property
     def image_columns(self) -> frozenset[str]:
@@ -337,7 +348,7 @@ class Prompts:
             options = tuple(choice.strip() for choice in choices)
             if self._with != "letter" and not all(options):
                 return Unusable("one of its choices is empty")
-        if self._spec.prompt is None and not isinstance(values["question"], str):
+        if self._spec.labels is None and "question" in self._reads and not isinstance(values.get("question"), str):
             return Unusable("it has no question")
         columns = [values[name] for name in self._reads if name in values]
         if columns and all(value is None or not str(value).strip() for value in columns):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from cauc_ray.models.answers import (
@@ -21,7 +19,7 @@ from cauc_ray.models.answers import (
 from cauc_ray.models.encoders import TextEncoderSpec
 from cauc_ray.models.hub import loading
 from cauc_ray.models.kind import Placement
-from cauc_ray.models.passes import Passes
+from cauc_ray.models.passes import Passes, texts_in
 from cauc_ray.models.torch_device import TorchModel, choose_device, choose_dtype
 
 # Text that one token holds, in languages with spaces and in those without.
@@ -57,8 +55,8 @@ class TextEncoder(TorchModel):
         require_columns(batch, *(self._spec.required or columns or self._spec.columns))
         by_row: dict[int, str | Unusable] = {}
         for row in range(batch_size(batch)):
-            text = "\n".join(_texts(batch[name][row] for name in columns))
-            missing = [name for name in self._spec.required if not any(_texts([batch[name][row]]))]
+            text = "\n".join(texts_in(batch[name][row] for name in columns))
+            missing = [name for name in self._spec.required if not any(texts_in([batch[name][row]]))]
             why = f"it has no text in {', '.join(missing or columns)}"
             by_row[row] = Unusable(why) if missing or not text else text
         texts, faults = parted(by_row)
@@ -72,12 +70,3 @@ class TextEncoder(TorchModel):
         settings = {"batch_size": len(inputs), "convert_to_tensor": True, "show_progress_bar": False}
         vectors: torch.Tensor = self._network.encode(inputs, **settings)
         return vectors
-
-
-def _texts(values: Iterable[Any]) -> Iterator[str]:
-    """Yield the texts of a row's values and lists."""
-    for value in values:
-        if isinstance(value, str):
-            yield from filter(None, [value])
-        elif isinstance(value, list | tuple | np.ndarray):
-            yield from _texts(value)

@@ -145,9 +145,18 @@ class SklearnModel(Model):
         answers = as_answers(scores[:, self._order], batch_size(batch))
         if not self._is_checked:
             labels = np.asarray(self._estimator.predict(rows)).tolist()
-            require_same_labels(self._spec.path, answers, labels, self._names)
+            try:
+                require_same_labels(self._spec.path, answers, labels, self._names)
+            except ConfigError as error:
+                hint = "; its probabilities are fitted apart from its labels: declare logit_kind: surrogate"
+                raise ConfigError(f"{error}{hint if self._disagrees_with_itself else ''}") from None
             self._is_checked = True
         return answers
+
+    @property
+    def _disagrees_with_itself(self) -> bool:
+        """Return whether it has both probabilities and decision values, which may order rows otherwise, as in SVC."""
+        return self._spec.answers_kind != "surrogate" and hasattr(self._estimator, "decision_function")
 
     def _columns(self, batch: Batch) -> Sequence[str]:
         return self._spec.columns or self._fitted_names or [name for name in batch if name not in _NOT_FEATURES]

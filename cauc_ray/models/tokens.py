@@ -11,6 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Batch, Unusable, little, parted
 from cauc_ray.models.chat import ChatTemplate, special_tokens
+from cauc_ray.models.passes import texts_in
 from cauc_ray.models.prompts import IDS_AT_ONCE, LETTERS, Asked, LanguageSpec, Prompts
 from cauc_ray.models.transformers import HubLanguageSpec
 from cauc_ray.numbers.types import Floats
@@ -147,14 +149,20 @@ def log_likelihoods(options: Iterable[Sequence[int]], logprobs: Mapping[tuple[in
     return np.array([sum(logprobs[tuple(option[: n + 1])] for n in range(len(option))) for option in options])
 
 
-def tokens_of(row: int, question: Asked, joint: Continuations, letters: bool) -> Tokens | Unusable:
-    """Return a question in tokens, or why its options cannot be scored."""
+def tokens_of(
+    row: int, question: Asked, joint: Continuations, *, letters: bool, max_tokens: int | None = None
+) -> Tokens | Unusable:
+    """Return a question in tokens, or why it cannot be scored."""
     options = joint.options[: len(question.options)]
     if letters and any(len(option) != 1 for option in options):
         return Unusable("the letters of its options are not single tokens after its prompt; use options: name or text")
     if not joint.prompt or not all(options):
         return Unusable("its prompt or one of its options has no token of its own")
-    return Tokens(row, joint.prompt, options, tuple(len(option.encode()) for option in question.options))
+    tokens = Tokens(row, joint.prompt, options, tuple(len(option.encode()) for option in question.options))
+    n_tokens = len(tokens.prompt) + tokens.longest - 1
+    if max_tokens is not None and n_tokens > max_tokens:
+        return Unusable(f"it has {n_tokens:,} tokens; the model takes up to {max_tokens:,}")
+    return tokens
 
 
 class Tokenizing:
@@ -199,11 +207,10 @@ class Tokenizing:
         questions, faults = self._prompts(batch)
         safe, unsafe = parted({row: self._without_control(batch, row, one) for row, one in questions.items()})
         texts = self._rendered([question.text for question in safe.values()])
-        prompts = dict(zip(safe, zip(texts, self._encode(texts), strict=True), strict=True))
-        joint = self._continued(safe, prompts)
-        asked, unusable = parted(
-            {row: self._fitting(tokens_of(row, safe[row], joint[row], self._letters)) for row in safe}
-        )
+        joint = self._with_options(texts, self._encode(texts), [question.options for question in safe.values()])
+        check = partial(tokens_of, letters=self._letters, max_tokens=self._max_tokens)
+        rows = zip(safe.items(), joint, strict=True)
+        asked, unusable = parted({row: check(row, question, split) for (row, question), split in rows})
         return [*asked.values()], faults | unsafe | unusable
 
     def head(self) -> list[int]:
@@ -216,48 +223,31 @@ class Tokenizing:
         if self._as_text:
             return question
         columns = [name for name in self._spec.columns_read.names or () if name in batch]
-        values = (str(value) for name in columns for value in np.ravel(batch[name][row]))
-        mark = self._special.search(" ".join(values))
+        mark = self._special.search(" ".join(texts_in(batch[name][row] for name in columns)))
         return question if mark is None else Unusable(f"its text has {mark[0]!r}, a control token of the model")
 
-    def _continued(
-        self, questions: Mapping[int, Asked], prompts: Mapping[int, tuple[str, list[int]]]
-    ) -> dict[int, Continuations]:
-        """Return the continuations of prompts, each a text with its tokens."""
-        rows: Iterable[int] = prompts
-        if self._fixed:  # of prompts that end alike, one is encoded with its options
-            rows = {self._remembered.key(tokens): row for row, (_, tokens) in prompts.items()}.values()
-            rows = [row for row in rows if self._remembered.find(prompts[row][1]) is None]
-        joint = self._joint(rows, questions, prompts)
-        remembered = {row: self._remembered.find(prompts[row][1]) for row in prompts.keys() - joint.keys()}
-        joint |= {row: found for row, found in remembered.items() if found is not None}
-        return joint | self._joint(prompts.keys() - joint.keys(), questions, prompts)
+    def _with_options(
+        self, texts: Sequence[str], prompts: Sequence[list[int]], options: Sequence[tuple[str, ...]]
+    ) -> list[Continuations]:
+        """Return prompts, as texts and alone in tokens, with their options."""
+        if self._fixed:
+            return [self._with_fixed(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
+        whole = [self._text(text, name) for text, names in zip(texts, options, strict=True) for name in names]
+        encoded = iter(self._encode(whole))
+        joint = [list(itertools.islice(encoded, len(names))) for names in options]
+        return [Continuations.of([prompt], tokens) for prompt, tokens in zip(prompts, joint, strict=True)]
 
-    def _joint(
-        self, rows: Iterable[int], questions: Mapping[int, Asked], prompts: Mapping[int, tuple[str, list[int]]]
-    ) -> dict[int, Continuations]:
-        """Encode the prompts of rows with their options, all at once."""
-        options = {row: self._fixed or questions[row].options for row in rows}
-        texts = [f"{prompts[row][0]}{self._before}{option}{self._after}" for row in options for option in options[row]]
-        encoded = iter(self._encode(texts))
-        joint = {}
-        for row, names in options.items():
-            prompt = prompts[row][1]
-            joint[row] = Continuations.of(
-                [] if self._letters else [prompt], list(itertools.islice(encoded, len(names)))
-            )
-            if self._fixed:
-                self._remembered.add(prompt, joint[row])
+    def _with_fixed(self, text: str, prompt: list[int]) -> Continuations:
+        """Return a prompt with the options of all rows."""
+        joint = self._remembered.find(prompt)
+        if joint is None:
+            encoded = self._encode([self._text(text, option) for option in self._fixed or ()])
+            joint = Continuations.of([] if self._letters else [prompt], encoded)
+            self._remembered.add(prompt, joint)
         return joint
 
-    def _fitting(self, tokens: Tokens | Unusable) -> Tokens | Unusable:
-        """Return a question, or that it is too long."""
-        if isinstance(tokens, Unusable):
-            return tokens
-        n_tokens = len(tokens.prompt) + tokens.longest - 1
-        if n_tokens > self._max_tokens:
-            return Unusable(f"it has {n_tokens:,} tokens; the model takes up to {self._max_tokens:,}")
-        return tokens
+    def _text(self, prompt: str, option: str) -> str:
+        return f"{prompt}{self._before}{option}{self._after}"
 
     def _rendered(self, texts: Sequence[str]) -> list[str]:
         """Return the texts of prompts up to where the answer begins."""
@@ -274,7 +264,7 @@ class Tokenizing:
     def _n_letters(self) -> int:
         """Return how many letters are single tokens. Raises ConfigError if these are fewer than two."""
         (prompt,) = self._rendered(["Q\nAnswer:"])
-        encoded = self._encode([f"{prompt}{self._before}{letter}" for letter in LETTERS])
+        encoded = self._encode([self._text(prompt, letter) for letter in LETTERS])
         for n in range(len(LETTERS), 1, -1):
             _, letters = Continuations.of([], encoded[:n])
             if all(len(letter) == 1 for letter in letters) and len({*map(tuple, letters)}) == n:

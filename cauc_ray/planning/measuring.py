@@ -19,7 +19,7 @@ from cauc_ray.api.samples import sample_logits
 from cauc_ray.api.serving import serve
 from cauc_ray.cascade.bundles import Bundle, Part, packed
 from cauc_ray.cascade.rows import CallResult
-from cauc_ray.data.inputs import RunInput
+from cauc_ray.data.datasets import RunInput
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, result_of, worker_class
 from cauc_ray.execution.cluster import require_fit
@@ -96,12 +96,12 @@ def _called(worker: Any, bundle: Any, n: int, stage: StageSpec) -> float:
 
 def _first_rows(inputs: RunInput, n: int) -> Batch:
     """Return the columns of the input's first n rows, the same again where there are fewer."""
-    source = inputs.source(n)
+    source = inputs.blocks(n)
     block = next((block for group in range(source.n_groups) for _, block in source.blocks(group)), None)
     if block is None:
         raise DataError(f"{inputs.path} has no rows")
-    if block.unreadable is not None:
-        raise DataError(f"{inputs.path}: its first rows cannot be read: {block.unreadable}")
+    if block.unreadable:
+        raise DataError(f"{inputs.path}: its first rows cannot be read: {next(iter(block.unreadable.values()))}")
     positions = np.arange(n) % len(block.example_ids)
     return {name: column[positions] for name, column in block.columns.items()}
 

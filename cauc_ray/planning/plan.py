@@ -12,7 +12,7 @@ from typing import Any
 
 from cauc_ray.api.options import PlanOptions
 from cauc_ray.cascade.stage_queue import fed_rows, queue_rows
-from cauc_ray.data.inputs import open_input
+from cauc_ray.data.datasets import DatasetSpec, open_input
 from cauc_ray.errors import CaucWarning, ConfigError
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
@@ -75,7 +75,7 @@ def plan(
     specs = pool.chain(policy.models)
     deferral = expected_deferral(policy)
     earlier = None if ledger is None else read_earlier_run(ledger, policy.models)
-    timings = _timings(specs, earlier, input, address, on_step)
+    timings = _timings(specs, earlier, None if input is None else _input_spec(input, pool), address, on_step)
     _warn_of_far_batches(specs, timings)
     on_step("timing the router")
     router = replace(time_router(), replicas=pool.serving.router.replicas.max)
@@ -153,7 +153,7 @@ def _require_positive(what: str, value: float) -> None:
 def _timings(
     specs: Sequence[StageSpec],
     earlier: EarlierRun | None,
-    input: str | AnyPath | None,
+    input: DatasetSpec | None,
     address: str | None,
     on_step: Callable[[str], None],
 ) -> list[Timing]:
@@ -166,8 +166,12 @@ def _timings(
     return [saved_timing(spec) for spec in specs]
 
 
+def _input_spec(input: str | AnyPath, pool: Pool) -> DatasetSpec:
+    return DatasetSpec(str(input), pool.task, labels=pool.label_names)
+
+
 def _measured(
-    specs: Sequence[StageSpec], input: str | AnyPath, address: str | None, on_step: Callable[[str], None]
+    specs: Sequence[StageSpec], input: DatasetSpec, address: str | None, on_step: Callable[[str], None]
 ) -> list[Timing]:
     """Time the stages on Ray, with batches up to the larger of their two sizes."""
     from cauc_ray.execution.session import ray_session

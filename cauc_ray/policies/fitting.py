@@ -46,19 +46,31 @@ def fit_base(
     names: tuple[str, str] = ("calibration", "validation"),
     calibrator: CalibratorKind = "temperature",
     safe: bool = False,
+    fits: Sequence[CalibratorFit] | None = None,
 ) -> BasePolicy:
     """Fit CAUC Base on a chain of any length (paper, algorithm 1).
 
-    validation: required if the rule has a budget or a risk to certify. Otherwise it only gives the expected results,
-    and those at other budgets, if all of its examples have labels. names: of the splits. calibrator: of every model.
-    safe: fuse models only if validation, with all of its labels, supports it.
-    Raises DataError if labels are missing, BudgetError if no operating point is within the budget, RiskError if no
-    threshold is certified, ConfigError for a rule that the method does not support.
+    Args:
+        calibration: Labelled examples.
+        validation: Required if the rule has a budget or a risk to certify. Otherwise it only gives the expected
+            results, and those at other budgets, if all of its examples have labels.
+        rule: How to choose the threshold.
+        names: Names of the two splits.
+        calibrator: Kind of calibrator of every model.
+        safe: Fuse models only if validation, with all of its labels, supports it.
+        fits: Calibrators of the models, fitted on calibration; None to fit them.
+
+    Raises:
+        DataError: Labels are missing.
+        BudgetError: No operating point is within the budget.
+        RiskError: No threshold is certified.
+        ConfigError: The method does not support the rule.
     """
     require_base_rule(rule)
     require_calibrator(calibrator, "base", len(calibration.models))
     _require_labels(calibration)
-    fits = [_calibrate(calibration, index, calibrator) for index in range(len(calibration.models))]
+    if fits is None:
+        fits = [_calibrate(calibration, index, calibrator) for index in range(len(calibration.models))]
     sums = sum_answers(calibration, {index: fit.calibrator for index, fit in enumerate(fits)})
     stages = []
     for index, fit in enumerate(fits):

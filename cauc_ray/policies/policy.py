@@ -211,6 +211,8 @@ class Policy(Shown, FrozenModel):
         for stage in self.stages:
             if stage.offsets is not None and stage.isotonic is not None:
                 yield f"stage {stage.name!r} has both offsets and an isotonic map; one of them must be null"
+            if stage.floor is not None and stage.logit_kind not in ("probabilities", "log-probabilities"):
+                yield f"stage {stage.name!r} has a floor, which only probabilities have; its kind is {stage.logit_kind}"
             if self.models.count(stage.name) > 1:
                 yield f"two stages are named {stage.name!r}"
         if len({stage.calibrator.kind for stage in self.answering}) > 1:

@@ -88,10 +88,11 @@ def sub_chains_of_base(calibration: ChainLogits, validation: ChainLogits, kind: 
     One fit for each last model serves all chains that end there. Stages before it answer by themselves, independently
     of other stages, and only fused stages change the last answer.
     """
+    fits = [calibrator_of(calibration, index, kind) for index in range(len(calibration.models))]
     for last in range(len(calibration.models)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CaucWarning)  # the final fit of the chosen chain issues the warnings
-            policy = fit_base(calibration.of_models(range(last + 1)), calibrator=kind)
+            policy = fit_base(calibration.of_models(range(last + 1)), calibrator=kind, fits=fits[: last + 1])
         own = [policy.own(index, logits) for index, logits in enumerate(validation.logits[: last + 1])]
         yield from _ending(policy, own, (), None, policy.fuse(last, own[last], None), len(calibration.models))
 

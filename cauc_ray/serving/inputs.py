@@ -13,11 +13,11 @@ from typing_extensions import TypedDict
 from cauc_ray.errors import explain, printable
 from cauc_ray.models.answers import Batch
 from cauc_ray.models.pool import InputSpec, Pool, StageSpec
-from cauc_ray.models.prompts import QUESTION_NEEDS, QUESTION_READS
+from cauc_ray.models.prompts import QUESTION_COLUMNS
 from cauc_ray.protocol.tensors import RequestError, Tensor, all_finite, shown
 
 _BYTES = InputSpec(datatype="BYTES")
-_OPTIONAL = ("context", "subject", "task")
+_OPTIONAL = ("context", "subject")
 
 _Choices = Annotated[list[str], Field(min_length=2)]
 T = TypeVar("T")
@@ -31,7 +31,6 @@ class _Question(TypedDict):
     choices: _Choices
     context: NotRequired[str | None]
     subject: NotRequired[str | None]
-    task: NotRequired[str | None]
 
 
 _QUESTION, _CHOICES = TypeAdapter(_Question), TypeAdapter(_Choices)
@@ -52,7 +51,7 @@ class Inputs:
         models = [] if pool.inputs else [stage.model for stage in stages]
         reads = [model.columns_read for model in models]
         self._pixels = any("image" in (columns.names or ()) for columns in reads)
-        self._questions = any(columns.required >= QUESTION_NEEDS for columns in reads)
+        self._questions = any(columns.required >= QUESTION_COLUMNS for columns in reads)
         texts = {name for columns in reads for name in columns.texts}
         self.texts = tuple(sorted(texts))
         declared = dict(pool.inputs) | dict.fromkeys(sorted(texts), _BYTES)
@@ -64,7 +63,7 @@ class Inputs:
         self._choices = any("choices" in columns.required for columns in reads)
         more = (*(["choices"] if self._choices else []), *(_OPTIONAL if self._questions else ()))
         self.names = tuple(dict.fromkeys([*declared, *more]))
-        known = texts | QUESTION_READS | {"image"}
+        known = texts | QUESTION_COLUMNS | {"context", "image"}
         self.takes_any = any(columns.names is None or columns.names - known for columns in reads)
         # Clients would retry indefinitely with a request that no queue can hold.
         self._most_rows = min(pool.serving.max_request_rows, pool.serving.max_queued_rows)

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 import cauc_ray
-from cauc_ray.data.inputs import open_input
+from cauc_ray.data.datasets import DatasetSpec, open_input
 from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.models.pool import load_pool
 from cauc_ray.numbers.types import Floats
@@ -134,7 +134,7 @@ def saving(
 
 def answers(pool: Path, inputs: Path) -> dict[str, Floats]:
     """Return the logits of each of a pool's models for images, (N, K)."""
-    source = open_input(inputs).source(256)
+    source = open_input(DatasetSpec(str(inputs), "image-classification")).blocks(256)
     rows = [block for group in range(source.n_groups) for _, block in source.blocks(group) if block is not None]
     models = {spec.name: spec.model.load() for spec in load_pool(pool).stages}
     return {name: np.concatenate([model(block.columns).logits for block in rows]) for name, model in models.items()}

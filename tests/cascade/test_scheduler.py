@@ -458,8 +458,12 @@ def test_a_block_that_is_lost_again_and_again_is_failed():
     assert scheduler.finished
     scheduler = one_block([limits(4)], 4)
     scheduler.rows_lost(scheduler.next_call(0.0), "gone", 0.0)
-    scheduler.give_up(take(scheduler.lost)[0], "unreadable")
-    assert take(scheduler.done)[0].failures == dict.fromkeys(range(4), (-1, "unreadable"))
+    owner = Owner(0, 4, restarts=take(scheduler.lost)[0].restarts + 1)
+    scheduler.end_input()
+    scheduler.submit(owner, [Chunk(None, 1, 1)], 0.0, unreadable=dict.fromkeys((0, 2, 3), "unreadable"))
+    (block,) = ended(scheduler, scheduler.next_call(0.0), result([5], [True]), 0.0)
+    assert block.failures == dict.fromkeys((0, 2, 3), (-1, "unreadable"))
+    assert block.predictions.tolist() == [-1, 5, -1, -1]
 
 
 def test_a_stage_that_is_down_is_left_out_and_the_rows_say_so():

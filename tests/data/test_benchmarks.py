@@ -1,14 +1,15 @@
 import sys
-from dataclasses import replace
 
 import pyarrow as pa
 import pytest
 from stored import dataset, rows_of, values_of, write, write_images
 
 from cauc_ray.data.benchmarks import BENCHMARKS
-from cauc_ray.data.datasets import open_dataset
+from cauc_ray.data.datasets import DatasetSpec, open_dataset, open_input
 from cauc_ray.data.splits import RULE_PARTITIONS, split_by_rule
 from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.models.prompts import Prompts
+from cauc_ray.models.transformers import TransformersChoiceSpec
 
 Q, S, X, C = "2 + 2?", "abstract_algebra", "All men die.", ["3", "4", "5", "6"]
 OPTIONS = "a ) 3 , b ) $ 27.675 , c ) 30 % , d ) data inadequate , e ) none of these"
@@ -23,7 +24,7 @@ PUBLISHED = {
         {"context": X, "question": Q, "choices": C, "label": 3},
     ),
     "mathqa": (
-        {"Problem": Q, "Rationale": "so", "options": OPTIONS, "correct": "a", "category": "general"},
+        {"Problem": Q, "options": OPTIONS, "correct": "a"},
         {"question": Q, "choices": ["3", "$ 27.675", "30 %", "data inadequate", "none of these"], "label": 0},
     ),
     "medmcqa": (
@@ -36,6 +37,8 @@ PUBLISHED = {
         {"context": X, "question": Q, "choices": ["a", "b", "c"], "label": 2},
     ),
 }
+# Each benchmark's folder as it is published, and what its models answer with.
+PUBLISHED_IMAGES = ("caltech256", "imagenet", "iwildcam")
 SIZES = {"train": 50, "validation": 21, "test": 30}
 
 
@@ -48,7 +51,7 @@ def on_hub(tmp_path, monkeypatch):
     datasets.disable_progress_bars()
 
     def place(name, folder):
-        standing_in = replace(BENCHMARKS[name], hub=str(folder), config=None, revision=None)
+        standing_in = BENCHMARKS[name].model_copy(update={"hub": str(folder), "config": None, "revision": None})
         monkeypatch.setitem(BENCHMARKS, name, standing_in)
         return name
 
@@ -70,18 +73,18 @@ def test_published_columns_become_those_that_models_read(tmp_path, on_hub, name,
     published, expected = PUBLISHED[name]
     folder = write_partitions(tmp_path / "data", published)
     opened = dataset(on_hub(name, folder) if where == "hub" else f"{name}={folder}", seed=5)
-    assert (opened.name, opened.task) == (name, "multiple-choice")
-    rule = BENCHMARKS[name].rule
+    assert opened.name == name
+    rule = BENCHMARKS[name].split
     for split, picked in split_by_rule(rule, {each: SIZES[each] for each in RULE_PARTITIONS[rule]}, 5).items():
         ids = [f"{picked.partition}-{row}" for row in picked.rows]
-        assert rows_of(opened, split, 8) == [{"id": each, **expected, "task": name} for each in ids]
+        assert rows_of(opened, split, 8) == [{"id": each, **expected} for each in ids]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_canonical_files_are_taken_as_they_are(tmp_path, name):
     row = {"id": "1", "question": "?", "choices": ["a", "b", "c"], "label": 2, "context": "c"}
     opened = dataset(f"{name}={write_partitions(tmp_path / 'data', row)}")
-    assert all({**found, "id": "1"} == {**row, "task": name} for found in rows_of(opened, "test"))
+    assert all({**found, "id": "1"} == {**row} for found in rows_of(opened, "test"))
 
 
 @pytest.mark.parametrize(
@@ -89,19 +92,19 @@ def test_canonical_files_are_taken_as_they_are(tmp_path, name):
     [
         # As in the first release's files, which count from one.
         ("medmcqa", {"cop": 4}, "label 4, counted from 0, is outside its 4 choices"),
-        ("socialiqa", {"label": "0"}, "label '0' is neither an option's number, counted from 1, nor its letter"),
+        ("socialiqa", {"label": "0"}, "neither an option's number, counted from 1, nor its letter: '0'"),
         ("medmcqa", {"cop": -1}, None),
         ("piqa", {"label": -1}, None),
         ("socialiqa", {"label": ""}, None),
     ],
 )
 def test_labels_that_a_benchmark_counts_otherwise_are_refused_and_unknown_ones_stay(tmp_path, name, change, words):
-    opened = dataset(f"{name}={write_partitions(tmp_path, {**PUBLISHED[name][0], **change})}")
+    folder = write_partitions(tmp_path, {**PUBLISHED[name][0], **change})
     if words is None:
-        assert set(values_of(opened, "label", "test")) == {-1}
+        assert set(values_of(dataset(f"{name}={folder}"), "label", "test")) == {-1}
     else:
         with pytest.raises(DataError, match=words):
-            rows_of(opened, "test")
+            rows_of(dataset(f"{name}={folder}"), "test")
 
 
 def test_a_missing_partition_is_named(tmp_path, on_hub):
@@ -131,7 +134,7 @@ def test_of_medmcqa_questions_with_one_right_option_count(tmp_path):
     opened = dataset(f"medmcqa={tmp_path}")
     assert opened.split_sizes == {"calibration": 8, "validation": 7, "test": 15}
     assert opened.rule.endswith(", of rows whose choice_type is single")
-    found = [row["id"] for split in opened.splits for row in rows_of(opened, split)]
+    found = [row["id"] for split in opened.split_sizes for row in rows_of(opened, split)]
     assert len(set(found)) == 30
     assert all(int(each.partition("-")[2]) % 4 for each in found)
 
@@ -143,7 +146,7 @@ def test_caltech256_as_published_is_cut_and_with_partitions_is_halved(tmp_path):
     opened = dataset(f"caltech256={tmp_path / 'whole'}")
     assert opened.split_sizes == {"calibration": 6, "validation": 6, "test": 12}
     assert "25/25/50" in opened.rule
-    assert {row["id"][:3]: row["label"] for row in rows_of(opened)} == {"001": 0, "056": 1, "257": 2}
+    assert {row["id"].split("/")[1][:3]: row["label"] for row in rows_of(opened)} == {"001": 0, "056": 1, "257": 2}
     for partition, n in (("train", 4), ("validation", 5), ("test", 6)):
         write_images(tmp_path / "split" / partition, ["001.ak47", "056.dog"], n)
     opened = dataset(f"caltech256={tmp_path / 'split'}")
@@ -158,7 +161,8 @@ def test_imagenet_cuts_its_validation_set(tmp_path, names):
     opened = dataset(f"imagenet={tmp_path}")
     assert opened.split_sizes == {"calibration": 5, "validation": 5, "test": 10}
     assert opened.rule == "validation cut 25/25/50 into calibration, validation and test (seed 0)"
-    assert rows_of(dataset(f"imagenet={tmp_path / names[0]}"), "test") == rows_of(opened, "test")
+    alone = dataset(f"imagenet={tmp_path / names[0]}")
+    assert values_of(alone, "image", "test") == values_of(opened, "image", "test")
 
 
 def write_wilds(folder):
@@ -174,7 +178,6 @@ def write_wilds(folder):
 def test_iwildcam_has_two_test_splits(tmp_path):
     write_wilds(tmp_path / "iwildcam_v2.0")
     opened = dataset(f"iwildcam={tmp_path}")
-    assert opened.task == "image-classification"
     assert opened.split_sizes == {"calibration": 5, "validation": 4, "test-id": 5, "test-ood": 7}
     published = {"calibration": "val", "validation": "val", "test-id": "id_test", "test-ood": "test"}
     seen = [{**row, "split": published[split]} for split in opened.split_sizes for row in rows_of(opened, split, 3)]
@@ -182,7 +185,7 @@ def test_iwildcam_has_two_test_splits(tmp_path):
     assert all(row["image"].decode() == f"{row['split']} {row['label']}" for row in seen)
     assert all(row["id"] == f"{row['label']}.jpg" for row in seen)
     with pytest.raises(ConfigError, match="unknown split 'test'; did you mean 'test-id'"):
-        opened.blocks("test", 5)
+        open_dataset(opened.spec, "test")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +210,7 @@ def test_a_name_is_looked_for_in_cauc_data_first(tmp_path, monkeypatch):
     opened = dataset("mmlu")
     assert opened.split_sizes["test"] == SIZES["test"]
     monkeypatch.delenv("CAUC_DATA")
-    assert open_dataset(opened.source).fingerprint == opened.fingerprint  # as a process would without that variable
+    assert open_dataset(opened.spec).fingerprint == opened.fingerprint  # as a process would without that variable
 
 
 def test_any_dataset_of_the_hub_is_read(tmp_path, on_hub):
@@ -222,7 +225,7 @@ def test_any_dataset_of_the_hub_is_read(tmp_path, on_hub):
     assert opened.split_sizes == {"calibration": 5, "validation": 5, "test": 10}
     found = [(row["image"], row["label"]) for row in rows_of(opened, "test")]
     assert found == [(image["bytes"], i % 2) for i in range(10)]
-    assert opened.fingerprint == open_dataset(opened.source).fingerprint
+    assert opened.fingerprint == open_dataset(opened.spec).fingerprint
     with pytest.raises(DataError, match=r"cannot load .*images' from the hub: BuilderConfig 'wrong' not found.*; give"):
         dataset(f"hub:{tmp_path / 'images'}:wrong")
 
@@ -248,3 +251,45 @@ def test_what_is_not_to_be_had_is_refused_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"pip install 'cauc-ray\[datasets\]', or give .* mmlu=PATH"):
         dataset("mmlu")
+
+
+def write_published(folder, name):
+    """Write a small benchmark in its published layout. Returns what names it."""
+    if name in PUBLISHED:
+        write_partitions(folder, PUBLISHED[name][0])
+    elif name == "iwildcam":
+        write_wilds(folder)
+    elif name == "imagenet":
+        write_images(folder / "val", ["n01440764", "n01443537"], 10)
+    else:
+        write_images(folder / "256_ObjectCategories", ["001.ak47", "056.dog"], 8)
+    return f"{name}={folder}"
+
+
+def blocks_of(rows, block_rows):
+    source = rows.blocks(block_rows)
+    return [block for group in range(source.n_groups) for _, block in source.blocks(group)]
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_run_reads_and_asks_what_a_collection_did(tmp_path, name):
+    """To the byte: each row's columns, and the prompt of a model that is asked as the benchmark has it."""
+    task = "image-classification" if name in PUBLISHED_IMAGES else "multiple-choice"
+    spec = DatasetSpec(write_published(tmp_path / "data", name), task)
+    read = []
+    for rows, block_rows in ((open_dataset(spec), 3), (open_input(spec), 7)):
+        seen = {}
+        for block in blocks_of(rows, block_rows):
+            columns, prompts = block.columns, [None] * len(block.example_ids)
+            if BENCHMARKS[name].prompt is not None:
+                model = TransformersChoiceSpec(kind="transformers-choice", model="m", prompt=name)
+                asked, faults = Prompts(model, chat=False)(columns)
+                assert not faults
+                prompts = [asked[row] for row in range(len(prompts))]
+            for row, example in enumerate(block.example_ids):
+                values = {key: column[row] for key, column in columns.items()}
+                seen[example] = (repr(values), repr(prompts[row]), None if block.labels is None else block.labels[row])
+        read.append(seen)
+    collected, ran = read
+    assert collected
+    assert {example: ran[example] for example in collected} == collected

@@ -16,7 +16,6 @@ import yaml
 
 import cauc_ray
 from cauc_ray.cli.command import main
-from cauc_ray.data.text_files import text_tables
 from cauc_ray.models.pool import load_pool
 from examples.definitions import write_definitions
 from examples.models import install_command, link_models, package_folder
@@ -97,7 +96,9 @@ def test_the_guides_commands_label_definitions_as_the_replay_does(tmp_path, monk
             policy.with_threshold(float(np.median(first))).save("policy.json")
             offline = cauc_ray.evaluate("logits", "policy.json").to_arrow().to_pylist()
             replayed = {row["example_id"]: row for row in offline}
-            labelled = pa.concat_tables(text_tables(tmp_path / "labelled.csv"))
+            labelled = pyarrow.csv.read_csv(
+                tmp_path / "labelled.csv", convert_options=pyarrow.csv.ConvertOptions(strings_can_be_null=True)
+            )
             rows = [row for row in labelled.to_pylist() if row["id"] in replayed]
             pa.csv.write_csv(pa.Table.from_pylist(rows).drop_columns("topic"), tmp_path / "new.csv")
         with pytest.raises(SystemExit) as ended:

@@ -18,7 +18,7 @@ from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import PoolModel, TableInfo, write_info, write_logits
 from cauc_ray.errors import CaucError, CaucWarning, ConfigError, DataError, ExecutionError
 from cauc_ray.execution import collection, commits
-from cauc_ray.execution.collection import BLOCK_ROWS, CollectedTables, Collection, Layout
+from cauc_ray.execution.collection import BLOCK_ROWS, CollectedTables, Collection
 from cauc_ray.models.pool import load_pool
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -101,37 +101,77 @@ def test_a_collection_goes_on_where_it_was_and_does_nothing_twice(tmp_path, monk
     undisturbed = collected(tmp_path / "L", "noted")
     assert undisturbed.keys() == rows.keys()
     assert sum(map(int, log.read_text().split())) >= 2500
+    split = tmp_path / "L" / "model=noted" / "split=test"
     files = {p: p.stat().st_mtime_ns for p in (tmp_path / "L").rglob("*.parquet")}
-    gone = sorted(p for p in files if "noted" in str(p) and p.name == "part-000001.parquet")
-    assert len(gone) == 3  # each split has more than one block
-    gone[0].unlink()
-    with pytest.raises(DataError, match=r"part-000001\.parquet is committed but missing; restore it"):
+    gone = sorted(p for p in files if p.parent == split)[1]
+    n_gone = pa.parquet.read_metadata(gone).num_rows
+    gone.unlink()
+    with pytest.raises(DataError, match=rf"{gone.name} is committed but missing; restore it"):
         cauc_ray.collect(both, data, tmp_path / "L")
-    (gone[0].parent / "_manifest" / "part-000001.json").unlink()
+    (split / "_manifest" / f"{gone.stem}.json").unlink()
     log.unlink()
     cauc_ray.collect(both, data, tmp_path / "L")
     assert collected(tmp_path / "L", "noted") == undisturbed
-    again = {p for p, t in files.items() if p.stat().st_mtime_ns != t}
-    assert again == set(gone[:1])  # nothing else was written anew
-    assert sum(map(int, log.read_text().split())) == BLOCK_ROWS  # and nothing else computed
+    assert all(p.stat().st_mtime_ns == t for p, t in files.items() if p.name != gone.name)  # nothing was written anew
+    assert sum(map(int, log.read_text().split())) == n_gone <= BLOCK_ROWS  # and nothing else computed
     log.unlink()
     cauc_ray.collect(both, data, tmp_path / "L")
     assert not log.exists()
 
 
+def labels_cleaned(rows):
+    return [{**row, "label": (row["label"] + 1) % 2} for row in rows]
+
+
+# What happens to a dataset after it was collected, and how many of its 300 rows are asked then.
+CHANGED = {
+    "cleaned labels": (labels_cleaned, 0),
+    "another order": (lambda rows: rows[::-1], 0),
+    "fewer rows": (lambda rows: labels_cleaned(rows[:250]), 0),
+    "more rows": (lambda rows: [*rows, *({**row, "id": f"new-{n}"} for n, row in enumerate(rows[:20]))], 20),
+    "corrected inputs": (
+        lambda rows: [{**row, "choices": [*row["choices"], "neither"]} for row in rows[:10]] + rows[10:],
+        10,
+    ),
+}
+
+
+@pytest.mark.parametrize("change", ranked(CHANGED, quick=2, slow=3))
+def test_what_was_paid_for_is_kept_when_the_dataset_changes(tmp_path, change):
+    log, data = tmp_path / "calls", tmp_path / "q.jsonl"
+    rows = list(write_questions(data, 300).values())
+    path = pool(tmp_path, stage("noted", "longest_noted", kwargs={"log": str(log)}))
+    cauc_ray.collect(path, data, tmp_path / "L")
+    log.unlink()
+    make, n_asked = CHANGED[change]
+    write(data, make(rows))
+    for _ in range(2):  # the second time, nothing is left to do
+        summary = cauc_ray.collect(path, data, tmp_path / "L")
+    assert sum(map(int, log.read_text().split())) == n_asked if n_asked else not log.exists()
+    table = collected(tmp_path / "L", "noted")
+    expected = {row["id"]: row for row in make(rows)}
+    assert table.keys() == expected.keys()
+    assert sum(summary["splits"].values()) == len(expected)
+    for example, row in table.items():
+        assert row["logits"] == [len(choice) for choice in expected[example]["choices"]]
+        assert row["label"] == expected[example]["label"]
+    write(data, rows)  # and back: what was answered before the change is still there
+    cauc_ray.collect(path, data, tmp_path / "L")
+    assert sum(map(int, log.read_text().split())) == n_asked if n_asked else not log.exists()
+    assert collected(tmp_path / "L", "noted").keys() == {row["id"] for row in rows}
+
+
 @pytest.mark.slow
 def test_a_table_is_not_mixed_from_two_datasets_or_models(tmp_path):
-    data, reversed_data = tmp_path / "q.csv", tmp_path / "other" / "q.csv"
+    data, other = tmp_path / "q.csv", tmp_path / "other" / "q.csv"
     write_questions(data, 40)
-    reversed_data.parent.mkdir()
-    header, *lines = data.read_text().splitlines(keepends=True)
-    reversed_data.write_text("".join([header, *lines[::-1]]))  # of the same size
+    other.parent.mkdir()
+    other.write_text(data.read_text().replace("q", "r"))  # of the same size
     path = pool(tmp_path, stage("long", "longest"))
     cauc_ray.collect(path, data, tmp_path / "L")
     before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "L").rglob("model=*/*/*"))
-    for dataset, seed in ((reversed_data, 0), (data, 1)):
-        with pytest.raises(ConfigError, match="another dataset, seed or layout"):
-            cauc_ray.collect(path, dataset, tmp_path / "L", seed=seed)
+    with pytest.raises(ConfigError, match="belongs to another dataset"):
+        cauc_ray.collect(path, other, tmp_path / "L")
     faster = pool(tmp_path, stage("long", "longest", batch_size=7, replicas={"min": 2}))
     cauc_ray.collect(faster, data, tmp_path / "L")  # how it is run makes no difference
     cubic = pool(tmp_path, stage("long", "longest", kwargs={"exponent": 3.0}))
@@ -244,7 +284,7 @@ def test_models_run_side_by_side_as_resources_allow(tmp_path):
 GOOD = [stage("long", "longest")]
 OTHER_UNIT = stage("b", "longest", cost={"params_b": 1})
 FAULTS = {
-    "another task": (GOOD, {"task": IMAGES}, ConfigError, r"image-classification.* q\.parquet"),
+    "another task": (GOOD, {"task": IMAGES}, DataError, r"q\.parquet has no column 'image'.*image-classification"),
     "no such stage": (GOOD, {"models": ["lnog"]}, ConfigError, "lnog"),
     "no such dataset": (GOOD, {"dataset": "mmul"}, ConfigError, "mmul.*mmlu"),
     "no such split": (GOOD, {"split": "tset"}, ConfigError, "tset.*test"),
@@ -289,20 +329,13 @@ def test_a_folder_of_somebody_elses_logits_is_not_added_to(tmp_path):
 def test_answers_that_never_arrive_end_the_collection(tmp_path, monkeypatch):
     monkeypatch.setattr(collection, "ANSWERS_DEADLINE_S", 0.2)
     (spec,) = load_pool(pool(tmp_path, *GOOD)).stages
-    tables = CollectedTables(Collection(tmp_path / "LOGITS", "model", spec, {}), Layout({"test": 1}), frozenset())
+    tables = CollectedTables(Collection(tmp_path / "LOGITS", "model", spec, {}))
     never = ray.remote(num_cpus=0)(lambda: time.sleep(600)).remote()
     try:
         with pytest.raises(ExecutionError, match="answers of 'long' has not answered for"):
             tables.add_call(SimpleNamespace(probe=False), SimpleNamespace(error=None), never)
     finally:
         ray.cancel(never, force=True)
-
-
-def test_blocks_are_numbered_on_from_split_to_split():
-    layout = Layout({"calibration": BLOCK_ROWS + 1, "empty": 0, "validation": BLOCK_ROWS, "test": 1})
-    places = [("calibration", 0), ("calibration", 1), ("validation", 0), ("test", 0)]
-    assert [layout.place(number) for number in range(layout.n_blocks)] == places
-    assert [layout.number(*place) for place in places] == [0, 1, 2, 3]
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ def test_failed_rows_that_are_done_again_are_counted_once_wherever_the_attempt_e
     add(sink, 2, failed={0: (0, "cannot")})
     sink.commit()
     failed = parts.failed_blocks()
-    assert [failed[number].ids for number in range(3)] == [frozenset({"0-1", "0-2"}), None, frozenset({"2-0"})]
+    assert [failed[number].rows for number in range(3)] == [(1, 2), (0, 1, 2, 3), (0,)]
     again = tables(folder, attempt=1, retried=failed)
     add(again, 0, rows=[1, 2], failed={1: (1, "still not")})
     add(again, 1)
@@ -118,7 +118,7 @@ def test_failed_rows_that_are_done_again_are_counted_once_wherever_the_attempt_e
         "2-0": "cannot",
     }
     assert len(rows_of(folder / "predictions")) == 10
-    assert {number: block.ids for number, block in parts.failed_blocks().items()} == {0: {"0-2"}, 2: {"2-0"}}
+    assert {number: block.rows for number, block in parts.failed_blocks().items()} == {0: (2,), 2: (0,)}
     last = tables(folder, attempt=2, retried=parts.failed_blocks())
     for number, rows in ((0, [2]), (2, [0])):
         add(last, number, rows=rows)

@@ -31,7 +31,7 @@ def ray_data():
 def dataset_input(dataset):
     from cauc_ray.execution.ray_data import DatasetInput
 
-    return DatasetInput(dataset)
+    return DatasetInput(dataset, "classification")
 
 
 def late_first(batch):
@@ -56,18 +56,18 @@ def test_rows_come_in_order_in_blocks_with_tensors(lazy):
 
     opened = dataset_input(lazy)
     assert (opened.n_rows, opened.row_bytes) == (None, 0)
-    assert opened.source(15).deadline_s is None  # its first block may take longer than one of a file
+    assert opened.blocks(15).deadline_s is None  # its first block may take longer than one of a file
     before = lazy.context.execution_options, lazy.context.enable_progress_bars
-    blocks = opened.source(15).blocks(0)
+    blocks = opened.blocks(15).blocks(0)
     next(blocks)
     options = lazy.context.execution_options  # while it is executed
     assert options.preserve_order
     assert options.resource_limits.object_store_memory == int(STORE_SHARE * store_bytes())
     assert options.resource_limits.cpu == np.inf
     blocks.close()
-    source = cloudpickle.loads(cloudpickle.dumps(opened.source(15)))
+    source = cloudpickle.loads(cloudpickle.dumps(opened.blocks(15)))
     assert source.n_groups == 1
-    for read in (source, opened.source(15)):
+    for read in (source, opened.blocks(15)):
         numbers, blocks = zip(*read.blocks(0), strict=True)
         assert numbers == (0, 1, 2)
         assert [len(block.example_ids) for block in blocks] == [15, 15, 10]
@@ -77,7 +77,7 @@ def test_rows_come_in_order_in_blocks_with_tensors(lazy):
             assert block.columns["image"].shape == (len(rows), 1, 2, 3)
             assert block.columns["image"][:, 0, 1, 2].tolist() == rows.tolist()
             assert block.labels.tolist() == (rows % 3).tolist()
-            assert block.unreadable is None
+            assert not block.unreadable
     assert (lazy.context.execution_options, lazy.context.enable_progress_bars) == before
 
 
@@ -88,26 +88,28 @@ def test_done_blocks_are_left_out_unconverted():
     opened = dataset_input(data)
     assert opened.n_rows == 10
     assert opened.row_bytes > 1
-    blocks = opened.source(4).blocks(0, [0])
-    contents = {number: (block.example_ids, "label" in block.columns) for number, block in blocks}
-    assert contents == {0: (list("0123"), False), 1: (list("4567"), True), 2: (list("89"), True)}
+    blocks = opened.blocks(4).blocks(0, [0])
+    contents = {
+        number: (block.example_ids, None if block.labels is None else block.labels.tolist()) for number, block in blocks
+    }
+    assert contents == {0: (list("0123"), None), 1: (list("4567"), [1] * 4), 2: (list("89"), [1] * 2)}
     with pytest.raises(DataError, match=r"other rows .*block 3.*start a new run"):
-        list(opened.source(4).blocks(0, [0, 3]))
-    with pytest.raises(DataError, match="the Ray dataset: column 'label' has negative numbers"):
-        list(opened.source(4).blocks(0))
+        list(opened.blocks(4).blocks(0, [0, 3]))
+    with pytest.raises(DataError, match="the Ray dataset, row 0: label -5"):
+        list(opened.blocks(4).blocks(0))
 
 
 @pytest.mark.slow
 def test_datasets_that_do_not_serve_are_refused():
     data = ray_data()
-    with pytest.raises(DataError, match="has no column 'example_id'; it has id, x"):
-        dataset_input(data.from_items([{"x": 1, "id": 2}]))
+    with pytest.raises(DataError, match="has no column 'example_id'; it has x, y"):
+        dataset_input(data.from_items([{"x": 1, "y": 2}]))
     with pytest.raises(DataError, match="no rows"):
         dataset_input(data.from_arrow(pa.table({"example_id": pa.array([], pa.string())})))
     late = data.range(4).map_batches(lambda batch: {"x": batch["id"]})
     with pytest.raises(DataError, match="has no column 'example_id'; it has x"):
-        list(dataset_input(late).source(4).blocks(0))
+        list(dataset_input(late).blocks(4).blocks(0))
     broken = data.range(4).map_batches(lambda batch: {"example_id": batch["id"] / int("zero")})
     with pytest.raises(ExecutionError, match=r"cannot be computed: ValueError: invalid literal .*'zero'") as caught:
-        list(dataset_input(broken).source(4).blocks(0))
+        list(dataset_input(broken).blocks(4).blocks(0))
     assert "\n" not in str(caught.value)

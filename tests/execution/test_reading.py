@@ -29,7 +29,7 @@ class Source:
             ids = [f"row-{5 * number + row}" for row in range(5)]
             if number not in seen and self.left[number]:
                 self.left[number] -= 1
-                yield number, InputBlock(ids, None, {}, 0, "damaged", self.may_return)
+                yield number, InputBlock(ids, None, {}, 0, dict.fromkeys(range(5), "damaged"), self.may_return)
             else:
                 yield number, InputBlock(ids, None, {"x": np.arange(5.0) + 5 * number}, 40)
 
@@ -48,7 +48,7 @@ def pauses(monkeypatch):
 
 def test_a_block_comes_in_chunks():
     header, first, second, end, *rest = read(chunk_rows=3)
-    assert (header.number, header.unreadable, header.chunks) == (0, None, ((3, 24), (2, 16)))
+    assert (header.number, header.unreadable, header.chunks) == (0, {}, ((3, 24), (2, 16)))
     assert header.example_ids.to_pylist() == [f"row-{row}" for row in range(5)]
     assert header.digest == ids_digest(header.example_ids.to_pylist())
     assert [first.columns["x"].tolist(), second.columns["x"].tolist()] == [[0, 1, 2], [3, 4]]
@@ -73,11 +73,11 @@ def test_what_may_return_is_waited_for_and_damage_is_named(pauses, case):
     bad_tries, may_return, n_away, waited, unreadable = AWAY[case]
     items = read(Source(bad_tries, may_return=may_return), n_away=n_away)
     headers = [item for item in items if isinstance(item, BlockHeader)]
-    assert [header.unreadable for header in headers] == unreadable
+    assert [header.unreadable.get(4) for header in headers] == unreadable
     assert pauses == list(waited)
     for header in headers:
         assert len(header.example_ids) == 5
-        assert header.unreadable is None or (header.chunks, header.digest) == ((), "")
+        assert not header.unreadable or (header.chunks, header.digest) == ((), "")
 
 
 DIGESTS = {number: ids_digest([f"row-{5 * number + row}" for row in range(5)]) for number in range(2)}
@@ -97,19 +97,27 @@ def test_blocks_that_are_done_are_compared_with_what_was_committed(pauses):
 
 
 def test_of_blocks_that_are_done_again_only_failed_rows_come(pauses):
-    failed = FailedBlock(Counter(small=2), frozenset({"row-1", "row-3"}))
+    failed = FailedBlock(Counter(small=2), (1, 3))
     header, chunk, _ = read(done=DIGESTS, again={0: failed})
     assert header.example_ids.to_pylist() == ["row-1", "row-3"]
     assert chunk.columns["x"].tolist() == [1, 3]
-    assert numbers({0: "as it was named", 1: DIGESTS[1]}, {0: FailedBlock(Counter({"": 5}), None)}) == [0]
-    twice = FailedBlock(Counter(small=2), frozenset({"row-1", "row-9"}))
-    for done, again, bad_tries, words in (
-        ({0: "of other rows"}, failed, (0, 0), "block 0 has other rows"),
-        (DIGESTS, twice, (0, 0), "block 0 cannot be tried again: an example_id is a duplicate"),
-        (DIGESTS, failed, (9, 0), "block 0 cannot be tried again: damaged"),
-    ):
-        with pytest.raises(DataError, match=words):
-            numbers(done, {0: again}, bad_tries)
+    header, _ = read(Source((9, 0)), DIGESTS, {0: failed})
+    assert header.unreadable == dict.fromkeys(range(2), "damaged")
+    assert numbers({0: "", 1: DIGESTS[1]}, {0: FailedBlock(Counter({"": 5}), tuple(range(5)))}) == [0]
+    with pytest.raises(DataError, match="block 0 has other rows"):
+        numbers({0: "of other rows"}, {0: failed})
+
+
+def test_of_a_block_that_is_partly_damaged_the_other_rows_come(pauses):
+    class Partly(Source):
+        def blocks(self, group, seen):
+            for number, block in super().blocks(group, seen):
+                yield number, replace(block, columns={"x": np.array([0.0, 2.0, 4.0])}, unreadable={1: "a", 3: "b"})
+
+    (header, *chunks, end), rest = (lambda items: (items[:4], items[4:]))(read(Partly(), chunk_rows=2))
+    assert (header.unreadable, header.digest) == ({1: "a", 3: "b"}, "")
+    assert [chunk.columns["x"].tolist() for chunk in chunks] == [[0, 2], [4]]
+    assert (end, len(rest)) == (None, 4)
 
 
 @dataclass(frozen=True)

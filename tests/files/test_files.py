@@ -8,7 +8,7 @@ import pytest
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.files.documents import atomic_file, make_folder, read_json, require_writable, write_json, write_text
 from cauc_ray.files.parquet import count_rows, parquet_files, read_parquet, write_parquet
-from cauc_ray.files.paths import content_digest, files_below, path_inside, path_of, visible
+from cauc_ray.files.paths import content_digest, list_files, path_inside, path_of, visible
 
 EVERYWHERE = pytest.mark.parametrize("folder", ["local", "s3", "memory"], indirect=True)
 
@@ -39,10 +39,10 @@ def test_a_folder_is_listed_without_hidden_files_and_its_digest_follows_names_an
     make_folder(folder / ".hidden")
     for name in ("b/c/2.parquet", "b/1.parquet", "b.txt", ".hidden/3.parquet", "b/.part"):
         (folder / name).write_bytes(name.encode())
-    below = ["b.txt", "b/1.parquet", "b/c/2.parquet"]
-    assert sorted(path_inside(file, folder) for file in files_below(folder)) == below
+    below = ["b/1.parquet", "b/c/2.parquet", "b.txt"]
+    assert [path_inside(entry.path, folder) for entry in list_files(folder)] == below
     assert [file.name for file in visible(folder)] == ["b", "b.txt"]
-    assert [path_inside(file, folder) for file in parquet_files(folder)] == below[1:]
+    assert [path_inside(file, folder) for file in parquet_files(folder)] == below[:2]
     before = content_digest(folder)
     (folder / "b" / ".part").write_bytes(b"other")
     assert content_digest(folder) == before

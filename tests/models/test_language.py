@@ -1,5 +1,6 @@
 """Language models that choose an option: networks of random weights, and SmolLM2-135M."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,8 @@ from cauc_ray.models.prompts import Prompts
 from cauc_ray.models.transformers import TransformersChoiceSpec
 
 torch = pytest.importorskip("torch")
+from cauc_ray.models.language import ChoiceModel, cache_bytes_per_token  # noqa: E402
+
 # Of float32 logits in the tens: passes of another shape add the same products in another order.
 TOLERANCE = 2e-3
 
@@ -64,8 +67,6 @@ def test_what_all_prompts_begin_with_is_run_once(language_model, options, chat):
     labels = {"billing": "about invoices and refunds", "bug": "it worked before", "other": ""}
     examples = [{"text": f"example number {n}", "label": "bug"} for n in range(3)]
     settings = {"labels": labels, "examples": examples, "prompt": "Ticket: {{ text }}", "options": options}
-    from cauc_ray.models.language import ChoiceModel
-
     choice_spec = spec(language_model.folder, chat_template=chat, **settings)
     texts = column(["It broke", "Why was I charged twice for the very same thing?", "x"])
     n_tokens = []
@@ -83,6 +84,39 @@ def test_what_all_prompts_begin_with_is_run_once(language_model, options, chat):
         expected = plain_scores(language_model, choice_spec, question, chat=chat)
         for vector in answers:
             assert vector[row] == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("n_tokens", [0, 100, 300])
+def test_copies_of_the_cache_fit_into_memory(language_model, monkeypatch, n_tokens):
+    """Of options that are longer than one token, each has a copy of its prompt's keys and values."""
+    network, config = language_model.network, language_model.network.config
+    n_bytes = cache_bytes_per_token(config, 4)
+    head_size = config.hidden_size // config.num_attention_heads
+    assert n_bytes == 2 * config.num_hidden_layers * config.num_key_value_heads * head_size * 4
+    model = ChoiceModel(spec(language_model.folder, options="text"), language_model.tokenizer, network)
+    plain = model(question_batch(*MIXED)).logits
+    monkeypatch.setattr("cauc_ray.models.language.free_bytes", lambda device, num_gpus: 4 * n_tokens * n_bytes)
+    shapes = []
+    hook = network.register_forward_pre_hook(
+        lambda module, args, inputs: shapes.append(inputs["attention_mask"].shape), with_kwargs=True
+    )
+    model = ChoiceModel(spec(language_model.folder, options="text"), language_model.tokenizer, network)
+    answers = model(question_batch(*MIXED))
+    hook.remove()
+    assert answers.logits == pytest.approx(plain, abs=TOLERANCE)
+    assert all(n_copies == 1 or n_copies * width <= n_tokens for n_copies, width in shapes)
+    assert n_tokens == 0 or any(n_copies > 1 for n_copies, _ in shapes)
+
+
+def test_logits_are_not_rounded_to_the_precision_of_the_weights(language_model):
+    network, states = copy.deepcopy(language_model.network).bfloat16(), []
+    network.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: states.append(inputs[0]))
+    model = ChoiceModel(spec(language_model.folder), language_model.tokenizer, network)
+    answers = model(question_batch(("Why?", ["yes", "no"])))
+    logits = states[-1][0, -1].float() @ network.get_output_embeddings().weight.float().T
+    letters = [language_model.tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "AB"]
+    assert answers.logits[0] == pytest.approx(logits[letters].detach().numpy(), rel=1e-5)
+    assert model.facts.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("options", ["letter", "text"])
@@ -155,8 +189,6 @@ def test_every_architecture_answers_texts_whatever_their_padding(tiny_model, tmp
 @pytest.mark.slow
 def test_a_real_language_model_scores_letters_names_and_texts_as_a_plain_forward_pass_does(monkeypatch):
     """SmolLM2-135M from its GGUF file, which is loaded once: the oracle computes with the same weights."""
-    from cauc_ray.models.language import ChoiceModel
-
     folder, parts = smollm2_folder(), []
 
     def noted(*arguments, **more):

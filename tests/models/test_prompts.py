@@ -33,8 +33,8 @@ def asked(model, chat=False, **columns):
     return [row.text for row in rows.values()], [row.options for row in rows.values()], faults
 
 
-def question(chat=False, options=None, **row):
-    settings = {**QUESTIONS, **({"options": options} if options else {})}
+def question(chat=False, options=None, prompt=None, **row):
+    settings = {**QUESTIONS, **({"options": options} if options else {}), **({"prompt": prompt} if prompt else {})}
     (text,), _, faults = asked(spec(settings), chat, choices=[["3 ", "4"]], **{k: [v] for k, v in row.items()})
     assert not faults
     return text
@@ -45,15 +45,15 @@ def question(chat=False, options=None, **row):
     [
         ({}, ""),
         ({"context": " About sums. "}, "About sums.\n"),
-        ({"context": None, "task": None, "subject": math.nan}, ""),
-        (
-            {"task": "mmlu", "subject": "high_school_maths"},
-            "The following is a multiple choice question about high school maths.\n\n",
-        ),
-        ({"task": "mmlu"}, ""),
-        ({"task": "medmcqa"}, "The following is a multiple choice question from a medical entrance exam.\n\n"),
-        ({"task": "logiqa", "context": "All men die."}, "Passage: All men die.\n"),
-        ({"task": "socialiqa", "context": "Jo left."}, "Situation: Jo left.\n"),
+        ({"context": None, "subject": math.nan}, ""),
+        ({"prompt": "mmlu", "subject": "a_b"}, "The following is a multiple choice question about a b.\n\n"),
+        ({"prompt": "mmlu"}, ""),
+        ({"prompt": "mmlu", "subject": None}, ""),
+        ({"prompt": "medmcqa"}, "The following is a multiple choice question from a medical entrance exam.\n\n"),
+        ({"prompt": "logiqa", "context": "All men die."}, "Passage: All men die.\n"),
+        ({"prompt": "socialiqa", "context": "Jo left."}, "Situation: Jo left.\n"),
+        ({"prompt": "socialiqa"}, ""),
+        ({"task": "mmlu", "subject": "a column that nobody reads"}, ""),
     ],
 )
 def test_a_question_is_asked_as_its_benchmark_has_it(row, before):

@@ -8,6 +8,7 @@ from batches import assert_same, column, question_batch, refused
 from hypothesis import given
 from hypothesis import strategies as st
 from language_models import tiny_language_model
+from pydantic import ValidationError
 
 from cauc_ray.models.answers import bucketed
 from cauc_ray.models.encoders import FeaturesSpec, TextEncoderSpec
@@ -82,6 +83,16 @@ def test_it_answers_as_the_library_does_for_each_text_alone(tokenizer, tmp_path,
         with torch.inference_mode():
             expected = net(**tokens).logits[0].numpy()
         assert answers.logits[row] == pytest.approx(expected, abs=1e-4)
+
+
+def test_settings_reach_the_library(tokenizer, tmp_path):
+    saved(network("bert", len(tokenizer)), tokenizer, tmp_path / "inner")
+    inner = spec(tmp_path, settings={"subfolder": "inner", "attn_implementation": "eager"})
+    assert inner.load()({"text": column(["It broke"])}).failures == {}
+    assert inner.identity != spec(tmp_path, settings={"subfolder": "inner"}).identity
+    assert "cannot be loaded" in refused(spec(tmp_path, settings={"subfolder": "outer"}).load)
+    with pytest.raises(ValidationError, match="revision does not belong there"):
+        spec(tmp_path, settings={"revision": "main"})
 
 
 def test_weights_that_no_gpu_of_the_stage_can_hold_are_refused_before_they_are_loaded(tokenizer, tmp_path, monkeypatch):

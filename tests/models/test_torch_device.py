@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from batches import question_batch
+from batches import question_batch, refused
 
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.classifiers import ImageModel
 from cauc_ray.models.language import ChoiceModel
+from cauc_ray.models.torch_device import choose_device
 from cauc_ray.models.transformers import TransformersChoiceSpec
 
 
@@ -35,13 +36,13 @@ class Event:
         return 1000 * (later.at_s - self.at_s)
 
 
-def image_model(network, *, gpu=None, device="cpu", prepare_s=0.0):
+def image_model(network, *, gpu=None, device="cpu", prepare_s=0.0, dtype="auto"):
     def preprocess(image):
         if gpu is not None:
             gpu.now_s += prepare_s
         return torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
 
-    return ImageModel(network, preprocess, ModelFacts("test"), device, new_event=gpu and gpu.event)
+    return ImageModel(network, preprocess, ModelFacts("test"), device, dtype, gpu and gpu.event)
 
 
 class Takes(torch.nn.Module):
@@ -89,6 +90,37 @@ def test_every_forward_pass_of_a_language_model_counts_and_nothing_else(tiny_mod
     finally:
         hook.remove()
     assert answers.device_s == len(passes) == (2 if options == "letter" else 4)
+
+
+class Looks(torch.nn.Module):
+    """Answers with a linear layer, and notes whether GPUs might shorten the factors of products."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(3, 4)
+        self.allowed = set()
+
+    def forward(self, images):
+        self.allowed |= {torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32}
+        return self.head(images.mean(dim=(2, 3)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_and_logits_have_the_precision_that_is_recorded(dtype):
+    network, before = Looks(), torch.backends.cudnn.allow_tf32
+    images = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), dtype=np.uint8)
+    logits = image_model(network, dtype=dtype)({"image": images}).logits
+    assert network.allowed == {False}
+    assert torch.backends.cudnn.allow_tf32 == before
+    expected = network.head(torch.from_numpy(images).permute(0, 3, 1, 2).float().mean(dim=(2, 3)))
+    assert logits == pytest.approx(expected.detach().numpy(), rel=1e-6)  # bfloat16 has steps of 1 in 128
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])
+def test_a_device_that_is_not_there_is_refused(device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    assert f"device {device}: no GPU is visible" in refused(lambda: choose_device(device))
 
 
 def test_nothing_is_measured_without_a_gpu():

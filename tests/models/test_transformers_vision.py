@@ -166,6 +166,7 @@ def test_similarities_of_images_and_labels_are_those_of_the_library(tmp_path, fa
     net, processor = network(family, {**TEXT, "vocab_size": len(tokenizer)})
     saved(tmp_path / "m", net, tokenizer, processor)
     stage = {"name": "a", "model": {"kind": "transformers-zero-shot", "model": "m", **settings}}
+    half = {**stage, "model": {**stage["model"], "dtype": "bfloat16"}}
     pool = pool_of({"name": "p", "task": "image-classification", "labels": LABELS, "stages": [stage]}, tmp_path)
     model = pool.stages[0].model.load()
     padding = "max_length" if family == "siglip" else True
@@ -176,3 +177,8 @@ def test_similarities_of_images_and_labels_are_those_of_the_library(tmp_path, fa
     assert expected.std(axis=1).min() > 1e-4
     assert model({"image": COLUMN}).logits == pytest.approx(expected, abs=1e-3)
     assert model.facts.labels == pool.label_names == ("cat", "dog", "red car")
+    # In bfloat16 only the towers are rounded: similarities are scaled by up to 100.
+    halves = pool_of({"name": "p", "task": "image-classification", "labels": LABELS, "stages": [half]}, tmp_path)
+    logits = torch.from_numpy(halves.stages[0].model.load()({"image": COLUMN}).logits)
+    similarities = ((logits - getattr(net, "logit_bias", 0)) / net.logit_scale.exp()).detach()
+    assert similarities.numpy() != pytest.approx(similarities.bfloat16().float().numpy(), rel=1e-4)

@@ -10,7 +10,7 @@ from runs import numbered_input, python_pool
 from synthetic import chain
 
 import cauc_ray
-from cauc_ray.data.inputs import open_input
+from cauc_ray.data.datasets import DatasetSpec, open_input
 from cauc_ray.errors import CaucError
 from cauc_ray.models.pool import load_pool
 from cauc_ray.planning.measuring import REPEATS, time_stages, timed_sizes
@@ -31,7 +31,7 @@ def test_seconds_are_measured_on_an_input_as_a_run_would_take_them(tmp_path):
     pool = slow_pool(tmp_path, (0.02, 0.05))
     rows = numbered_input(tmp_path / "in", 5)  # fewer than a batch
     told = []
-    timed = time_stages(load_pool(pool).stages, open_input(rows), told.append)
+    timed = time_stages(load_pool(pool).stages, open_input(DatasetSpec(str(rows), "multiple-choice")), told.append)
     assert told == ["small", "large"]
     for timing, seconds in zip(timed, (0.02, 0.05), strict=True):
         assert (timing.source, timing.least_rows, timing.most_rows) == ("measured", 1, 8)
@@ -52,5 +52,5 @@ def test_a_model_that_cannot_answer_the_input_is_told_in_one_line(tmp_path):
     pool = slow_pool(tmp_path, (0.0, 0.0))
     pq.write_table(pa.table({"example_id": ["a", "b"], "y": [1.0, 2.0]}), tmp_path / "in.parquet")
     with pytest.raises(CaucError, match="stage 'small' cannot answer the input's first rows: ") as told:
-        time_stages(load_pool(pool).stages, open_input(tmp_path / "in.parquet"))
+        time_stages(load_pool(pool).stages, open_input(DatasetSpec(str(tmp_path / "in.parquet"), "multiple-choice")))
     assert "\n" not in str(told.value)

@@ -74,7 +74,9 @@ def test_a_calibrated_model_stays_calibrated_when_its_numbers_are_rounded(k, ste
 
 
 @pytest.mark.parametrize(
-    ("seen", "n"), [(rounded, 0.01), (votes, 5), (votes, 30), (votes, 1), (without_tails, None)], ids=str
+    ("seen", "n"),
+    [(rounded, 0.01), (votes, 5), (votes, 30), (votes, 1), (without_tails, None)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_zeros_cost_no_more_than_the_best_floor_and_temperature_do(seen, n):
     p, labels = calibrated(6000, 4, scale=1.5)
