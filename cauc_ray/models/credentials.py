@@ -44,7 +44,7 @@ class HeaderSettings(Section):
         Raises:
             ConfigError: An environment variable is missing.
         """
-        secrets = {name: _variable(value[1:], owner) for name, value in self.headers.items() if value.startswith("$")}
+        secrets = {name: _required(value[1:], owner) for name, value in self.headers.items() if value.startswith("$")}
         return {**self.headers, **secrets}, [*secrets.values()]
 
 
@@ -54,7 +54,8 @@ class Credentials(Section):
     Attributes:
         token_env: The environment variable that holds the token, which is stored nowhere else.
         ca: PEM file of certificates to trust instead of the system's.
-        cert, key: PEM files of the client's own certificate, if the server asks for one.
+        cert: PEM file of the client's own certificate, if the server asks for one.
+        key: PEM file of the key of that certificate.
     """
 
     token_env: str | None = Field(default=None, min_length=1)
@@ -74,7 +75,7 @@ class Credentials(Section):
         Args:
             owner: Whose token it is, for messages.
         """
-        return None if self.token_env is None else _variable(self.token_env, owner)
+        return None if self.token_env is None else _required(self.token_env, owner)
 
     def trust(self, owner: str) -> ssl.SSLContext:
         """Return how servers are verified, with the client's own certificate. Raises ConfigError for unusable files.
@@ -93,9 +94,17 @@ class Credentials(Section):
         return context
 
 
-def _variable(name: str, owner: str) -> str:
+def environment_secret(name: str, owner: str) -> str | None:
+    """Return the secret in an environment variable, None if it is not set. Raises ConfigError if it cannot be sent."""
     value = os.environ.get(name, "").strip()
-    if not (value and _is_text(value)):
+    if not _is_text(value):  # a client's own message would show it
+        raise ConfigError(f"{owner}: the environment variable {name} has no token, but other characters; set it again")
+    return value or None
+
+
+def _required(name: str, owner: str) -> str:
+    value = environment_secret(name, owner)
+    if value is None:
         raise ConfigError(f"{owner}: the environment variable {name} has no token; set it where this runs")
     return value
 

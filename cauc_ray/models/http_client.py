@@ -10,15 +10,13 @@ import ssl
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx2
 
-from cauc_ray.errors import CaucError, ConfigError
+from cauc_ray.errors import CaucError, ConfigError, first_line, one_line
 from cauc_ray.models.background import Background
-from cauc_ray.protocol.messages import decoded_body
-from cauc_ray.protocol.tensors import RequestError
 
 # Pauses between attempts double from the first to the longest, unless the server asks for longer ones.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
@@ -179,11 +177,15 @@ class HttpClient:
         sent = httpx2.Headers({"User-Agent": "cauc-ray", "Accept-Encoding": "gzip, deflate"})
         sent.update({"Authorization": f"Bearer {token}"} if token else {})
         sent.update(headers)
-        self._client = httpx2.AsyncClient(
-            headers=sent,
-            verify=True if tls is None else tls,
-            limits=httpx2.Limits(max_connections=max_concurrency, keepalive_expiry=IDLE_CONNECTION_S),
-        )
+        try:
+            self._client = httpx2.AsyncClient(
+                headers=sent,
+                verify=True if tls is None else tls,
+                limits=httpx2.Limits(max_connections=max_concurrency, keepalive_expiry=IDLE_CONNECTION_S),
+            )
+        except (ValueError, ImportError, httpx2.InvalidURL) as error:
+            hint = "check HTTP_PROXY, HTTPS_PROXY and ALL_PROXY"
+            raise ConfigError(f"{name}: the environment's proxy cannot be used: {first_line(error)}; {hint}") from None
         self._background = Background(f"{name}: requests")
         self.run = self._background.run
         weakref.finalize(self, self._background.end, self._client.aclose)
@@ -217,7 +219,7 @@ class HttpClient:
         """
         url, n_attempts, n_faults = path if "://" in path else f"{self._url}{path}", 0, 0
         left_s = deadline - time.monotonic()
-        reason = f"no answer within {left_s:.2g} s"
+        reason = f"no answer within {left_s:.2g} s" if left_s > 0 else "no time is left for it"
         while True:
             n_attempts, response = n_attempts + 1, None
             try:
@@ -232,7 +234,7 @@ class HttpClient:
                 self._require_tls(error)
                 n_faults, pause_s = n_faults + 1, 0.0
                 late = isinstance(error, httpx2.TimeoutException)
-                reason = f"no answer within {left_s:.2g} s" if late else str(error) or type(error).__name__
+                reason = f"no answer within {left_s:.2g} s" if late else self.redacted(one_line(error))
             else:
                 if response.status == RATE_LIMITED and NO_CREDIT not in response.content:
                     n_faults += not self._outlasts
@@ -246,7 +248,7 @@ class HttpClient:
             pause_s = max(pause_s, _backoff_s(n_faults, LONGEST_PAUSE_S))
             if n_faults > self._retries or pause_s >= deadline - time.monotonic():
                 if response is not None:
-                    return Response(response.status, response.headers, response.content, n_attempts)
+                    return replace(response, n_attempts=n_attempts)
                 raise NoAnswerError(f"{reason}, {n_attempts} attempts")
             await asyncio.sleep(pause_s)
 
@@ -271,25 +273,23 @@ class HttpClient:
             async with asyncio.timeout(left_s):
                 answer = await self._client.send(request, stream=True)
                 try:
-                    async for chunk in answer.aiter_raw():
+                    async for chunk in answer.aiter_bytes():
                         chunks.append(chunk)
                         n_bytes += len(chunk)
                         if n_bytes > MAX_ANSWER_BYTES:
                             raise NoAnswerError(f"its answer has more than {MAX_ANSWER_BYTES:,} bytes")
                 finally:
                     await answer.aclose()
+        except httpx2.DecodingError as error:
+            raise NoAnswerError(f"its answer cannot be unpacked: {error}") from None
         except (TimeoutError, asyncio.CancelledError, httpx2.ReadTimeout) as error:
             on_lost()
             if isinstance(error, TimeoutError):
                 raise httpx2.ReadTimeout("") from None
             raise
         status_line = f"HTTP/1.1 {answer.status_code} {answer.reason_phrase}\r\n"
-        self.bytes_in += len(status_line) + _n_bytes(answer.headers) + n_bytes
-        try:
-            content = decoded_body(b"".join(chunks), answer.headers.get("content-encoding"), MAX_ANSWER_BYTES)
-        except RequestError as error:
-            raise NoAnswerError(f"its answer cannot be read: {error.message}") from None
-        return Response(answer.status_code, answer.headers, content)
+        self.bytes_in += len(status_line) + _n_bytes(answer.headers) + answer.num_bytes_downloaded
+        return Response(answer.status_code, answer.headers, b"".join(chunks))
 
     def message(self, response: Response) -> str:
         """Return a server's message as one short line without secrets, which some servers repeat."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.credentials import HeaderSettings
+from cauc_ray.models.credentials import HeaderSettings, environment_secret
 from cauc_ray.models.kind import Section
 from cauc_ray.models.prompts import ImagePromptSpec, OptionsAs, Prompts
 from cauc_ray.numbers.logits import LogitKind
@@ -96,8 +95,8 @@ class EndpointSpec(ImagePromptSpec, HeaderSettings):
 
     @property
     def key(self) -> str | None:
-        """Return the key for the server, None if its variable is not set."""
-        return os.environ.get(self.api_key_env)
+        """Return the key for the server, None if its variable is not set. Raises ConfigError if it cannot be sent."""
+        return environment_secret(self.api_key_env, f"model {self.model!r}")
 
     def check(self, local: bool) -> None:
         """Raise ConfigError if a package is missing, a header's variable, or the key that OpenAI's server needs."""
@@ -136,6 +135,9 @@ class OpenAISpec(EndpointSpec):
             chat_only = ("system", "image", "chat_template_kwargs", "votes")
             if unused := next((name for name in chat_only if getattr(self, name)), None):
                 raise ValueError(f"{unused} is for endpoint: chat, where the server makes the prompt of a conversation")
+        limits = self.extra_body.keys() & {"max_tokens", "max_completion_tokens"}
+        if limits and self.votes is None:
+            raise ValueError(f"extra_body: {min(limits)} is for votes; else a single token is read")
         if self.votes is not None:
             if self.answers_with == "text":
                 raise ValueError("votes are for options: letter or name, which the prompt lists")

@@ -130,7 +130,7 @@ def test_edge_image_has_the_packages_dependencies_except_those_it_does_not_impor
     assert {name: local[name].specifier for name in package.keys() - NOT_ON_EDGE} == {
         name: package[name].specifier for name in package.keys() - NOT_ON_EDGE
     }
-    assert local["httpcore2"].specifier == extras["httpcore2"].specifier
+    assert local["httpx2"].specifier == extras["httpx2"].specifier
     assert fleet["cryptography"].specifier == extras["cryptography"].specifier
     assert not NOT_ON_EDGE & pins(EDGE / "requirements.txt").keys()
 

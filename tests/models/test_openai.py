@@ -97,6 +97,10 @@ def test_a_missing_key_or_package_is_named(monkeypatch):
         spec().load()
     monkeypatch.setenv("OTHER_KEY", KEY)
     spec(api_key_env="OTHER_KEY").load()
+    monkeypatch.setenv("OTHER_KEY", f"{KEY}€")
+    with pytest.raises(ConfigError, match="OTHER_KEY") as raised:
+        spec(api_key_env="OTHER_KEY").load()
+    assert KEY not in str(raised.value)
     monkeypatch.setattr("cauc_ray.errors.find_spec", lambda name: None)  # it is installed here
     with pytest.raises(ConfigError, match=r"pip install 'cauc-ray\[openai\]'"):
         spec(base_url="http://host/v1").load()
@@ -521,6 +525,7 @@ def test_system_messages_and_more_fields_are_sent_and_change_the_identity(monkey
     ("settings", "words"),
     [
         ({"extra_body": {"logprobs": False}}, "set by other settings"),
+        ({"extra_body": {"max_tokens": 9}}, "max_tokens is for votes"),
         ({"endpoint": "completions", "system": "Be brief."}, "system is for endpoint: chat"),
         ({"endpoint": "completions", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs is for endpoint: chat"),
         ({"endpoint": "completions", "votes": 3}, "votes is for endpoint: chat"),

@@ -303,3 +303,10 @@ def test_a_proxy_of_the_environment_is_used_unless_the_host_is_excepted(monkeypa
         url = server.url if bypassed else "http://models.example:8000"
         assert not remote(url)(batch_of(2)).failures
     assert (len(server.requests), len(proxy.requests)) == ((1, 0) if bypassed else (0, 1))
+
+
+def test_a_proxy_that_cannot_be_used_is_one_line(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "foo://user:pa55word@host")
+    with pytest.raises(ConfigError, match="proxy") as raised:
+        remote("http://models.example")
+    assert "pa55word" not in str(raised.value)
