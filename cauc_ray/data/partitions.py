@@ -86,7 +86,7 @@ def locate(text: str, labels: Sequence[str] | None = None) -> Located:
     location = path_of(text)
     if isinstance(location, RemotePath) or (text and os.path.exists(location)):
         return _at_path(location, Benchmark(), labels)
-    if os.sep in text:
+    if os.sep in name:
         raise DataError(f"there is no file or folder {text}")
     raise ConfigError(
         f"{unknown_name('dataset', name, BENCHMARKS)}; or give the path of an existing file or folder, "
