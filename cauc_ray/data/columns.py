@@ -322,7 +322,7 @@ def _images(column: pa.ChunkedArray, rows: Ints, places: RowPlaces) -> npt.NDArr
         folder = places.folder_of(int(rows[position])) if stored is None and path else None
         if folder is not None:
             paths[position] = path_from(folder, str(path))
-    for position, content in zip(paths, read_side_by_side([(path, None) for path in paths.values()]), strict=True):
+    for position, content in zip(paths, read_side_by_side([*paths.values()]), strict=True):
         images[position] = content
     return objects(images)
 
