@@ -67,6 +67,7 @@ class ParquetFooter:
         footer: Its last bytes, from the start of the metadata; empty to read them again when they are needed.
         digest: A digest of the footer, which changes when the file is rewritten with other rows.
         content: All of the file, where that was read at once.
+        version: What a store calls this version of the file, "" where it does not.
     """
 
     path: AnyPath
@@ -74,6 +75,7 @@ class ParquetFooter:
     footer: bytes
     digest: str
     content: pa.Buffer | None = None
+    version: str = ""
 
     @cached_property
     def metadata(self) -> pq.FileMetaData:
@@ -112,7 +114,7 @@ class ParquetFooter:
         return ParquetFooter(self.path, self.size, b"", self.digest)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("path", "size", "footer", "digest", "content")}
+        return {name: getattr(self, name) for name in ("path", "size", "footer", "digest", "content", "version")}
 
     def leaves(self, columns: Collection[str]) -> list[int]:
         """Return the numbers of the stored columns that some columns consist of."""
@@ -144,9 +146,10 @@ def read_footer(path: AnyPath, *, whole: bool = False) -> ParquetFooter:
             length = int.from_bytes(tail[-8:-4], "little") + 8 if tail.endswith(b"PAR1") else 0
             if len(tail) < length <= size:
                 tail = source.read_at(length, size - length)
+            version = _version(source)
         footer = tail[-length:] if length else tail
         digest = hashlib.blake2b(footer, digest_size=16).hexdigest()
-        stored = ParquetFooter(path, size, footer, digest, pa.py_buffer(tail) if whole else None)
+        stored = ParquetFooter(path, size, footer, digest, pa.py_buffer(tail) if whole else None, version)
         names = stored.schema.names
     except (pa.ArrowException, OSError, UnicodeDecodeError, DataError) as error:
         if isinstance(error, FileNotFoundError):
@@ -166,6 +169,15 @@ def _opened(path: AnyPath) -> Iterator[Any]:
         raise FileNotFoundError(path)
     with path.open_input() if isinstance(path, RemotePath) else pa.OSFile(str(path)) as source:
         yield source
+
+
+def _version(source: Any) -> str:
+    """Return what a store calls the version of an open file, which it has reported when the file was opened."""
+    try:
+        tag: bytes = (source.metadata() or {}).get(b"ETag", b"")
+    except (NotImplementedError, AttributeError, OSError):
+        return ""
+    return tag.decode()
 
 
 def read_parquet(path: AnyPath, columns: Collection[str] | None = None) -> pa.Table:
@@ -228,10 +240,14 @@ class _Fetch:
             self.content = stored.content
             return self
         streamed = self.n_bytes > 2 * FETCH_BYTES
-        spans = _merged([*([] if streamed else self.spans), (stored.size - length, stored.size)])
+        spans = [] if streamed else self.spans
+        if not stored.version:
+            spans = _merged([*spans, (stored.size - length, stored.size)])
         content = mmap.mmap(-1, stored.size)  # only what is written takes memory
         try:
             with _opened(stored.path) as source:
+                if source.size() != stored.size or _version(source) != stored.version:
+                    raise changed_file(stored.path)
                 for start, end in spans:
                     part = source.read_at(end - start, start)
                     if len(part) < end - start:
@@ -241,7 +257,7 @@ class _Fetch:
             raise UnopenedError(f"there is no file {stored.path}") from error
         except (pa.ArrowException, OSError) as error:
             raise UnopenedError(f"{stored.path} cannot be read: {first_line(error)}") from error
-        if stored.footer and content[stored.size - length :] != stored.footer:
+        if length and not stored.version and content[stored.size - length :] != stored.footer:
             raise changed_file(stored.path)
         self.content = None if streamed else content
         return self
