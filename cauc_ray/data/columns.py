@@ -322,7 +322,7 @@ def _images(column: pa.ChunkedArray, rows: Ints, places: RowPlaces) -> npt.NDArr
         folder = places.folder_of(int(rows[position])) if stored is None and path else None
         if folder is not None:
             paths[position] = path_from(folder, str(path))
-    for position, content in zip(paths, read_side_by_side([(path, None) for path in paths.values()]), strict=True):
+    for position, content in zip(paths, read_side_by_side([*paths.values()]), strict=True):
         images[position] = content
     return objects(images)
 
@@ -431,22 +431,20 @@ def column_to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
 
 def row_digests(columns: Mapping[str, npt.NDArray[Any]], n: int) -> pa.Array:
     """Return a digest of each row's values but its id, binary (n,), the same whatever its neighbours are."""
-    names = sorted(columns.keys() - {ID})
-    digests = []
-    for row in range(n):
-        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        for name in names:
-            value = columns[name][row]
-            digest.update(f"\0{name}\0".encode())
+    digests = [hashlib.blake2b(digest_size=DIGEST_BYTES) for _ in range(n)]
+    for name in sorted(columns.keys() - {ID}):
+        column, key = columns[name], f"\0{name}\0".encode()
+        values = column.tolist() if column.ndim == 1 and column.dtype != object else column
+        for digest, value in zip(digests, values, strict=True):
+            digest.update(key)
             digest.update(value if isinstance(value, bytes) else _spelled(value))
-        digests.append(digest.digest())
-    return pa.array(digests, pa.binary())
+    return pa.array([digest.digest() for digest in digests], pa.binary())
 
 
 def _spelled(value: Any) -> bytes:
     """Return bytes that differ for values that a model may tell apart."""
     if isinstance(value, np.ndarray) and value.dtype != object:
-        return f"{value.dtype}{value.shape}".encode() + value.tobytes()
+        return f"{value.dtype.str}{value.shape}".encode() + value.tobytes()
     value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
     return f"{type(value).__name__}{value!r}".encode(errors="surrogatepass")
 

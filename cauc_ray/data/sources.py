@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -35,6 +35,8 @@ from cauc_ray.files.paths import AnyPath, FileEntry, RemotePath, list_files, rea
 from cauc_ray.numbers.types import Ints
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+# Remote Parquet files up to this size in all are fetched once, and travel to the readers.
+CONTENT_BYTES = 64 << 20
 # Footers up to this size in all travel to the readers; those of more files are read again.
 FOOTER_BYTES = 32 << 20
 PARTITIONS = {"train", "validation", "val", "valid", "test", "dev", "calibration"}
@@ -144,6 +146,8 @@ class TableFiles(Source):
             raise DataError(f"{first} and {second} have different formats; give files of one format")
         self.is_remote = isinstance(root, RemotePath)
         look = _look_parquet if formats.keys() & {"Parquet", None} else _look_stream
+        if self.is_remote and look is _look_parquet and sum(entry.size for entry in entries) <= CONTENT_BYTES:
+            look = partial(_look_parquet, whole=True)
         self._files = list(_side_by_side(look, entries, self.is_remote))
         if sum(len(file.stored.footer) for file in self._files if file.stored) > FOOTER_BYTES:
             self._files = [replace(f, stored=f.stored and f.stored.without_footer()) for f in self._files]
@@ -256,9 +260,9 @@ class TableFiles(Source):
         return pa.schema([keys.get(name) or fitting.field(name) for name in columns])
 
 
-def _look_parquet(entry: FileEntry) -> _TableFile:
+def _look_parquet(entry: FileEntry, *, whole: bool = False) -> _TableFile:
     try:
-        stored = read_footer(entry.path, entry.size if isinstance(entry.path, RemotePath) else None)
+        stored = read_footer(entry.path, whole=whole)
     except UnopenedError as error:
         if format_of(entry.path) is not None or not Path(str(entry.path)).suffix:
             raise
@@ -356,8 +360,7 @@ class ImageFiles(Source):
 
     def spans(self, columns: Sequence[str], rows: Ints, size: int, texts: Collection[str] = ()) -> Iterator[RowSpan]:
         """Read the files' bytes if `image` is among the columns, no bytes for a file that cannot be read."""
-        names = self._names.take(pa.array(rows)).to_pylist()
-        files = [(self._folder / name, int(n)) for name, n in zip(names, self._sizes[rows], strict=True)]
+        files = [self._folder / name for name in self._names.take(pa.array(rows)).to_pylist()]
         images = read_side_by_side(files if "image" in columns else [])
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
@@ -496,20 +499,15 @@ def is_image(file: AnyPath) -> bool:
     return file.name.lower().endswith(IMAGE_SUFFIXES)
 
 
-def read_side_by_side(files: Sequence[tuple[AnyPath, int | None]]) -> Iterator[bytes | None]:
-    """Yield files' bytes in order, remote ones read side by side; None for a file that cannot be read.
-
-    Args:
-        files: Paths with sizes in bytes, None where the size is unknown.
-    """
-    return _side_by_side(_content, files, bool(files) and isinstance(files[0][0], RemotePath))
+def read_side_by_side(files: Sequence[AnyPath]) -> Iterator[bytes | None]:
+    """Yield files' bytes in order, remote ones read side by side; None for a file that cannot be read."""
+    return _side_by_side(_content, files, bool(files) and isinstance(files[0], RemotePath))
 
 
-def _content(file: tuple[AnyPath, int | None]) -> bytes | None:
-    path, size = file
+def _content(path: AnyPath) -> bytes | None:
     try:
         if isinstance(path, RemotePath):
-            return path.read_bytes(size)
+            return path.read_bytes()
         return path.read_bytes() if path.is_file() else None  # reading a pipe would block
     except (OSError, ValueError, DataError):
         return None

@@ -90,7 +90,7 @@ def _opened(entry: FileEntry, kind: str) -> Iterator[Any]:
     path = entry.path
     try:
         if isinstance(path, RemotePath):
-            source = path.open_input(entry.size)
+            source = path.open_input()
         elif path.is_file():  # opening a pipe would block
             source = pa.OSFile(str(path))
         else:

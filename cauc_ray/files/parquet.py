@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -66,19 +66,23 @@ class ParquetFooter:
         size: Its size in bytes.
         footer: Its last bytes, from the start of the metadata; empty to read them again when they are needed.
         digest: A digest of the footer, which changes when the file is rewritten with other rows.
+        content: All of the file, where that was read at once.
+        version: What a store calls this version of the file, "" where it does not.
     """
 
     path: AnyPath
     size: int
     footer: bytes
     digest: str
+    content: pa.Buffer | None = None
+    version: str = ""
 
     @cached_property
     def metadata(self) -> pq.FileMetaData:
         """The file's metadata. Raises DataError if it is read again and the file has changed."""
         footer = self.footer
         if not footer:
-            stored = read_footer(self.path, self.size)
+            stored = read_footer(self.path)
             if stored.digest != self.digest:
                 raise changed_file(self.path)
             footer = stored.footer
@@ -110,7 +114,7 @@ class ParquetFooter:
         return ParquetFooter(self.path, self.size, b"", self.digest)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("path", "size", "footer", "digest")}
+        return {name: getattr(self, name) for name in ("path", "size", "footer", "digest", "content", "version")}
 
     def leaves(self, columns: Collection[str]) -> list[int]:
         """Return the numbers of the stored columns that some columns consist of."""
@@ -123,26 +127,29 @@ class ParquetFooter:
         ]
 
 
-def read_footer(path: AnyPath, size: int | None = None) -> ParquetFooter:
+def read_footer(path: AnyPath, *, whole: bool = False) -> ParquetFooter:
     """Read a Parquet file's footer.
 
     Args:
         path: The file.
-        size: Its size in bytes, None to ask for it.
+        whole: Read and retain all of the file.
 
     Raises:
         UnopenedError: The file is missing, truncated or not Parquet.
         DataError: Two of its columns have one name.
     """
     try:
-        with _opened(path, size) as source:
+        with _opened(path) as source:
             size = source.size()
-            tail: bytes = source.read_at(min(size, _TAIL_BYTES), max(0, size - _TAIL_BYTES))
+            n_tail = size if whole else min(size, _TAIL_BYTES)
+            tail: bytes = source.read_at(n_tail, size - n_tail)
             length = int.from_bytes(tail[-8:-4], "little") + 8 if tail.endswith(b"PAR1") else 0
             if len(tail) < length <= size:
                 tail = source.read_at(length, size - length)
+            version = _version(source)
         footer = tail[-length:] if length else tail
-        stored = ParquetFooter(path, size, footer, hashlib.blake2b(footer, digest_size=16).hexdigest())
+        digest = hashlib.blake2b(footer, digest_size=16).hexdigest()
+        stored = ParquetFooter(path, size, footer, digest, pa.py_buffer(tail) if whole else None, version)
         names = stored.schema.names
     except (pa.ArrowException, OSError, UnicodeDecodeError, DataError) as error:
         if isinstance(error, FileNotFoundError):
@@ -156,12 +163,21 @@ def read_footer(path: AnyPath, size: int | None = None) -> ParquetFooter:
 
 
 @contextmanager
-def _opened(path: AnyPath, size: int | None = None) -> Iterator[Any]:
+def _opened(path: AnyPath) -> Iterator[Any]:
     """Open a file for reading at any position; what the filesystem raises is named by the path."""
     if isinstance(path, Path) and not path.is_file():  # opening a pipe would block
         raise FileNotFoundError(path)
-    with path.open_input(size) if isinstance(path, RemotePath) else pa.OSFile(str(path)) as source:
+    with path.open_input() if isinstance(path, RemotePath) else pa.OSFile(str(path)) as source:
         yield source
+
+
+def _version(source: Any) -> str:
+    """Return what a store calls the version of an open file, which it has reported when the file was opened."""
+    try:
+        tag: bytes = (source.metadata() or {}).get(b"ETag", b"")
+    except (NotImplementedError, AttributeError, OSError):
+        return ""
+    return tag.decode()
 
 
 def read_parquet(path: AnyPath, columns: Collection[str] | None = None) -> pa.Table:
@@ -178,7 +194,7 @@ def read_stored(path: AnyPath, columns: Collection[str] | None = None) -> tuple[
     stored = read_footer(path)
     names = None if columns is None else [name for name in stored.schema.names if name in columns]
     try:
-        with _opened(path, stored.size) as source:
+        with _opened(path) as source:
             return pq.ParquetFile(source, metadata=stored.metadata, pre_buffer=True).read(names), stored
     except (pa.ArrowException, OSError) as error:
         raise UnreadableError(f"{path} cannot be read: {first_line(error)}") from error
@@ -215,16 +231,23 @@ class _Fetch:
     groups: list[tuple[int, int, RowNumbers]]
     spans: list[tuple[int, int]]
     n_bytes: int = 0
-    content: mmap.mmap | None = field(default=None)
+    content: Any = None
 
     def load(self) -> _Fetch:
         """Fetch the bytes. Raises as read_footer does, and DataError if the file has changed."""
         stored, length = self.stored, len(self.stored.footer)
+        if stored.content is not None:
+            self.content = stored.content
+            return self
         streamed = self.n_bytes > 2 * FETCH_BYTES
-        spans = _merged([*([] if streamed else self.spans), (stored.size - length, stored.size)])
+        spans = [] if streamed else self.spans
+        if not stored.version:
+            spans = _merged([*spans, (stored.size - length, stored.size)])
         content = mmap.mmap(-1, stored.size)  # only what is written takes memory
         try:
-            with _opened(stored.path, stored.size) as source:
+            with _opened(stored.path) as source:
+                if source.size() != stored.size or _version(source) != stored.version:
+                    raise changed_file(stored.path)
                 for start, end in spans:
                     part = source.read_at(end - start, start)
                     if len(part) < end - start:
@@ -234,7 +257,7 @@ class _Fetch:
             raise UnopenedError(f"there is no file {stored.path}") from error
         except (pa.ArrowException, OSError) as error:
             raise UnopenedError(f"{stored.path} cannot be read: {first_line(error)}") from error
-        if stored.footer and content[stored.size - length :] != stored.footer:
+        if length and not stored.version and content[stored.size - length :] != stored.footer:
             raise changed_file(stored.path)
         self.content = None if streamed else content
         return self
@@ -278,7 +301,7 @@ class _Fetch:
         if self.content is not None:
             yield pa.BufferReader(pa.py_buffer(self.content))
             return
-        with _opened(self.stored.path, self.stored.size) as source:
+        with _opened(self.stored.path) as source:
             yield source
 
 
@@ -363,7 +386,7 @@ def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def open_parquet(path: AnyPath) -> pq.ParquetFile:
     """Open a Parquet file. Raises as read_footer does."""
     stored = read_footer(path)
-    source = path.open_input(stored.size) if isinstance(path, RemotePath) else path
+    source = path.open_input() if isinstance(path, RemotePath) else path
     return pq.ParquetFile(source, metadata=stored.metadata)
 
 

@@ -93,25 +93,14 @@ class RemotePath:
         """Return the files in the folder and its subfolders, sorted, or the file itself, by a single listing."""
         return [entry for entry, is_file in self._list(recursive=True) if is_file] or self.entry()
 
-    def open_input(self, size: int | None = None) -> Any:
-        """Open the file for reading at any position.
-
-        Args:
-            size: Its size in bytes, which saves a request where a listing has reported it.
-
-        Raises:
-            FileNotFoundError: It does not exist; with a size, at the first read.
-        """
+    def open_input(self) -> Any:
+        """Open the file for reading at any position. Raises FileNotFoundError if it does not exist."""
         with self._reached("read") as (filesystem, path):
-            if size is None or not size:
-                return filesystem.open_input_file(path)
-            from pyarrow.dataset import ParquetFileFormat
+            return filesystem.open_input_file(path)
 
-            return ParquetFileFormat().make_fragment(path, filesystem, file_size=size).open()
-
-    def read_bytes(self, size: int | None = None) -> bytes:
-        """Return the file's content. Arguments and errors are those of open_input."""
-        with self._reached("read"), self.open_input(size) as opened:
+    def read_bytes(self) -> bytes:
+        """Return the file's content. Raises FileNotFoundError if it does not exist."""
+        with self._reached("read") as (filesystem, path), filesystem.open_input_file(path) as opened:
             content: bytes = opened.read()
             return content
 

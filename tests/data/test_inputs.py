@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stored import damage, dataset, questions, rows_of, values_of, write
 
-from cauc_ray.data import streams
+from cauc_ray.data import sources, streams
 from cauc_ray.data.columns import column_to_numpy
 from cauc_ray.data.datasets import DatasetSpec, open_dataset, open_input
 from cauc_ray.data.values import concat_column
@@ -161,7 +161,8 @@ def test_rows_come_once_in_order_and_numbers_do_not_depend_on_what_is_done(sizes
         }
 
 
-def test_tables_are_read_by_path_or_uri_and_one_that_goes_costs_its_rows(folder):
+def test_tables_are_read_by_path_or_uri_and_one_that_goes_costs_its_rows(folder, monkeypatch):
+    monkeypatch.setattr(sources, "CONTENT_BYTES", 0)  # small ones are fetched at once
     make_folder(folder / "tables")
     for number in range(2):
         table = pa.table({"example_id": [f"{number}-0", f"{number}-1"], "x": [number, number]})
@@ -592,3 +593,41 @@ def test_ids_that_several_partitions_have_are_told_apart(tmp_path):
     with pytest.warns(CaucWarning, match="validation and test have example ids in common"):
         opened_dataset = open_dataset(DatasetSpec(str(tmp_path), "multiple-choice"))
     assert {row["id"] for row in rows_of(opened_dataset, "test")} == {f"test-q{n}" for n in range(6)}
+
+
+def test_few_requests_are_made_to_a_store(s3, tmp_path, monkeypatch):
+    """At most twice those of pyarrow.dataset for a run, three times for a collection of two models."""
+    from moto.s3.responses import S3Response
+    from pyarrow import dataset as arrow_dataset
+    from pyarrow.fs import FileSystem, copy_files
+
+    requests = []
+    for method in ("get_object", "head_object"):
+        answer = getattr(S3Response, method)
+        monkeypatch.setattr(
+            S3Response, method, lambda *args, _answer=answer, **more: requests.append(1) or _answer(*args, **more)
+        )
+
+    def counted(work):
+        requests.clear()
+        work()
+        return len(requests)
+
+    filesystem = FileSystem.from_uri(s3)[0]
+    for case, (n_files, n_rows, group_rows) in enumerate([(12, 40, 10), (3, 400, 400)]):
+        folder, place = tmp_path / str(case), f"bucket/{tmp_path.name}-{case}"
+        for file in range(n_files):
+            ids = [f"{file}-{row}" for row in range(n_rows)]
+            table = pa.table({"example_id": ids, "x": np.arange(n_rows) * 0.5, "label": [0] * n_rows})
+            write(folder / f"part-{file:05}.parquet", table, row_group_size=group_rows)
+        copy_files(str(folder), place, destination_filesystem=filesystem)
+        arrow = counted(lambda place=place: arrow_dataset.dataset(place, filesystem=filesystem).to_table())
+        spec = DatasetSpec(f"s3://{place}", "classification")
+        assert counted(lambda spec=spec: blocks_of(open_input(spec).blocks(64))) <= 2 * arrow
+
+        def collect_two(spec=spec):
+            rows = open_dataset(spec)
+            for _ in range(2):
+                blocks_of(rows.blocks(64, with_inputs=True))
+
+        assert counted(collect_two) <= 3 * arrow
