@@ -147,9 +147,9 @@ def test_options_get_the_log_probabilities_of_a_plain_forward_pass(served, langu
     )
     assert "maximum context length" in answers.failures.pop(4)
     assert answers.costs[4] == 0
-    # A chat model would rather end its text after some bare prompts: there is no first token then.
+    # A chat model would rather end its text after bare prompts: there is no first token then.
     assert all("endpoint: chat" in reason for reason in answers.failures.values())
-    assert len(answers.failures) < (1 if endpoint == "chat" else len(QUESTIONS))
+    assert not answers.failures or (endpoint == "completions" and language_model.tokenizer.chat_template)
     n_below = 0
     for row, (question, choices) in enumerate(QUESTIONS):
         if row in answers.failures:
@@ -161,7 +161,7 @@ def test_options_get_the_log_probabilities_of_a_plain_forward_pass(served, langu
         assert answers.n_options[row] == len(choices)
         assert answers.costs[row] == pytest.approx((len(tokens) * prices["input"] + prices["output"]) / 1e6)
     assert answers.counts.get(BELOW, 0) == n_below
-    assert n_below > 0 or n_top > 3
+    assert n_below > 0 or n_top > 3 or answers.failures
 
 
 def test_more_names_than_a_server_scores_at_once_get_their_log_probabilities(tiny_model):
