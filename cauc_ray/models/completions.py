@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.models.endpoint import Bill, EndpointModel, Reply, messages, value_at
+from cauc_ray.models.endpoint import Bill, EndpointModel, Reply, messages
+from cauc_ray.models.http_client import value_at
 from cauc_ray.models.kind import IN_TIME, Placement
 from cauc_ray.models.openai import OpenAISpec
 from cauc_ray.models.prompts import LETTERS, Asked

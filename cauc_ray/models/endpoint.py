@@ -17,7 +17,7 @@ from pydantic_core import to_json
 
 from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
 from cauc_ray.models.answers import BELOW, Answers, Batch, Model, ModelFacts, answered, batch_size, little
-from cauc_ray.models.http_client import HttpClient, NoAnswerError, Response, all_until_error
+from cauc_ray.models.http_client import HttpClient, NoAnswerError, Response, all_until_error, value_at
 from cauc_ray.models.kind import IN_TIME, Placement
 from cauc_ray.models.openai import DecisionsSpec, EndpointSpec
 from cauc_ray.models.prompts import Asked, Prompts
@@ -411,13 +411,3 @@ class DecisionsModel(EndpointModel):
         entries = listed if isinstance(listed, list) else []
         by_option = {str(value_at(entry, key)): value_at(entry, "probability") for entry in entries}
         return [by_option.get(option) for option in options]
-
-
-def value_at(answer: Any, *path: str | int) -> Any:
-    """Return the value at a path in parsed JSON, None if the path does not exist."""
-    for key in path:
-        try:
-            answer = answer[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return answer

@@ -351,3 +351,13 @@ def _n_bytes(headers: httpx2.Headers) -> int:
 def _backoff_s(n_faults: int, longest_s: float) -> float:
     """Return the pause after so many faults, with jitter: clients that failed together must not return together."""
     return random.uniform(0.5, 1.0) * min(longest_s, FIRST_PAUSE_S * 2.0**n_faults)
+
+
+def value_at(answer: Any, *path: str | int) -> Any:
+    """Return the value at a path in parsed JSON, None if the path does not exist."""
+    for key in path:
+        try:
+            answer = answer[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return answer

@@ -13,7 +13,7 @@ import numpy as np
 
 from cauc_ray.errors import CaucError, ConfigError, ExecutionError
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, Wire, batch_size, choices_in, ragged
-from cauc_ray.models.http_client import HttpClient, NoAnswerError, Response, all_until_error
+from cauc_ray.models.http_client import HttpClient, NoAnswerError, Response, all_until_error, value_at
 from cauc_ray.models.input_tensors import InputTensors, input_tensors
 from cauc_ray.models.kind import IN_TIME, Placement
 from cauc_ray.models.remote import RemoteSpec
@@ -26,7 +26,6 @@ from cauc_ray.protocol.messages import (
     TensorMetadata,
     read_infer_response,
     read_model_metadata,
-    read_server_metadata,
     write_infer_request,
 )
 from cauc_ray.protocol.tensors import RequestError
@@ -242,9 +241,8 @@ class RemoteModel(Model):
         try:
             server, about = [await self._http.request("GET", path, deadline) for path in paths]
             metadata = read_model_metadata(self._require_ok(about).content)
-            if server.status == 200:  # gateways may offer models only
-                extensions = read_server_metadata(server.content).get("extensions") or []
-                self._takes_binary = BINARY_DATA in extensions
+            extensions = value_at(server.json(), "extensions")  # gateways may offer models only
+            self._takes_binary = isinstance(extensions, list) and BINARY_DATA in extensions
         except NoAnswerError as error:
             raise ExecutionError(self._away(str(error))) from None
         except RequestError as error:

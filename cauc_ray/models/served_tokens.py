@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.answers import Unusable
 from cauc_ray.models.chat import DATE_TEXT, THINKING, open_thought
-from cauc_ray.models.endpoint import Bill, value_at
+from cauc_ray.models.endpoint import Bill
+from cauc_ray.models.http_client import value_at
 from cauc_ray.models.openai import OpenAISpec
 from cauc_ray.models.prompts import Asked
 from cauc_ray.models.tokens import (

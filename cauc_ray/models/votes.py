@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from cauc_ray.errors import DataError
-from cauc_ray.models.endpoint import Bill, EndpointModel, Reply, messages, value_at
+from cauc_ray.models.endpoint import Bill, EndpointModel, Reply, messages
+from cauc_ray.models.http_client import value_at
 from cauc_ray.models.openai import OpenAISpec
 from cauc_ray.models.prompts import Asked
 from cauc_ray.numbers.types import Floats

@@ -121,14 +121,8 @@ class ModelMetadata(TypedDict):
     parameters: NotRequired[dict[str, Any] | None]
 
 
-class ServerMetadata(TypedDict):
-    """What a server reports of itself. Unknown keys are ignored."""
-
-    extensions: NotRequired[list[str] | None]
-
-
 _REQUEST, _RESPONSE = TypeAdapter(InferenceRequest), TypeAdapter(InferenceResponse)
-_MODEL_METADATA, _SERVER_METADATA = TypeAdapter(ModelMetadata), TypeAdapter(ServerMetadata)
+_MODEL_METADATA = TypeAdapter(ModelMetadata)
 # Extensions that servers report: tensors as raw bytes; a repeated Idempotency-Key gets the answer of the first request.
 BINARY_DATA, IDEMPOTENCY = "binary_tensor_data", "idempotency_key"
 T = TypeVar("T")
@@ -243,11 +237,6 @@ def read_infer_response(body: bytes | memoryview, json_length: int | None) -> In
 def read_model_metadata(body: bytes) -> ModelMetadata:
     """Read a model's metadata. Raises RequestError for anything else."""
     return _read(_MODEL_METADATA, "model's metadata", body)
-
-
-def read_server_metadata(body: bytes) -> ServerMetadata:
-    """Read a server's metadata. Raises RequestError for anything else."""
-    return _read(_SERVER_METADATA, "server's metadata", body)
 
 
 def decoded_body(body: bytes, encoding: str | None, limit: int) -> bytes:

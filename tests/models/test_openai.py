@@ -25,6 +25,7 @@ from cauc_ray.models.completions import letter_logits, missing_bound
 from cauc_ray.models.images import decode_image
 from cauc_ray.models.kind import Placement
 from cauc_ray.models.openai import OpenAISpec
+from cauc_ray.models.pool import pool_of
 from cauc_ray.models.transformers import TransformersChoiceSpec
 
 KEY = "sk-0123456789abcdef"
@@ -580,6 +581,15 @@ def test_images_go_before_the_text_that_asks_about_them():
         else:
             assert kind == "data:image/png"
             assert np.array_equal(Image.open(io.BytesIO(sent)), decode_image(image))
+
+
+def test_a_vision_language_model_can_be_a_stage_of_an_image_classifier():
+    model = {"kind": "openai", "model": "m", "base_url": "http://host/v1", "image": True, "votes": 4}
+    stage = {"name": "large", "model": model, "prompt": "Which animal is this?", "options": "name"}
+    content = {"name": "p", "task": "image-classification", "labels": ["cat", "dog"], "stages": [stage]}
+    columns = pool_of(content, None).stages[0].model.columns_read
+    assert columns.names == {"image"}
+    assert not columns.texts
 
 
 # Sampled votes.
