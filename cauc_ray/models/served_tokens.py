@@ -7,6 +7,7 @@ import string
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
+from weakref import WeakMethod
 
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.answers import Unusable
@@ -41,9 +42,9 @@ class ServedTokens:
     """The tokens of a server's tokenizer, and their log-probabilities."""
 
     def __init__(self, spec: OpenAISpec, post: Callable[..., Awaitable[object]]) -> None:
-        """Send nothing yet; post is that of an EndpointModel."""
+        """Send nothing yet; post is a method of an EndpointModel."""
         self._spec = spec
-        self._post = post
+        self._post = WeakMethod(post)  # the model has this object, and must end its thread as soon as it is dropped
         self._chat = spec.endpoint == "chat"
         self._letters = spec.answers_with == "letter"
         self._remembered: defaultdict[int, RememberedOptions] = defaultdict(RememberedOptions)
@@ -153,12 +154,17 @@ class ServedTokens:
     async def _tokenized(self, body: dict[str, Any], bill: Bill) -> tuple[list[int], list[str]]:
         """Return tokens, and their texts if the server has them. Raises DataError if it does not tokenise."""
         root = self._spec.url.rstrip("/").removesuffix("/v1")
-        async with self._gate:
-            answer = await self._post(f"{root}/tokenize", {**body, "return_token_strs": True}, bill, is_billed=False)
+        answer = await self._send(f"{root}/tokenize", {**body, "return_token_strs": True}, bill, is_billed=False)
         tokens, texts = value_at(answer, "tokens"), value_at(answer, "token_strs")
         if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
             raise DataError("the server does not tokenise it")
         return tokens[: len(tokens) - self._n_after], [str(text) for text in texts or ()]
+
+    async def _send(self, *request: Any, **settings: Any) -> object:
+        post = self._post()
+        assert post is not None  # its model waits for the answer
+        async with self._gate:
+            return await post(*request, **settings)
 
     async def _next(
         self, prompt: list[int], before: list[int], ids: Sequence[int], bill: Bill
@@ -166,8 +172,7 @@ class ServedTokens:
         """Return the log-probability of each token that may follow a prompt and what comes before it."""
         body = {"prompt": prompt + before, "max_tokens": 1, "temperature": 0, "logprobs": 1}
         body |= {"logprob_token_ids": list(ids), "return_tokens_as_token_ids": True}
-        async with self._gate:
-            answer = await self._post("/completions", body, bill)
+        answer = await self._send("/completions", body, bill)
         if not before and open_thought(str(value_at(answer, "choices", 0, "text"))):
             raise DataError(f"the model thinks before it answers; {THINKING}")
         logprobs = value_at(answer, "choices", 0, "logprobs", "top_logprobs", 0)

@@ -186,17 +186,19 @@ class Tokenizing:
             self._chat = ChatTemplate(spec.model, tokenizer, spec.chat_template_kwargs)
         self.source = self._chat.source if self._chat else "without a chat template"
         self._special = self._chat.special if self._chat else special_tokens(tokenizer)
-        self._as_text = False
+        # Whether the tokenizer adds its special tokens, how many come last, and whether those in texts are text.
+        self._adds_special, self._as_text = self._chat is None, False
         mask = tokenizer("Q", return_special_tokens_mask=True)["special_tokens_mask"]
-        self._n_after = 0 if self._chat else len(list(itertools.takewhile(bool, reversed(mask))))
+        self._n_after = len(list(itertools.takewhile(bool, reversed(mask))))
         self._before = self._chat.before if self._chat else " "
         end = self._chat.end if self._chat else "\n"
         self._after = end if spec.answers_with == "name" else ""
         self._letters = spec.answers_with == "letter"
         self._fixed = LETTERS[: self._n_letters()] if self._letters else spec.label_names
         self._prompts = Prompts(spec, self._chat is not None, len(self._fixed or ""))
-        # Special tokens of the prompt's own text are meant as such.
+        # Special tokens of the prompt's own text are meant as such; one that begins with BOS is complete.
         self._as_text = self._chat is None and not self._special.search(self._prompts.shown)
+        self._adds_special &= not (tokenizer.bos_token and self._prompts.shown.startswith(tokenizer.bos_token))
         self._remembered = RememberedOptions()
 
     def __call__(self, batch: Batch) -> tuple[list[Tokens], dict[int, str]]:
@@ -257,9 +259,10 @@ class Tokenizing:
         """Return the tokens of texts, at once: the tokenizer then works in threads of its own."""
         if not texts:
             return []
-        settings = {"add_special_tokens": self._chat is None, "split_special_tokens": self._as_text}
+        settings = {"add_special_tokens": self._adds_special, "split_special_tokens": self._as_text}
         encoded = self._tokenizer(list(texts), **settings)["input_ids"]
-        return [tokens[: len(tokens) - self._n_after] for tokens in encoded]
+        n_after = self._n_after if self._adds_special else 0
+        return [tokens[: len(tokens) - n_after] for tokens in encoded]
 
     def _n_letters(self) -> int:
         """Return how many letters are single tokens. Raises ConfigError if these are fewer than two."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class TorchModel(LocalModel):
     def answer(self, prepared: Inputs) -> Answers:
         """Compute a batch."""
         self._events = []  # without those of a call that failed
-        with torch.inference_mode(), without_tf32():
+        with torch.inference_mode(), _without_tf32 if self.facts.dtype == "float32" else nullcontext():
             return super().answer(prepared)
 
     def device_s(self) -> float | None:
@@ -133,18 +134,37 @@ def free_bytes(device: torch.device, num_gpus: float) -> int:
     return len(gpus) * max(0, int(min(n_free)))
 
 
-@contextmanager
-def without_tf32() -> Iterator[None]:
-    """Compute float32 in the block as such: GPUs shorten the factors of convolutions to 10 bits by default."""
-    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [backend.allow_tf32 for backend in backends]
-    try:
-        for backend in backends:
-            backend.allow_tf32 = False
-        yield
-    finally:
-        for backend, allowed in zip(backends, before, strict=True):
-            backend.allow_tf32 = allowed
+class WithoutTF32:
+    """A block in which float32 is computed as such: GPUs shorten the factors of convolutions to 10 bits by default.
+
+    The setting is the process's: the first thread to enter changes it, and the last one to leave restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._n_inside = 0
+        self._before: list[bool] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._n_inside:
+                self._before = [backend.allow_tf32 for backend in _TF32]
+                self._set([False] * len(_TF32))
+            self._n_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._n_inside -= 1
+            if not self._n_inside:
+                self._set(self._before)
+
+    def _set(self, allowed: list[bool]) -> None:
+        for backend, value in zip(_TF32, allowed, strict=True):
+            backend.allow_tf32 = value
+
+
+_TF32 = (torch.backends.cuda.matmul, torch.backends.cudnn)
+_without_tf32 = WithoutTF32()
 
 
 def compute_in_float32(layer: Any) -> None:

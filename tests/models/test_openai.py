@@ -7,6 +7,7 @@ import re
 import threading
 import time
 import traceback
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -183,6 +184,16 @@ def test_more_names_than_a_server_scores_at_once_get_their_log_probabilities(tin
 def test_a_server_that_scores_no_given_tokens_is_refused_for_names(served):
     with pytest.raises(ConfigError, match="needs a server with /tokenize and logprob_token_ids"):
         spec(base_url=served, options="name").load()(question_batch(*TWO))
+
+
+def test_a_model_goes_as_soon_as_it_is_dropped(tiny_model):
+    """Its thread and connections do not wait for the garbage collector."""
+    with language_server(tiny_model, scores_tokens=True) as url:
+        model = spec(base_url=url).load()
+        model(question_batch(TWO[0]))
+        dropped = weakref.ref(model)
+        del model
+        assert dropped() is None
 
 
 @pytest.mark.parametrize("first", [True, False])

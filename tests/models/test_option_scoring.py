@@ -176,11 +176,14 @@ def test_control_tokens_in_a_row_are_text_or_refused(models, chat):
         assert loaded_spec.answers_with == "letter"
 
 
-def test_control_tokens_of_the_prompt_itself_are_meant(models):
-    model = models("byte pairs")
-    prompt = "<|im_start|>user\n{{ question }}\n{{ options }}<|im_end|>\n<|im_start|>assistant\n"
+@pytest.mark.parametrize("name", ["byte pairs", "byte pairs with BOS", "prepended space and EOS"])
+def test_control_tokens_of_the_prompt_itself_are_meant(models, name):
+    """One that begins with the tokenizer's own first token gets no second one."""
+    model = models(name)
+    prompt = "<s><|head|>{{ question }}\n{{ options }}<|eot|>"
     loaded = choice_spec(model, prompt=prompt, chat_template=False).load()
-    answers = loaded(question_batch(("Which?", ["a", "b"]), ("<|im_end|>", ["a", "b"])))
-    tokens = model.tokenizer.encode("<|im_start|>user\nWhich?\nA. a\nB. b<|im_end|>\n<|im_start|>assistant A")
+    answers = loaded(question_batch(("Which?", ["a", "b"]), ("<|eot|>", ["a", "b"])))
+    tokens = model.tokenizer.encode("<s><|head|>Which?\nA. a\nB. b<|eot|> A", add_special_tokens=False)
+    assert tokens.count(model.tokenizer.bos_token_id) == 1
     assert answers.logits[0, 0] == pytest.approx(model.logits(tokens)[-2, tokens[-1]], abs=TOLERANCE)
     assert list(answers.failures) == [1]
