@@ -219,7 +219,7 @@ def require_disjoint(source: str, ids: Mapping[str, Sequence[str]]) -> None:
         if shared:
             raise DataError(
                 f"{source}: splits {first!r} and {second!r} have {len(shared):,} examples in common, such as "
-                f"{min(shared)!r}; each example belongs to one split: collect them from one dataset, or remove one split"
+                f"{min(shared)!r}; collect all splits from one dataset, or remove one of them"
             )
 
 
