@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from itertools import combinations
 from os import PathLike
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -182,6 +183,8 @@ class Source:
             for split in cuts
             if split not in shares and (split != validation or split in self._source.splits(models[0]))
         }
+        if self.table is not None:  # rows of arrays have ids of their own only where they are given
+            require_disjoint(str(self.path), {split: chain.example_ids for split, chain in chains.items()})
         if shares:
             whole = {calibration: 1 - sum(shares.values())}
             chains |= _cut(chains[calibration], {**whole, **shares}, self._options.seed)
@@ -194,6 +197,8 @@ class Source:
         splits = [calibration, *({validation} & set(self._source.splits(self.models[0])))]
         priced, unit = _in_order(self.costs, self.models), self._options.cost_unit
         chains = [self._source.read_chain_heads(self.models, split, costs=priced) for split in splits]
+        ids = {split: chain.known["example_ids"] for split, chain in zip(splits, chains, strict=True)}
+        require_disjoint(str(self.path), ids)
         chains = [_with_warning(chain, chain.known["source"]) for chain in chains]
         if unit is not None:
             chains = [replace(c, known={**c.known, "costs": Costs(unit, c.known["costs"].per_call)}) for c in chains]
@@ -205,6 +210,17 @@ class Source:
             chain = _with_warning(chain, chain.source)
         unit = self._options.cost_unit
         return chain if unit is None else replace(chain, costs=Costs(unit, chain.costs.per_call))
+
+
+def require_disjoint(source: str, ids: Mapping[str, Sequence[str]]) -> None:
+    """Raise DataError if two splits have an example in common: what is fitted on one would be measured on it, too."""
+    for (first, first_ids), (second, second_ids) in combinations(ids.items(), 2):
+        shared = set(first_ids).intersection(second_ids)
+        if shared:
+            raise DataError(
+                f"{source}: splits {first!r} and {second!r} have {len(shared):,} examples in common, such as "
+                f"{min(shared)!r}; collect all splits from one dataset, or remove one of them"
+            )
 
 
 def labelled_examples(chain: _Chain) -> _Chain:

@@ -106,7 +106,7 @@ BOTH_DOORS = [
     *(
         ("collect", {"pool": f"{name}.yaml", "dataset": "rows.csv", "split": "all"}, words, error)
         for name, words, error in (
-            ("labels", "'no' is neither", DataError),
+            ("labels", "'no' (1)", DataError),
             ("column", "needs a column 'txt'", DataError),
             ("bert", "is not a complete causal language model: it was saved as BertModel", ConfigError),
             ("vllm", "not a complete causal language model", ConfigError),

@@ -192,7 +192,6 @@ def test_an_example_on_whose_options_the_models_disagree_altogether_is_named(tab
         LogitTable(table).read_chain(MODELS, "test")
 
 
-@pytest.mark.xfail(strict=True, reason="issue 32: splits that share rows are fitted on")
 def test_splits_that_share_rows_are_refused(table):
     for model in MODELS:
         shutil.copytree(part(table, model).parent, part(table, model, "validation").parent, dirs_exist_ok=True)
