@@ -44,10 +44,10 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     >>> from cauc_ray import CascadeClassifier
     >>> from sklearn.datasets import load_digits
-    >>> from sklearn.ensemble import RandomForestClassifier
     >>> from sklearn.linear_model import LogisticRegression
+    >>> from sklearn.svm import SVC
     >>> X, y = load_digits(return_X_y=True)
-    >>> members = [("small", LogisticRegression(C=1e-4)), ("large", RandomForestClassifier(50, random_state=0))]
+    >>> members = [("small", LogisticRegression(C=1e-4)), ("large", SVC())]
     >>> model = CascadeClassifier(members, costs=[1, 10], cv=0.5, method="rf").fit(X[:1200], y[:1200])
     >>> bool(model.score(X[1200:], y[1200:]) > 0.8)
     True

@@ -138,6 +138,7 @@ class KindSpec(Section):
         LOADER: "module:function" of a function (spec, placement) that returns the loaded model.
         PACKAGES: The extra that installs what the loader imports, "" for none, then the packages.
         EXCLUDED_FROM_IDENTITY: Settings that do not change answers.
+        REVISION: Raised when the same settings give other answers than before.
         SPANS_GPUS: Whether a model may span several GPUs.
         ENFORCES_OWN_TIMEOUT: Whether a call ends by itself and must be awaited until then: another replica would ask
             the same server.
@@ -147,6 +148,7 @@ class KindSpec(Section):
     LOADER: ClassVar[str]
     PACKAGES: ClassVar[tuple[str, ...]] = ()
     EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = frozenset({"device"})
+    REVISION: ClassVar[int] = 0
     SPANS_GPUS: ClassVar[bool] = False
     ENFORCES_OWN_TIMEOUT: ClassVar[bool] = False
     REMOTE: ClassVar[bool] = False
@@ -175,7 +177,8 @@ class KindSpec(Section):
             path = settings[name]
             if isinstance(path, str) and Path(path).is_absolute():
                 settings[name] = sampled_digest(Path(path)) or path
-        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+        content = [settings, *([self.REVISION] if self.REVISION else [])]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def answers_kind(self) -> LogitKind:
@@ -239,6 +242,8 @@ def sampled_digest(path: Path) -> str | None:
 
 class ImageSpec(KindSpec):
     """A model that reads the column `image`."""
+
+    REVISION: ClassVar[int] = 1  # images are upright
 
     @property
     def columns_read(self) -> InputColumns:

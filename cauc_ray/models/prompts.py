@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 from jinja2 import TemplateError, meta, nodes
@@ -201,6 +201,8 @@ LOGITS_ARE: Mapping[OptionsAs, str] = {
 
 class LanguageSpec(PromptSettings, KindSpec):
     """A language model that chooses among options."""
+
+    REVISION: ClassVar[int] = 1  # prompts and options are encoded jointly
 
     @model_validator(mode="after")
     def _prompt_is_complete(self) -> LanguageSpec:

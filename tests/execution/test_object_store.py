@@ -177,5 +177,5 @@ def test_a_bucket_that_is_absent_is_named_before_anything_starts(tmp_path, s3, c
         ["collect", pool, "--dataset", inputs, "--columns", "question=example_id,choices=x", *absent],
     ):
         code, out, err = command(*arguments)
-        assert (code, out, len(err.splitlines())) == (2, "", 1)
-        assert "there is no bucket s3://no-such-bucket" in err
+        assert (code, out) == (2, "")
+        assert "there is no bucket s3://no-such-bucket" in err.splitlines()[-1]  # the input's rows have no labels

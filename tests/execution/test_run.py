@@ -289,7 +289,7 @@ LACKING = {
     "onnx": {"model": "absent.onnx", "columns": ["x"]},
     "torchvision": {"arch": "resnet18", "weights": "absent.pth"},
     "openai": {"model": "m", "api_key_env": "ABSENT"},
-    "remote": {"model": "m", "url": "http://h", "token_env": "ABSENT"},
+    "remote": {"model": "m", "url": "https://h", "token_env": "ABSENT"},
 }
 
 

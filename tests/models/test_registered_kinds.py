@@ -119,7 +119,7 @@ def loaded(folder, **model):
     [
         ({"kind": "torchvision", "arch": "resnet18"}, {}, {"image"}),
         ({"kind": "saved", "logits": "L", "model": "m", "split": "s"}, {}, set()),
-        ({"kind": "openai", "model": "m"}, {}, {"question", "context", "subject", "task"}),
+        ({"kind": "openai", "model": "m"}, {}, {"question", "context"}),
         ({"kind": "openai", "model": "m", "labels": ["a", "b"], "prompt": "{{ x }} {{ y }}"}, {}, {"x", "y"}),
         ({"kind": "python", "factory": "a:b"}, {"x": {"datatype": "FP64", "shape": []}}, {"x"}),
         ({"kind": "python", "factory": "a:b"}, {}, None),
