@@ -51,7 +51,7 @@ class InputBlock:
         readable[list(self.unreadable)] = False
         return readable
 
-    def where(self, mask: Bools) -> InputBlock:
+    def select(self, mask: Bools) -> InputBlock:
         """Return the rows selected by a mask (n,)."""
         positions = np.flatnonzero(mask).tolist()
         return replace(
@@ -104,10 +104,10 @@ class BlockSource(Protocol):
         """
 
 
-def other_rows(where: str, why: str) -> DataError:
+def other_rows(name: str, why: str) -> DataError:
     """Return the error for an input that has changed since it was first read."""
     return DataError(
-        f"{where} returned other rows than before: {why}. An input must return the same rows in the same order every "
+        f"{name} returned other rows than before: {why}. An input must return the same rows in the same order every "
         "time: do not change its files; seed and sort a Ray Dataset, or write it to files first. Resume with the "
         "original input, or start a new run in another folder"
     )

@@ -96,7 +96,7 @@ class ColumnPlan:
     def texts(self) -> frozenset[str]:
         """The file's columns whose cells are read as they are written: 007 is an id, not a number."""
         names = (ID, LABEL, *((IMAGE, CHOICES, *TEXTS) if self.task != "classification" else ()))
-        return frozenset(own for name in names for own in self.columns.get(name, ()))
+        return frozenset(stored for name in names for stored in self.columns.get(name, ()))
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -111,13 +111,13 @@ class ColumnPlan:
         """Return the plan of some columns, and of ids and labels; None for all."""
         if columns is None:
             return self
-        chosen = {name: own for name, own in self.columns.items() if name in columns or name in (ID, LABEL)}
+        chosen = {name: stored for name, stored in self.columns.items() if name in columns or name in (ID, LABEL)}
         return replace(self, columns=chosen)
 
 
 def plan_columns(
     available: Sequence[str],
-    where: str,
+    location: str,
     task: Task,
     renamed: Mapping[str, str],
     labels: tuple[str, ...] | None = None,
@@ -130,7 +130,7 @@ def plan_columns(
 
     Args:
         available: The file's columns.
-        where: The file, for messages.
+        location: The file, for messages.
         task: What the rows are.
         renamed: Canonical name to the file's own name, for choices several joined with "+".
         labels: The names of the options.
@@ -151,23 +151,25 @@ def plan_columns(
 
     def columns_of(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
         several = {CHOICES} - {name for name in names if names[name] in available}
-        return {name: tuple(own.split("+")) if name in several else (own,) for name, own in names.items()}
+        return {name: tuple(stored.split("+")) if name in several else (stored,) for name, stored in names.items()}
 
     if layout is None or any(
-        own not in available for names in columns_of({**layout.columns, **renamed}).values() for own in names
+        stored not in available for names in columns_of({**layout.columns, **renamed}).values() for stored in names
     ):
         layout = Layout({})
     aliases = columns_of(
         {**({ID: "id"} if "id" in available and ID not in available else {}), **layout.columns, **renamed}
     )
-    used = {own for names in aliases.values() for own in names}
+    used = {stored for names in aliases.values() for stored in names}
     columns = {name: (name,) for name in available if name not in used} | aliases
-    missing = [f"{own!r} for {name}" for name, names in columns.items() for own in names if own not in available]
+    missing = [
+        f"{stored!r} for {name}" for name, names in columns.items() for stored in names if stored not in available
+    ]
     missing += [repr(name) for name in _REQUIRED[task] if complete and name not in columns]
     if missing:
         example = "label=churned" if task == "classification" else "question=stem,choices=opa+opb or image=jpeg"
         raise DataError(
-            f"{where} has no column {missing[0]}; it has {', '.join(available)}. Models of {task} need it: give the "
+            f"{location} has no column {missing[0]}; it has {', '.join(available)}. Models of {task} need it: give the "
             f"names that the file uses with --columns, such as {example}"
         )
     return ColumnPlan(task, columns, labels, layout.first_label, layout.choices_pattern)
@@ -186,25 +188,25 @@ def read_block(plan: ColumnPlan, table: pa.Table, rows: Ints, places: RowPlaces)
         DataError: A label, a choice or an id cannot be read, or a column that no model can read; names the row.
     """
     table = cast_table(table, plain_schema(table.schema))
-    where = places.place_of(int(rows[0])) if len(rows) else "the input"
+    location = places.place_of(int(rows[0])) if len(rows) else "the input"
 
     def place(position: int) -> str:
         return places.place_of(int(rows[position]))
 
     ids = plan.unique(read_ids(table.column(plan.ids[0]), place)) if plan.ids else places.row_names(rows).to_pylist()
     columns: dict[str, npt.NDArray[Any]] = {ID: objects(ids)}
-    for name, own in plan.columns.items():
+    for name, stored in plan.columns.items():
         if name in (ID, LABEL):
             continue
-        column = table.column(own[0])
+        column = table.column(stored[0])
         if plan.task != "classification" and name == CHOICES:
-            columns[name] = _choices(plan, [table.column(part) for part in own], place)
+            columns[name] = _choices(plan, [table.column(part) for part in stored], place)
         elif plan.task != "classification" and name in TEXTS:
-            columns[name] = objects(_texts(column, f"{where}: column {name!r}"))
+            columns[name] = objects(_texts(column, f"{location}: column {name!r}"))
         elif name == IMAGE and (_holds_files(column.type) or (plan.task != "classification" and _is_text(column.type))):
             columns[name] = _images(column, rows, places)
         else:
-            columns[name] = model_column(column, name, where)
+            columns[name] = model_column(column, name, location)
     labels = None
     if LABEL in plan.columns:
         labels = read_labels(plan, table.column(plan.columns[LABEL][0]), place)
@@ -247,21 +249,23 @@ def read_labels(plan: ColumnPlan, column: pa.ChunkedArray, place: Callable[[int]
     return labels
 
 
-def unknown_labels(plan: ColumnPlan, column: pa.ChunkedArray, where: str) -> tuple[Counter[str], npt.NDArray[np.bool_]]:
+def unknown_labels(
+    plan: ColumnPlan, column: pa.ChunkedArray, location: str
+) -> tuple[Counter[str], npt.NDArray[np.bool_]]:
     """Return the labels that are none of the options with their counts, and the rows that have them, bool (n,)."""
     column = cast_table(pa.table({"": column}), plain_schema(pa.schema([("", column.type)]))).column(0)
-    values, numbers = _label_numbers(plan, column, where)
+    values, numbers = _label_numbers(plan, column, location)
     bad = values.filter(pa.array([number is None for number in numbers], pa.bool_()))
     rows = pc.is_in(column, value_set=bad).to_numpy()
     counts = pc.value_counts(column.filter(pa.array(rows)))
     return Counter({repr(pair["values"]): pair["counts"] for pair in counts.to_pylist()}), rows
 
 
-def describe_unknown(plan: ColumnPlan, counts: Counter[str], where: str) -> str:
+def describe_unknown(plan: ColumnPlan, counts: Counter[str], location: str) -> str:
     """Return the line that lists labels that are none of the options."""
     listed = ", ".join(f"{label} ({n:,})" for label, n in counts.most_common(20))
     more = f" and {len(counts) - 20:,} others" if len(counts) > 20 else ""
-    return f"{where}: {counts.total():,} rows have a label that is {_not_an_option(plan)}: {listed}{more}"
+    return f"{location}: {counts.total():,} rows have a label that is {_not_an_option(plan)}: {listed}{more}"
 
 
 def _not_an_option(plan: ColumnPlan) -> str:
@@ -273,12 +277,14 @@ def _not_an_option(plan: ColumnPlan) -> str:
     return f"neither an option's number, counted from {plan.first_label}, nor one of the pool's labels: {names}"
 
 
-def _label_numbers(plan: ColumnPlan, column: pa.ChunkedArray, where: str) -> tuple[pa.Array, list[int | None]]:
+def _label_numbers(plan: ColumnPlan, column: pa.ChunkedArray, location: str) -> tuple[pa.Array, list[int | None]]:
     """Return the distinct labels of a column, and their numbers: None for a label that is none of the options."""
     kind = column.type
     plain = _is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)
     if not plain and not (pa.types.is_boolean(kind) and plan.labels is not None):
-        raise DataError(f"{where}: the column of labels has type {kind}, expected numbers, letters or names of options")
+        raise DataError(
+            f"{location}: the column of labels has type {kind}, expected numbers, letters or names of options"
+        )
     values = pc.unique(column)
     values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
     return values, [_label_number(plan, value) for value in values.to_pylist()]
@@ -288,7 +294,7 @@ def _label_number(plan: ColumnPlan, value: str | int | float | bool | None) -> i
     """Return a label counted from 0: names come before numbers, numbers before letters.
 
     Returns:
-        UNKNOWN_LABEL for null and for -1, which published test sets use; None if it is no option.
+        UNKNOWN_LABEL for null and for -1, which published test sets use; None if it is none of the options.
     """
     names = plan.labels or ()
     text = "" if value is None or value != value else value.strip() if isinstance(value, str) else str(value)
@@ -378,12 +384,14 @@ def _split(plan: ColumnPlan, text: str | None, position: int, place: Callable[[i
     return options
 
 
-def model_column(column: pa.ChunkedArray, name: str, where: str) -> npt.NDArray[Any]:
-    """Return a column as models read it. Raises DataError, prefixed with where, if that fails."""
+def model_column(column: pa.ChunkedArray, name: str, location: str) -> npt.NDArray[Any]:
+    """Return a column as models read it. Raises DataError, prefixed with the location, if that fails."""
     try:
         return column_to_numpy(column)
     except (ValueError, TypeError, pa.ArrowException) as error:
-        raise DataError(f"{where}: column {name!r} ({column.type}) cannot be converted for a model: {error}") from error
+        raise DataError(
+            f"{location}: column {name!r} ({column.type}) cannot be converted for a model: {error}"
+        ) from error
 
 
 def column_to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:

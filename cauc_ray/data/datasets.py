@@ -253,21 +253,21 @@ def _split(spec: DatasetSpec, located: Located, rule: Rule | None, sources: Mapp
     plans = {name: _plan(source, spec, located.benchmark, complete=True) for name, source in sources.items()}
     columns = {name: _ids_and_labels(source, plans[name], spec) for name, source in sources.items()}
     plans, ids = _unique_ids(located.name, sources, plans, {name: column[0] for name, column in columns.items()})
-    kept: dict[str, Ints | None] = {}
+    counting: dict[str, Ints | None] = {}
     for name, source in sources.items():
         counted, fits = _rows_that_count(source, located.benchmark), columns[name][2]
-        kept[name] = counted if fits is None else np.intersect1d(_numbers(counted, source), np.flatnonzero(fits))
-    sizes = {name: len(_numbers(kept[name], source)) for name, source in sources.items()}
+        counting[name] = counted if fits is None else np.intersect1d(_numbers(counted, source), np.flatnonzero(fits))
+    sizes = {name: len(_numbers(counting[name], source)) for name, source in sources.items()}
     splits: dict[str, dict[str, Ints | None]] = {name: {} for name in sources}
     if rule is None:
-        splits = {name: {ALL: rows} for name, rows in kept.items()}
+        splits = {name: {ALL: rows} for name, rows in counting.items()}
         phrase = "all rows in one piece"
     else:
         for split, picked in split_by_rule(rule, sizes, spec.seed, located.name).items():
-            rows = kept[picked.partition]
+            rows = counting[picked.partition]
             splits[picked.partition][split] = picked.rows if rows is None else rows[picked.rows]
         phrase = describe_rule(rule, tuple(sources), spec.seed)
-    if located.benchmark.rows and any(rows is not None for rows in kept.values()):
+    if located.benchmark.rows and any(rows is not None for rows in counting.values()):
         phrase += "".join(f", of rows whose {name} is {value}" for name, value in located.benchmark.rows.items())
     _warn_without_labels(located.name, plans, {name: column[1] for name, column in columns.items()})
     parts = tuple(Part(source, plans[name], splits[name]) for name, source in sources.items())
@@ -365,11 +365,13 @@ def _unique_ids(
     Raises:
         DataError: An id is a duplicate within a partition.
     """
-    for partition, own in ids.items():
-        counts = pc.value_counts(own)
-        if len(counts) < len(own):
+    for partition, stored in ids.items():
+        counts = pc.value_counts(stored)
+        if len(counts) < len(stored):
             example = counts.field(0)[pc.index(pc.greater(counts.field(1), 1), True).as_py()]
-            first, second = map(sources[partition].place_of, np.flatnonzero(pc.equal(own, example).to_numpy(False))[:2])
+            first, second = map(
+                sources[partition].place_of, np.flatnonzero(pc.equal(stored, example).to_numpy(False))[:2]
+            )
             raise DataError(
                 f"{second}: example id {example.as_py()!r} is a duplicate of {first}; remove one, or name a column "
                 "with unique ids with --columns example_id=NAME"
@@ -384,15 +386,15 @@ def _unique_ids(
     )
     return (
         {partition: replace(plan, id_prefix=f"{partition}-") for partition, plan in plans.items()},
-        {partition: pc.binary_join_element_wise(partition, own, "-") for partition, own in ids.items()},
+        {partition: pc.binary_join_element_wise(partition, stored, "-") for partition, stored in ids.items()},
     )
 
 
 def _warn_without_labels(name: str, plans: Mapping[str, ColumnPlan], labels: Mapping[str, Ints | None]) -> None:
     """Warn at once that no row has a label, before a model is paid for."""
-    if any(own is not None and (own != UNKNOWN_LABEL).any() for own in labels.values()):
+    if any(stored is not None and (stored != UNKNOWN_LABEL).any() for stored in labels.values()):
         return
-    columns = ", ".join(dict.fromkeys(own for plan in plans.values() for own in plan.file_columns))
+    columns = ", ".join(dict.fromkeys(stored for plan in plans.values() for stored in plan.file_columns))
     warnings.warn(
         f"{name}: no row has a label, so no policy can be fitted on its logits; it has the columns {columns}. Name the "
         "column of labels with --columns label=NAME",

@@ -134,8 +134,10 @@ class FileBlocks:
             start += span.n
             for number in np.unique(at).tolist():
                 mask = at == number
-                n = int(mask.sum())
-                table = span.table if span.table is None or n == span.n else span.table.filter(pa.array(mask))
+                n, first = int(mask.sum()), int(mask.argmax())
+                table = span.table
+                if table is not None and n < span.n:  # neighbours are sliced, which copies nothing
+                    table = table.slice(first, n) if mask[first : first + n].all() else table.filter(pa.array(mask))
                 open_blocks[number].append(RowSpan(n, table, span.error))
                 left[number] -= n
                 if not left[number]:

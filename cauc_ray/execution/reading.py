@@ -138,7 +138,7 @@ def _settled(work: Work, piece: Piece, n_away: int) -> Iterator[tuple[int, Input
         if failed is None:
             yield number, block, digest
         else:
-            yield number, block.where(np.isin(np.arange(len(block.example_ids)), failed.rows)), digest
+            yield number, block.select(np.isin(np.arange(len(block.example_ids)), failed.rows)), digest
         if number == piece.only:
             return
 

@@ -164,9 +164,8 @@ def test_what_was_paid_for_is_kept_when_the_dataset_changes(tmp_path, change):
 @pytest.mark.slow
 def test_a_table_is_not_mixed_from_two_datasets_or_models(tmp_path):
     data, other = tmp_path / "q.csv", tmp_path / "other" / "q.csv"
-    write_questions(data, 40)
-    other.parent.mkdir()
-    other.write_text(data.read_text().replace("q", "r"))  # of the same size
+    rows = write_questions(data, 40)
+    write(other, [{**row, "id": f"r{number}"} for number, row in enumerate(rows.values())])  # of the same size
     path = pool(tmp_path, stage("long", "longest"))
     cauc_ray.collect(path, data, tmp_path / "L")
     before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "L").rglob("model=*/*/*"))
