@@ -184,7 +184,7 @@ class Source:
             if split not in shares and (split != validation or split in self._source.splits(models[0]))
         }
         if self.table is not None:  # rows of arrays have ids of their own only where they are given
-            require_disjoint(str(self.path), {split: chain.example_ids for split, chain in chains.items()})
+            require_disjoint(str(self.path), chains)
         if shares:
             whole = {calibration: 1 - sum(shares.values())}
             chains |= _cut(chains[calibration], {**whole, **shares}, self._options.seed)
@@ -197,8 +197,7 @@ class Source:
         splits = [calibration, *({validation} & set(self._source.splits(self.models[0])))]
         priced, unit = _in_order(self.costs, self.models), self._options.cost_unit
         chains = [self._source.read_chain_heads(self.models, split, costs=priced) for split in splits]
-        ids = {split: chain.known["example_ids"] for split, chain in zip(splits, chains, strict=True)}
-        require_disjoint(str(self.path), ids)
+        require_disjoint(str(self.path), dict(zip(splits, chains, strict=True)))
         chains = [_with_warning(chain, chain.known["source"]) for chain in chains]
         if unit is not None:
             chains = [replace(c, known={**c.known, "costs": Costs(unit, c.known["costs"].per_call)}) for c in chains]
@@ -212,15 +211,43 @@ class Source:
         return chain if unit is None else replace(chain, costs=Costs(unit, chain.costs.per_call))
 
 
-def require_disjoint(source: str, ids: Mapping[str, Sequence[str]]) -> None:
-    """Raise DataError if two splits have an example in common: what is fitted on one would be measured on it, too."""
-    for (first, first_ids), (second, second_ids) in combinations(ids.items(), 2):
-        shared = set(first_ids).intersection(second_ids)
+# Of so many labels that agree, no table of other rows under the same ids has all by chance.
+_ENOUGH_LABELS = 20
+
+
+def require_disjoint(source: str, splits: Mapping[str, ChainLogits | ChainHeads]) -> None:
+    """Raise DataError if two splits have rows in common: what is fitted on one would be measured on it, too.
+
+    Rows are the same if their ids are, their labels, and their logits of the first model; ids alone may be numbers that
+    begin anew in each split.
+    """
+    for (first, first_chain), (second, second_chain) in combinations(splits.items(), 2):
+        (ids, labels, logits), (other_ids, other_labels, other_logits) = _content(first_chain), _content(second_chain)
+        common = set(ids).intersection(other_ids)
+        if not common:
+            continue
+        row_of = {example: row for row, example in enumerate(ids) if example in common}
+        other_rows = np.array([row for row, example in enumerate(other_ids) if example in common])
+        rows = np.array([row_of[other_ids[row]] for row in other_rows])
+        same_mask = labels[rows] == other_labels[other_rows]
+        if logits is not None and other_logits is not None:
+            width = min(logits.shape[1], other_logits.shape[1])
+            same_mask &= (logits[rows, :width] == other_logits[other_rows, :width]).all(axis=1)
+            shared = same_mask.sum() > len(rows) / 2
+        else:
+            shared = len(rows) >= _ENOUGH_LABELS and same_mask.all()
         if shared:
             raise DataError(
-                f"{source}: splits {first!r} and {second!r} have {len(shared):,} examples in common, such as "
-                f"{min(shared)!r}; collect all splits from one dataset, or remove one of them"
+                f"{source}: splits {first!r} and {second!r} have {same_mask.sum():,} rows in common, such as "
+                f"{ids[rows[same_mask.argmax()]]!r}; collect all splits from one dataset, or remove one of them"
             )
+
+
+def _content(chain: ChainLogits | ChainHeads) -> tuple[Sequence[str], Ints, Floats | None]:
+    """Return the ids, labels and first model's logits of a split, None where these have not been read."""
+    if isinstance(chain, ChainLogits):
+        return chain.example_ids, chain.labels, chain.logits[0]
+    return chain.known["example_ids"], chain.known["labels"], None
 
 
 def labelled_examples(chain: _Chain) -> _Chain:

@@ -199,6 +199,16 @@ def test_splits_that_share_rows_are_refused(table):
         cauc_ray.fit(table, models=MODELS)
 
 
+def test_ids_that_begin_anew_in_each_split_are_no_shared_rows(folder):
+    rng = np.random.default_rng(0)
+    for split in ("calibration", "validation"):
+        labels = rng.integers(3, size=60)
+        for model in MODELS:
+            logits = rng.normal(size=(60, 3)) + 2 * np.eye(3)[labels]
+            cauc_ray.write_logits(folder, model, split, map(str, range(60)), logits, labels, cost=1, cost_unit="s")
+    cauc_ray.fit(folder, models=MODELS, costs=range(1, len(MODELS) + 1))
+
+
 def test_what_is_written_with_its_cost_is_a_whole_table(folder):
     ids, labels = ["a", "b"], np.array([1, -1])
     for model, cost in (("large", 9.0), ("small", 2.0), ("large", 10.0)):
