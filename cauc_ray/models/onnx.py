@@ -220,7 +220,7 @@ class OnnxModel(LocalModel):
         """Return scores that a file names by label, in the order of the pool's labels, else in its own."""
         labels = {str(label): label for label in maps[0]}
         names = self._spec.label_names or tuple(labels)
-        if labels.keys() == {str(number) for number in range(len(names))}:
+        if labels.keys() != set(names) and labels.keys() == {str(number) for number in range(len(names))}:
             labels = dict(zip(names, sorted(maps[0]), strict=True))
         if labels.keys() != set(names):
             raise ConfigError(

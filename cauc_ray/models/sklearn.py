@@ -91,7 +91,7 @@ class SklearnModel(Model):
         self._scores = getattr(estimator, method)
         classes = [str(label) for label in np.asarray(estimator.classes_).tolist()]
         self._names = spec.label_names or tuple(classes)
-        if classes == [str(number) for number in range(len(self._names))]:
+        if set(classes) != set(self._names) and classes == [str(number) for number in range(len(self._names))]:
             classes = list(self._names)  # options by their numbers, as XGBoost has them
         if sorted(classes) != sorted(self._names):
             raise ConfigError(

@@ -167,7 +167,13 @@ def table(values):
 
 
 @pytest.mark.parametrize(
-    ("classes", "labels"), [(("NA", "ok", "zz"), ["ok", "NA", "zz"]), ((1, 2, 3), ["3", "1", "2"]), ((0, 1, 2), None)]
+    ("classes", "labels"),
+    [
+        (("NA", "ok", "zz"), ["ok", "NA", "zz"]),
+        ((1, 2, 3), ["3", "1", "2"]),
+        ((0, 1, 2), None),
+        ((0, 1, 2), ["2", "0", "1"]),
+    ],
 )
 def test_scores_that_a_file_names_by_label_come_in_the_order_of_the_pools_labels(tmp_path, classes, labels):
     path = probabilities_of_a_pipeline(tmp_path / "m.onnx", classes, zipmap=True)
