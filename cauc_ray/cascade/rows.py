@@ -284,6 +284,10 @@ class Call:
         fresh = {"attempt": self.attempt + 1, "replica": -1, "good_row": None, "handle": None, "began_at": None}
         return replace(self, due=due, **(fresh | changes))
 
+    def without_sources(self) -> Call:
+        """Return the call without what holds its rows, for records."""
+        return replace(self, rows=[replace(rows, source=None) for rows in self.rows], good_row=None, handle=None)
+
     @property
     def wanted(self) -> bool:
         """Return whether its answers are still wanted."""

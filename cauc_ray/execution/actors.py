@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeVar, cast
 import ray
 from ray.exceptions import (
     GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
     ObjectLostError,
     ObjectStoreFullError,
     OutOfDiskError,
@@ -32,6 +34,8 @@ from cauc_ray.policies.policy import Policy
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 START_DEADLINE_S = 600.0
+# An actor's death has one error; a task's has another for each way in which its process may end.
+_DEATHS = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError)
 
 
 def in_group(name: str) -> Callable[[Method], Method]:
@@ -108,12 +112,12 @@ def _last_words(error: RayActorError) -> str:
 
 
 def kind_of(error: RayError) -> Literal["died", "lost", "full", "raised"]:
-    """Return the kind of a call's error: its actor died, its objects are lost, the store is full, or it raised.
+    """Return what ended a call: its process or node died, its objects are lost, the store is full, or it raised.
 
     What a call needs may be found missing before it begins or while it runs: the error is the same, or the cause.
     """
     for one in (error, getattr(error, "cause", None)):
-        if isinstance(one, RayActorError | WorkerCrashedError | OutOfMemoryError):
+        if isinstance(one, _DEATHS):
             return "died"
         if isinstance(one, ObjectStoreFullError | OutOfDiskError):
             return "full"

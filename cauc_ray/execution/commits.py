@@ -360,8 +360,9 @@ class Committer:
         self._put(lambda: self._sink.start(facts))
 
     def add_call(self, call: Call, result: CallResult, extra: Any) -> None:
-        """Give the sink a call's result."""
-        self._put(lambda: self._sink.add_call(call, result, extra))
+        """Give the sink a call's result, without what holds the call's rows: its bytes would wait there uncounted."""
+        record = call.without_sources()
+        self._put(lambda: self._sink.add_call(record, result, extra))
 
     def add_block(self, block: Owner, example_ids: pa.Array, labels: Ints | None) -> None:
         """Give the sink a block that is done."""

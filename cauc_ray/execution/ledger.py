@@ -143,6 +143,8 @@ class RunTables:
     def add_call(self, call: Call, result: CallResult, extra: object) -> None:
         """Note a batch of a call. A failed one, or a probe, accepted and deferred nothing and cost nothing."""
         self._write_record()
+        # Calls have the controller's clock, which no one sets; started_at is the replica's time of day.
+        ready_at = call.ready_at + time.time() - time.monotonic()
         n_accepted, n_deferred, cost = int(result.accepted.sum()), result.n_deferred, float(result.costs.sum())
         if call.probe:
             n_accepted, n_deferred, cost = 0, 0, 0.0
@@ -156,7 +158,7 @@ class RunTables:
                 len(call) if result.error is not None else len(result.accepted),
                 n_accepted,
                 n_deferred,
-                max(0.0, result.started_at - call.ready_at),
+                max(0.0, result.started_at - ready_at),
                 result.compute_s,
                 result.device_s,
                 cost,

@@ -52,9 +52,11 @@ class StageProgress:
 class RunProgress:
     """How far a run is.
 
-    at: seconds since the epoch, when the controller last reported.   n_rows: of the whole input, None where it is
-    not known before its end.
-    n_finished: rows of blocks that are done, by earlier attempts too.
+    Attributes:
+        at: When the controller last looked after everything, in seconds by the node's monotonic clock.
+        n_rows: Rows of the whole input, None if unknown before its end.
+        n_finished: Rows of blocks that are done, earlier attempts included.
+        stages: Each stage.
     """
 
     at: float
@@ -95,7 +97,7 @@ class RateMeter:
         if not any(stage.replicas for stage in progress.stages):
             self._seen.clear()  # the rate is unknown until something works
         while self._seen and self._seen[-1].at >= progress.at:
-            self._seen.pop()  # the clock was set back
+            self._seen.pop()  # the controller has not reported since
         self._seen.append(progress)
         while len(self._seen) > 2 and self._seen[1].at <= progress.at - ETA_WINDOW_S:
             self._seen.popleft()

@@ -29,7 +29,7 @@ LONG_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 # So many tasks read on a node at most; another is started where the first stage has waited so long for rows.
 MOST_TASKS = 8
 STARVED_S = 0.3
-# So often in a row may a task die or hang before the run ends.
+# So often in a row may tasks die or hang at the same block before the run ends.
 DEATHS = 4
 
 
@@ -75,12 +75,17 @@ class Work:
 class Piece:
     """What a task reads of a group.
 
-    seen: blocks that have come already.   only: the one block that is wanted, None for all others.
+    Attributes:
+        group: The group.
+        seen: Blocks that have come already.
+        only: The blocks that are read again, None for all that have not come.
+        n_deaths: Tasks in a row that died or hung over it before any block came.
     """
 
     group: int
     seen: Seen
-    only: int | None = None
+    only: frozenset[int] | None = None
+    n_deaths: int = 0
 
 
 def read_blocks(work: Work, piece: Piece, n_away: int, chunk_rows: int) -> Iterator[Any]:
@@ -124,7 +129,7 @@ def _settled(work: Work, piece: Piece, n_away: int) -> Iterator[tuple[int, Input
         digest = "" if block.unreadable else ids_digest(block.example_ids)
         if digest and first.get(number) and digest != first[number]:
             raise other_rows(source.name, f"its block {number} has other rows")
-        if number in seen or piece.only not in (None, number):
+        if number in seen or (piece.only is not None and number not in piece.only):
             continue
         pauses = LONG_PAUSES_S[: max(2, len(LONG_PAUSES_S) - n_away)] if block.may_return else PAUSES_S
         if block.unreadable and n_tries < len(pauses):
@@ -139,7 +144,7 @@ def _settled(work: Work, piece: Piece, n_away: int) -> Iterator[tuple[int, Input
             yield number, block, digest
         else:
             yield number, block.select(np.isin(np.arange(len(block.example_ids)), failed.rows)), digest
-        if number == piece.only:
+        if piece.only is not None and piece.only <= seen.keys():
             return
 
 
@@ -156,15 +161,19 @@ class ReadBlock:
 class _Task:
     """A task that reads.
 
-    asked_at: when a block was asked for that has not come, or when something of it came last; None where none was.
-    header, chunks: of a block that is coming.   has_read: whether one has come.
+    Attributes:
+        piece: What it reads.
+        asked_at: When a block was asked for that has not come, or when something of it came last; None where none was.
+        header: Of a block that is coming.
+        chunks: Of a block that is coming.
+        came: The numbers of the blocks that have come.
     """
 
     piece: Piece
     asked_at: float | None
     header: BlockHeader | None = None
     chunks: list[Any] = field(default_factory=list)
-    has_read: bool = False
+    came: set[int] = field(default_factory=set)
 
 
 class Reading:
@@ -194,7 +203,7 @@ class Reading:
         self._read: dict[int, dict[int, str]] = {}
         self._n_open: Counter[int] = Counter()
         self._ended: set[int] = set()
-        self._n_away = self._deaths = 0
+        self._n_away = 0
         self._starved_since: float | None = None
 
     @property
@@ -228,9 +237,14 @@ class Reading:
         return stream in self._tasks
 
     def ask_again(self, block: BlockHeader) -> None:
-        """Note that a block must be read once more."""
-        others = {number: digest for number, digest in self._read[block.group].items() if number != block.number}
-        self._again.append(Piece(block.group, others, block.number))
+        """Note that a block must be read once more, with others of its group that wait to be: a group may be costly."""
+        waiting = next((piece for piece in self._again if piece.group == block.group and piece.only is not None), None)
+        only = frozenset({block.number})
+        if waiting is not None and waiting.only is not None:
+            self._again.remove(waiting)
+            only |= waiting.only
+        others = {number: digest for number, digest in self._read[block.group].items() if number not in only}
+        self._again.append(Piece(block.group, others, only))
 
     def forget(self, block: BlockHeader) -> None:
         """Note that a block is done."""
@@ -273,20 +287,29 @@ class Reading:
                 task.chunks.append(ref)
             else:
                 ray.get(ref)  # so that what came last is not an error
-                return self._whole(task, task.header)
+                block = self._whole(task, task.header)
+                if task.piece.only is not None and task.piece.only <= task.came:
+                    del self._tasks[stream]
+                return block
         if stream.is_finished():
             if task.chunks:
                 ray.get(task.chunks[-1])  # in place of which came what the task died of
+            ray.get(stream.completed())  # where its node is gone, a stream may end without its task's error
             del self._tasks[stream]
             if task.piece.only is not None:
-                ray.get(stream.completed())  # where its node is gone, a stream may end without its task's error
-                raise other_rows(self._plan.source.name, f"its block {task.piece.only} is no longer there")
+                missing = min(task.piece.only - task.came)
+                raise other_rows(self._plan.source.name, f"its block {missing} is no longer there")
             self._ended.add(task.piece.group)
             self._drop(task.piece.group)
         return None
 
     def failed(self, stream: Any, error: RayError) -> None:
-        """Have read again what was not. Raises what the source raised, and ExecutionError when task after task dies."""
+        """Have read again what was not.
+
+        Raises:
+            CaucError: What the source raised.
+            ExecutionError: Task after task dies over a block.
+        """
         fault, kind = explained(error, "a task that reads the input"), kind_of(error)
         if kind == "raised":
             raise fault from error
@@ -300,7 +323,7 @@ class Reading:
                 ray.cancel(stream, force=True)
                 self._lost(stream, ExecutionError(f"a task that reads it has not answered for {limit_s:.0f} s"))
         # One that is still being started cannot help yet.
-        all_read = bool(self._tasks) and all(task.has_read for task in self._tasks.values())
+        all_read = bool(self._tasks) and all(task.came for task in self._tasks.values())
         self._starved_since = (self._starved_since or now) if starved and all_read else None
         if self._starved_since is not None and now - self._starved_since > STARVED_S:
             self._most, self._starved_since = min(len(self._tasks) + 1, self._limit), None
@@ -316,16 +339,20 @@ class Reading:
         known[header.number] = header.digest
         self._n_open[header.group] += task.piece.only is None
         chunks, task.chunks = task.chunks, []
-        task.header, task.asked_at, task.has_read = None, None, True
+        task.header = None
+        task.came.add(header.number)
+        if task.piece.only is None:  # what is read again is owed until all of it has come
+            task.asked_at = None
         self._n_away += header.may_return
-        self._deaths = 0
         return ReadBlock(header, chunks, task.piece.only is not None)
 
     def _lost(self, stream: Any, fault: CaucError, *, died: bool = True) -> None:
-        self._deaths += died
-        if self._deaths >= DEATHS:
+        # A node takes all its tasks with it: that is one death for each piece, however many pieces there were.
+        task = self._tasks.pop(stream)
+        piece = task.piece
+        n_deaths = died + (0 if task.came else piece.n_deaths)
+        if n_deaths >= DEATHS:
             raise ExecutionError(f"the input cannot be read: {fault}")
-        piece = self._tasks.pop(stream).piece
-        if piece.only is None:
-            piece = Piece(piece.group, dict(self._read.get(piece.group, {})))
-        self._again.append(piece)
+        only = None if piece.only is None else piece.only - task.came
+        seen = dict(self._read.get(piece.group, {})) if only is None else piece.seen
+        self._again.append(Piece(piece.group, seen, only, n_deaths))

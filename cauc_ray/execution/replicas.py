@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from cauc_ray.cascade.scheduler import Scheduler
+from cauc_ray.errors import ConfigError
 from cauc_ray.execution.actors import explained, kind_of, worker_class
 from cauc_ray.execution.cluster import autoscales, hardest_first, in_the_way
 from cauc_ray.execution.plan import RunPlan
@@ -150,10 +151,22 @@ class Replica:
 
 @dataclass(slots=True)
 class _Stage:
-    """without_since: since when it has had no live replica, None while it has.   why: what the last one died of."""
+    """A stage's replicas in the past.
+
+    Attributes:
+        without_since: Since when it has had no live replica, None while it has.
+        was_live: Whether it has ever had one.
+        failed_loads: Replicas whose model could not be loaded before any was live.
+        deaths_in_row: Replicas in a row that died without an answer.
+        not_before: When the next one may start.
+        refused_until: Until when none beyond the least number is asked for.
+        busy_at: When it last had work.
+        why: What the last one died of.
+    """
 
     without_since: float | None
     was_live: bool = False
+    failed_loads: int = 0
     deaths_in_row: int = 0
     not_before: float = 0.0
     refused_until: float = 0.0
@@ -198,8 +211,12 @@ class Replicas:
             answer = ray.get(ref)
         except RayError as error:
             fault = explained(error, f"stage {self._plan.stages[replica.stage].name!r}")
-            if kind_of(error) == "raised" and not self._stages[replica.stage].was_live:
-                raise fault from error
+            at, least = self._stages[replica.stage], self._plan.stages[replica.stage].replicas.min
+            if kind_of(error) == "raised" and not at.was_live:
+                at.failed_loads += 1
+                # One node's device may be at fault: as many others are tried as the stage needs.
+                if isinstance(fault, ConfigError) or at.failed_loads >= least:
+                    raise fault from error
             self.lost(replica, str(fault), now)
             return None
         if replica.phase == "placing":
@@ -236,7 +253,7 @@ class Replicas:
 
     def close(self) -> None:
         """End all replicas, those that work once they have closed their models."""
-        now = time.time()
+        now = time.monotonic()
         for replica in list(self.by_number.values()):
             if replica.phase == "live":
                 replica.phase = "closing"

@@ -54,7 +54,7 @@ class RunController:
         self._full_since: float | None = None
         self._read_from = 0.0
         self._first_call: float | None = None
-        self._watched, self._reported = time.time(), 0.0
+        self._watched, self._reported = time.monotonic(), 0.0
 
     @in_group("watch")
     def progress(self) -> RunProgress:
@@ -64,7 +64,7 @@ class RunController:
 
     def run(self) -> float:
         """Run to the end. Returns the seconds from the first call to the last commit."""
-        self._replicas = Replicas(self._plan, time.time())
+        self._replicas = Replicas(self._plan, time.monotonic())
         self._reading = Reading(self._plan, self._here)
         self._committer = Committer(self._plan.sink)
         self._metrics = RunMetrics(self._plan.run_id, self._names)
@@ -76,7 +76,7 @@ class RunController:
                 for ref in self._events():
                     self._take(ref)
                 self._commit()
-                self._watch(time.time())
+                self._watch(time.monotonic())
                 self._commit()
         except BaseException:
             with suppress(Exception):
@@ -93,7 +93,7 @@ class RunController:
     def _events(self) -> list[Any]:
         """Wait for the next events, and take those along that are there by then: a wait for each would cost more."""
         pending, coming = [*self._reading.streams, *self._sent, *self._replicas.by_ref], self._reading.coming
-        wait_s = self._scheduler.wait_s(time.time())
+        wait_s = self._scheduler.wait_s(time.monotonic())
         timeout_s = min(POLL_S if wait_s is None else wait_s, COMING_S if coming else POLL_S)
         if not pending:
             time.sleep(timeout_s)
@@ -104,7 +104,7 @@ class RunController:
         return [*ready, *coming]
 
     def _take(self, ref: Any) -> None:
-        now = time.time()
+        now = time.monotonic()
         if ref in self._sent:
             self._call_ready(ref, now)
         elif self._reading.reads(ref):
@@ -122,7 +122,7 @@ class RunController:
     # Input
 
     def _ask_for_blocks(self) -> None:
-        now = time.time()
+        now = time.monotonic()
         while self._scheduler.lost:
             lost = self._scheduler.lost.pop()
             self._restarts[lost.block] = lost.restarts + 1
@@ -157,7 +157,7 @@ class RunController:
     # Calls
 
     def _send_calls(self) -> None:
-        while (call := self._scheduler.next_call(time.time())) is not None:
+        while (call := self._scheduler.next_call(time.monotonic())) is not None:
             if self._first_call is None:
                 self._first_call = time.perf_counter()
             pieces = [*call.rows, *([call.good_row] if call.good_row is not None else [])]
@@ -245,7 +245,7 @@ class RunController:
     def _note_broken(self, call: Call, why: str, now: float) -> CallResult:
         """Forget a call of which nothing will come, and note it for the ledger."""
         del self._sent[call.handle[0]]
-        broken = CallResult.broken(now, self._replicas.by_number[call.replica].node, why)
+        broken = CallResult.broken(time.time(), self._replicas.by_number[call.replica].node, why)
         self._note_call(call, broken)
         return broken
 

@@ -61,7 +61,7 @@ class LiveRun:
         Raises ExecutionError when the stages do not start or cannot go on; what was finished stays committed.
         """
         if not ray.wait([self._seconds], timeout=timeout_s)[0]:
-            if time.time() - self._last.at > START_DEADLINE_S:
+            if time.monotonic() - self._last.at > START_DEADLINE_S:
                 ray.kill(self._actor)  # it hangs; the next wait finds it dead, and starts another
             return None
         try:
@@ -89,7 +89,7 @@ class LiveRun:
         controller = make_actor(RunController, num_cpus=0, label_selector=here, concurrency_groups={"watch": 1})
         self._actor = controller.remote(plan, here)
         waiting = tuple(StageProgress(stage.name) for stage in plan.stages)
-        self._last = RunProgress(time.time(), plan.n_rows, plan.n_done, waiting)
+        self._last = RunProgress(time.monotonic(), plan.n_rows, plan.n_done, waiting)
         self._seconds = self._actor.run.remote()
 
     def _start_again(self) -> float | None:
@@ -240,5 +240,9 @@ def run_cascade(
         seconds = follow(LiveRun(plan), watch)
         parts.clean()
     after = look(retry=False)
+    if inputs.n_rows is not None and after.n_done != inputs.n_rows:
+        raise ExecutionError(
+            f"the run ended, but {out} has {after.n_done:,} of {inputs.n_rows:,} rows; continue with --resume"
+        )
     limit.check(after.failed, after.n_done, lambda: common_reason(parts), at_end=True)
     return seconds

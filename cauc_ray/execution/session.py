@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
 
-from cauc_ray.errors import ExecutionError, first_line
+from cauc_ray.errors import ConfigError, ExecutionError, first_line
 
 REACH_DEADLINE_S = 10.0
 # For a task that asks whether the nodes of a cluster use tokens.
@@ -53,9 +53,11 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
 
     address: of a cluster; without it the one that RAY_ADDRESS names (as Ray jobs set it), else a session of
     this machine's own, whose count of logical CPUs is n_cpus if that is more than it has, within reason.
-    Raises ExecutionError when the cluster cannot be reached, or when its tokens and this process's do not agree.
+    Raises ConfigError when this process is connected to another cluster; ExecutionError when the cluster cannot be
+    reached, or when its tokens and this process's do not agree.
     """
     if ray.is_initialized():
+        _require_same(address)
         yield
         return
     address = _address(address)
@@ -82,6 +84,31 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
             time.sleep(OUTPUT_S)
     finally:
         ray.shutdown()
+
+
+def _require_same(address: str | None) -> None:
+    """Raise ConfigError if an address is not that of the session that this process has."""
+    if address in (None, "local", "auto"):
+        return
+    own = ray.get_runtime_context().gcs_address
+    if _resolved(address) & _resolved(own):
+        return
+    raise ConfigError(
+        f"this process is connected to the Ray cluster at {own!r}, not to {address!r}: call ray.shutdown() first, or "
+        "leave out the address"
+    )
+
+
+def _resolved(address: str) -> set[tuple[str, str]]:
+    """Return the IP addresses that a host has, each with the port; this machine's own also stand for its loopback."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host.strip("[]"), None)}
+    except (OSError, UnicodeError):
+        found = {host}
+    if found & {"127.0.0.1", "::1"}:
+        found |= {"127.0.0.1", "::1", ray.util.get_node_ip_address()}
+    return {(each, port) for each in found}
 
 
 def keep_store_free() -> None:

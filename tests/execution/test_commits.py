@@ -2,6 +2,7 @@
 
 import os
 import threading
+import weakref
 
 import numpy as np
 import pyarrow as pa
@@ -147,6 +148,33 @@ def test_what_somebody_else_did_to_a_folder_is_named(tmp_path):
     os.unlink(file)
     with pytest.raises(DataError, match=r"part-000000\.parquet is committed but missing; restore it, or remove"):
         parts.committed()
+
+
+class Held(RunTables):
+    """Tables whose store does not go on before it may."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.may_go_on = threading.Event()
+
+    def add_call(self, *arguments):
+        self.may_go_on.wait(60)
+        super().add_call(*arguments)
+
+
+def test_what_waits_for_a_slow_store_holds_no_input(tmp_path):
+    sink = Held(tmp_path, RECORD, ("small", "large"), degrade=False)
+    committer, source = Committer(sink), np.ones(4)
+    held = weakref.ref(source)
+    rows = Rows(block(0), np.arange(4), source, np.arange(4), 0.0, 0.0)
+    for _ in range(3):
+        committer.add_call(
+            Call(0, [rows], 0.0, good_row=rows, handle=source), CallResult.broken(1.0, "node", "lost"), None
+        )
+    del rows, source
+    assert held() is None
+    sink.may_go_on.set()
+    committer.close()
 
 
 def test_a_store_that_is_away_for_a_moment_is_waited_for(tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import LocalRayletDiedError, NodeDiedError, WorkerCrashedError
 
 from cauc_ray.data.blocks import InputBlock, ids_digest
 from cauc_ray.errors import DataError, ExecutionError
@@ -54,7 +55,7 @@ def test_a_block_comes_in_chunks():
     assert [first.columns["x"].tolist(), second.columns["x"].tolist()] == [[0, 1, 2], [3, 4]]
     assert end is None
     assert rest[0].number == 1
-    for piece in (Piece(0, {0: ""}), Piece(0, {}, 1)):
+    for piece in (Piece(0, {0: ""}), Piece(0, {}, frozenset({1}))):
         header, _, end = read(piece=piece)
         assert (header.number, end) == (1, None)
 
@@ -189,12 +190,31 @@ def test_what_a_task_has_not_given_is_read_by_another(tmp_path, fault):
         assert rows_of(block) == [(f"row-{first}", [0.0]), (f"row-{first + 1}", [1.0])]
     n_attempts = len(list(tmp_path.glob("0-*")))
     assert n_attempts >= 2 if fault else n_attempts == 1
-    read.ask_again(blocks[1].header)
+    lost = [block for block in blocks if block.header.group == 0][1:]
+    for block in lost:
+        read.ask_again(block.header)
     assert read.owes
-    (again,) = taken(read, 1)
-    assert (again.again, again.header.number) == (True, blocks[1].header.number)
-    assert rows_of(again) == rows_of(blocks[1])
+    again = taken(read, 2)
+    assert all(block.again for block in again)
+    assert [rows_of(block) for block in again] == [rows_of(block) for block in lost]
     assert (taken(read, 1), read.exhausted) == ([], True)
+    assert len(list(tmp_path.glob("0-*"))) == n_attempts + 1  # both by one task: a group may be costly to read
+
+
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("error", [NodeDiedError, LocalRayletDiedError, WorkerCrashedError])
+def test_all_tasks_of_a_node_may_die_with_it(tmp_path, error):
+    read = Reading(Plan(Groups(tmp_path, n_groups=6)), {})
+    first = {block.header.group: block.header for block in taken(read, 18)}
+    for header in first.values():
+        read.ask_again(header)
+    while read.owes:
+        read.ask(time.time())
+    streams = [*read.streams, *read.coming]
+    assert len(streams) == 6
+    for stream in streams:
+        read.failed(stream, error("it is gone"))
+    assert sorted(block.header.number for block in taken(read, 6)) == sorted(h.number for h in first.values())
 
 
 @pytest.mark.usefixtures("ray_session")

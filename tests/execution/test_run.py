@@ -173,6 +173,24 @@ def test_a_model_that_cannot_work_ends_the_run_with_its_reason_and_it_can_go_on(
 
 
 @pytest.mark.slow
+def test_one_replica_that_cannot_load_its_model_is_replaced_where_a_stage_needs_several(tmp_path):
+    models = [("loads_at_second_try", {"path": str(tmp_path / "tried")}), SOUND[1]]
+    pool = python_pool(tmp_path, models, replicas={"min": 2, "max": 2})
+    assert run(tmp_path, pool, two_model_policy(), numbered_input(tmp_path))["n"] == 40
+    assert (tmp_path / "tried").exists()
+
+
+def test_an_address_that_is_not_that_of_this_processs_cluster_is_refused(tmp_path):
+    arguments = python_pool(tmp_path), two_model_policy(), numbered_input(tmp_path), tmp_path / "out"
+    own = ray.get_runtime_context().gcs_address
+    for address in ("192.0.2.1:6379", f"{own}1"):
+        with pytest.raises(ConfigError, match="this process is connected to the Ray cluster at"):
+            cauc_ray.run(*arguments, address=address)
+    assert not (tmp_path / "out").exists()
+    assert cauc_ray.run(*arguments, address=own)["n"] == 40
+
+
+@pytest.mark.slow
 def test_a_column_that_no_model_reads_may_be_damaged(tmp_path):
     inputs = numbered_input(tmp_path)
     pq.write_table(pq.read_table(inputs).append_column("y", [list(range(40))]), inputs)
