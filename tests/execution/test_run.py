@@ -267,7 +267,7 @@ def test_as_many_rows_in_another_order_are_not_resumed_with(tmp_path, kind):
     assert any((out / "predictions").iterdir())
     pool = python_pool(tmp_path, batch_size=256)
     # A file is known by its content before it is read; a Ray Dataset only by its rows.
-    with pytest.raises(CaucError, match=r"(another input|returned other rows .* block \d+ .* other rows).* start a new"):
+    with pytest.raises(CaucError, match=r"(another input|other rows .* block \d+ .* other rows).* start a new"):
         cauc_ray.run(pool, policy, as_input(rows[::-1]), out, resume=True)
     assert not (out / "summary.json").exists()
     assert cauc_ray.run(pool, policy, as_input(rows), out, resume=True)["n"] == len(answers_of(out)) == 20_000
