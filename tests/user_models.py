@@ -98,6 +98,11 @@ def loads_at_second_try(path):
     return by_x()
 
 
+def mended(path, factory, **kwargs):
+    """Answer as another factory's model does, or, once there is a file at a path, as by_x does."""
+    return by_x() if os.path.exists(path) else globals()[factory](**kwargs)
+
+
 @before(by_x)
 def tells_modules(batch, path):
     """Answer as by_x does, and write what the process has imported by then."""

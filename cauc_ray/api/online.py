@@ -86,7 +86,8 @@ def run(
     require_usable(stages, rows.columns, str(rows.path), pool, runs_here(address))
     folder = absolute(out)
     costs = tuple(stage.cost for stage in policy.stages) if policy.costs == "per-model" else None
-    record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity, costs)
+    models = {stage.name: stage.model.identity for stage in stages}
+    record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity, costs=costs, models=models)
     resume = options.resume and folder.exists() and any(folder.iterdir())
     if resume:
         record = resumed_record(folder, record)

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -52,8 +52,14 @@ ATTEMPT_REPLICAS = 100_000
 class RunRecord(BaseModel):
     """The record of a run in its folder (run.json), so that only the same run can be resumed.
 
-    block_rows: most rows in a block of input.   input: what it is of, such as the rows of each file by its name.
-    costs: of the policy's calls, which its id leaves out; null where calls tell their own.
+    Attributes:
+        format: Its version.
+        run_id: The run's id.
+        policy_id: The policy's id.
+        block_rows: Most rows in a block of input.
+        input: Rows of the input by a name that changes with its content.
+        costs: Costs of the policy's calls, which its id leaves out; None if calls report their own.
+        models: Stage names to the identities of their models; empty in records of earlier versions.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -63,14 +69,13 @@ class RunRecord(BaseModel):
     block_rows: int
     input: dict[str, int]
     costs: tuple[float, ...] | None = None
+    models: dict[str, str] = {}
 
 
-def new_record(
-    policy_id: str, block_rows: int, input_rows: dict[str, int], costs: tuple[float, ...] | None = None
-) -> RunRecord:
+def new_record(policy_id: str, block_rows: int, input_rows: dict[str, int], **others: Any) -> RunRecord:
     """Return the record of a run that starts now; its id is the time in UTC and a few random digits."""
     run_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
-    return RunRecord(run_id=run_id, policy_id=policy_id, block_rows=block_rows, input=input_rows, costs=costs)
+    return RunRecord(run_id=run_id, policy_id=policy_id, block_rows=block_rows, input=input_rows, **others)
 
 
 def read_record(out: AnyPath) -> RunRecord:
@@ -79,7 +84,7 @@ def read_record(out: AnyPath) -> RunRecord:
 
 
 def resumed_record(out: AnyPath, now: RunRecord) -> RunRecord:
-    """Return the record of the run in a folder, which must be of the policy and input of now.
+    """Return the record of the run in a folder, which must be of the policy, input and models of now.
 
     Its blocks are as they were. Raises ConfigError when there is no run, or one of something else.
     """
@@ -89,6 +94,12 @@ def resumed_record(out: AnyPath, now: RunRecord) -> RunRecord:
     for what, of in (("policy_id", "policy"), ("input", "input"), ("costs", "policy with other costs")):
         if getattr(record, what) != getattr(now, what):
             raise ConfigError(f"the run in {out} has another {of}; start a new run in another folder")
+    for stage, model in record.models.items():
+        if now.models.get(stage) != model:
+            raise ConfigError(
+                f"the run in {out} has another model, or one with other settings, at stage {stage!r}; give the stage "
+                "its earlier model, or start a new run in another folder"
+            )
     return record
 
 

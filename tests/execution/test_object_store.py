@@ -85,14 +85,16 @@ def test_a_run_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
     failing = {"limit": -1.9, "path": str(tmp_path / "mended")}
     slow = {"seconds": 0.1, "log": str(tmp_path / "log")}
     words = ["--policy", bucket / "policy.json", "--input", bucket / "input", "-o", bucket / "out", "--json"]
-    process = cauc("run", python_pool(tmp_path, [("fails_below", failing), ("slow_by_x", slow)]), *words)
+    slow = {"path": str(tmp_path / "faster"), "factory": "slow_by_x", **slow}
+    pool = python_pool(tmp_path, [("fails_below", failing), ("mended", slow)])
+    process = cauc("run", pool, *words)
     killed_after(process, bucket / "out" / "manifest", 3)
     n_before = len(visible(bucket / "out" / "manifest"))
     assert not (bucket / "out" / "summary.json").exists()
     # What the kill may have left of a part that was not committed.
     orphan = bucket / "out" / "predictions" / "part-000006.parquet"
     orphan.write_bytes((tmp_path / "out" / "predictions" / "part-000000.parquet").read_bytes())
-    pool = python_pool(tmp_path, [("fails_below", failing), ("by_x", {})])
+    (tmp_path / "faster").touch()
     summary = result_of(cauc("run", pool, *words, "--resume"))
     assert (summary["n"], summary["n_failed"]) == (N_RUN, 10)
     assert 3 <= n_before < len(visible(bucket / "out" / "manifest"))

@@ -150,6 +150,11 @@ def test_rows_that_a_model_fails_on_are_named_and_the_others_answered(tmp_path, 
     assert all(call["cost"] == 0 for call in ledger if call["accepted"] + call["deferred"] == 0)
 
 
+def mendable(folder, factory, kwargs):
+    """Return a model that is that of a factory until folder/mended is there; its settings stay the same."""
+    return "mended", {"path": str(folder / "mended"), "factory": factory, **kwargs}
+
+
 # The stages' models, and what ends the run.
 ENDING = {
     "always fails": ([SOUND[0], ("always_fails", {})], "'large' .* every row .*RuntimeError: no such"),
@@ -163,13 +168,16 @@ ENDING = {
 def test_a_model_that_cannot_work_ends_the_run_with_its_reason_and_it_can_go_on(tmp_path, case):
     factories, words = ENDING[case]
     policy, inputs, out = two_model_policy(threshold=2.0), numbered_input(tmp_path), tmp_path / "deep" / "out"
+    first, last = factories
+    pool = python_pool(tmp_path, [first, last if last == SOUND[0] else mendable(tmp_path, *last)])
     with pytest.raises(CaucError, match=words):
-        cauc_ray.run(python_pool(tmp_path, factories), policy, inputs, out)
+        cauc_ray.run(pool, policy, inputs, out)
     assert not (out / "summary.json").exists()
-    if factories[1] == SOUND[0]:  # the first stage: no call was made
+    if last == SOUND[0]:  # the first stage: no call was made
         assert not (tmp_path / "deep").exists()
     elif out.exists():  # calls are in the ledger; no block is committed
-        assert cauc_ray.run(python_pool(tmp_path), policy, inputs, out, resume=True)["n"] == 40
+        (tmp_path / "mended").touch()
+        assert cauc_ray.run(pool, policy, inputs, out, resume=True)["n"] == 40
 
 
 @pytest.mark.slow
@@ -212,7 +220,8 @@ def priced(policy, factor):
 def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path, ending):
     """It ends as an undisturbed run does on the same rows in Parquet."""
     inputs, policy = numbered_input(tmp_path, 20_000, ending), two_model_policy(threshold=0.7)
-    ended = python_pool(tmp_path, [("gives_up_on", {"example": "row-18000"}), SOUND[1]], batch_size=256)
+    models = [mendable(tmp_path, "gives_up_on", {"example": "row-18000"}), SOUND[1]]
+    ended = python_pool(tmp_path, models, batch_size=256)
     with pytest.raises(ExecutionError, match="is down"):
         run(tmp_path, ended, policy, inputs)
     out = tmp_path / "out"
@@ -223,7 +232,11 @@ def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path, ending):
     assert 4096 <= answered <= sum(call["accepted"] for call in read_all(out / "ledger").to_pylist())
     assert not (out / "summary.json").exists()
 
-    sound = python_pool(tmp_path, batch_size=256)
+    (tmp_path / "mended").touch()
+    other = python_pool(tmp_path, [models[0], ("by_x", {"factor": 6.0})], batch_size=256)
+    with pytest.raises(ConfigError, match="at stage 'large'"):
+        cauc_ray.run(other, policy, inputs, out, resume=True)
+    sound = python_pool(tmp_path, models, batch_size=256)
     for changed, words in (
         ({"policy": two_model_policy(threshold=0.8)}, "another policy"),
         ({"policy": priced(policy, 2.0)}, "another policy with other costs"),  # of one id: the answers are the same
@@ -261,11 +274,12 @@ def test_as_many_rows_in_another_order_are_not_resumed_with(tmp_path, kind):
             return ray.data.from_arrow(rows)
         return write(tmp_path / f"x.{kind}", rows if kind == "parquet" else rows.to_pylist())
 
-    pool = python_pool(tmp_path, [("gives_up_on", {"example": "row-18000"}), SOUND[1]], batch_size=256)
+    models = [mendable(tmp_path, "gives_up_on", {"example": "row-18000"}), SOUND[1]]
+    pool = python_pool(tmp_path, models, batch_size=256)
     with pytest.raises(ExecutionError, match="is down"):
         cauc_ray.run(pool, policy, as_input(rows), out)  # in the third block, once two are committed
     assert any((out / "predictions").iterdir())
-    pool = python_pool(tmp_path, batch_size=256)
+    (tmp_path / "mended").touch()
     # A file is known by its content before it is read; a Ray Dataset only by its rows.
     with pytest.raises(CaucError, match=r"(another input|other rows .* block \d+ .* other rows).* start a new"):
         cauc_ray.run(pool, policy, as_input(rows[::-1]), out, resume=True)
