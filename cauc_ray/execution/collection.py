@@ -24,7 +24,7 @@ from cauc_ray.errors import ConfigError, DataError, ExecutionError
 from cauc_ray.execution import commits
 from cauc_ray.execution.actors import result_of
 from cauc_ray.execution.cluster import replicas_that_fit, require_fit
-from cauc_ray.execution.commits import Committed, Parts, PartWriter, failed_rows
+from cauc_ray.execution.commits import Claim, Committed, Parts, PartWriter, failed_rows
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.reading import BlockHeader
@@ -165,10 +165,16 @@ class CollectedTables:
         self._records = dict(work.records)
         self._open: defaultdict[int, OpenRows] = defaultdict(OpenRows)
         self._measured = False
+        claims = {split: Claim(work.parts(split).rows) for split in work.records}
+        for split, claim in claims.items():
+            if work.parts(split).rows.exists():  # before anything is looked at: an earlier attempt may be at work
+                claim.make()
         before = {split: work.parts(split).committed().totals for split in work.records}
         self._answered = {split for split, totals in before.items() if totals.get("rows", Counter())["answered"]}
         self._writers = {
-            split: PartWriter(work.parts(split), work.parts(split).next_prefix("more") if totals else "part")
+            split: PartWriter(
+                work.parts(split), claims[split], work.parts(split).next_prefix("more") if totals else "part"
+            )
             for split, totals in before.items()
         }
         self._reasons: dict[str, str] = {}
@@ -318,22 +324,28 @@ def plan_collection(work: Collection, dataset: Dataset) -> RunPlan | None:
         work.committed(split)
         work.parts(split).clean()
     carry_over(work, dataset)
-    left = {split: _absent(dataset.ids_of(split), work.parts(split).example_ids()) for split in work.records}
-    n_rows, n_left = (sum(map(count, left.values())) for count in (len, np.count_nonzero))
-    if not n_left:
+    if not any(map(np.any, _left(work, dataset).values())):
         return None
+    sink = CollectedTables(work)
+    left = _left(work, dataset)
+    n_rows, n_left = (sum(map(count, left.values())) for count in (len, np.count_nonzero))
     return RunPlan(
         run_id=work.name,
         stages=(work.stage,),
         policy=None,
         source=dataset.blocks(BLOCK_ROWS, work.columns, left, with_inputs=True),
         done={},
-        sink=CollectedTables(work),
+        sink=sink,
         n_rows=n_rows,
         n_done=n_rows - int(n_left),
         block_rows=BLOCK_ROWS,
         import_paths=import_paths([work.stage]),
     )
+
+
+def _left(work: Collection, dataset: Dataset) -> dict[str, Bools]:
+    """Return which rows of each split are not collected yet, bool (n,)."""
+    return {split: _absent(dataset.ids_of(split), work.parts(split).example_ids()) for split in work.records}
 
 
 def _absent(ids: pa.Array, among: pa.ChunkedArray) -> Bools:

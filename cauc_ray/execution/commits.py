@@ -11,6 +11,7 @@ import queue
 import re
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +25,8 @@ import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
 
 from cauc_ray.cascade.rows import Call, CallResult, Owner
-from cauc_ray.errors import CaucError, DataError
-from cauc_ray.files.documents import make_folder, read_model, write_json
+from cauc_ray.errors import CaucError, DataError, ExecutionError
+from cauc_ray.files.documents import make_folder, read_model, write_json, write_text
 from cauc_ray.files.parquet import open_parquet, read_parquet, write_parquet
 from cauc_ray.files.paths import AnyPath, visible
 from cauc_ray.models.answers import ModelFacts
@@ -36,10 +37,13 @@ COMMIT_BYTES = 100_000_000
 COMMIT_S = 60.0
 
 FAILED_SCHEMA = pa.schema([("example_id", pa.string()), ("stage", pa.string()), ("reason", pa.string())])
+# The folder of the claims of a table's attempts.
+CLAIMS = "_attempts"
 # In the metadata of a file of failed rows: their positions in each block, in their order.
 _FAILED_BLOCKS = b"cauc.failed"
-# Of a part: of the first block in it, or of an attempt that does failed rows again or goes on with rows that are left.
-_NAME = re.compile(r"part-\d{6,}|(retry|more)-\d{3,}-\d{6,}")
+# Of a part: the first block in it, after the number of the attempt if that does failed rows again or goes on with rows
+# that are left; and the attempt's token, which files of earlier versions do not have.
+_NAME = re.compile(r"(part-|(retry|more)-\d{3,}-)\d{6,}(-[0-9a-f]{8})?")
 _READ_AT_ONCE = 16
 
 # What is counted, and of what: {"failed": {"small": 3}}. Those of several parts add up.
@@ -122,8 +126,12 @@ class Parts:
                 )
             add_totals(totals, entry.totals)
             for number, n, digest in entry.blocks:
-                if digest is not None:
-                    rows[number], ids[number] = n, digest
+                if digest is None:
+                    continue
+                if number in rows and self.inputs is None:  # a collection numbers its blocks anew in each attempt
+                    entry_file = self.manifest / f"{name}.json"
+                    raise DataError(f"block {number} is committed twice; remove {entry_file}, then resume")
+                rows[number], ids[number] = n, digest
         return Committed(rows, ids, totals)
 
     def failed_blocks(self) -> dict[int, FailedBlock]:
@@ -196,12 +204,51 @@ class Parts:
         return read_model(self.manifest / f"{name}.json", Entry)
 
 
+class Claim:
+    """An attempt's claim to a folder: the newest one holds, so that two drivers do not write into it side by side.
+
+    Attributes:
+        number: Of the attempt.
+        token: Its own, in hexadecimal, also where two attempts begin at once.
+    """
+
+    def __init__(self, table: AnyPath, least: int = 0) -> None:
+        """Claim nothing yet.
+
+        Args:
+            table: The folder.
+            least: The least number of the attempt, which is above those of all earlier claims.
+        """
+        self._folder = table / CLAIMS
+        earlier = self._folder.iterdir() if self._folder.is_dir() else ()
+        self.number = max(least, *(1 + int(file.name.split("-")[1]) for file in earlier), 0)
+        self.token = uuid.uuid4().hex[:8]
+        self._name = f"attempt-{self.number:06d}-{self.token}"
+        self._made = False
+
+    def make(self) -> None:
+        """Claim the folder; an earlier attempt that is still at work ends at its next commit."""
+        if not self._made:
+            make_folder(self._folder)
+            write_text(self._folder / self._name, "")
+            self._made = True
+
+    def require(self) -> None:
+        """Raise ExecutionError if a newer attempt has claimed the folder."""
+        self.make()
+        if max(file.name for file in self._folder.iterdir()) > self._name:
+            raise ExecutionError(
+                f"another process continues in {self._folder.parent}; this one ends, and what it has committed stays"
+            )
+
+
 class PartWriter:
     """Gathers blocks that are done, and commits them as one part: whole or not at all."""
 
-    def __init__(self, parts: Parts, prefix: str = "part") -> None:
-        """Take the table, and what the parts' names begin with."""
+    def __init__(self, parts: Parts, claim: Claim, prefix: str = "part") -> None:
+        """Take the table, the attempt's claim to it, and what the parts' names begin with."""
         self._parts = parts
+        self._claim = claim
         self._prefix = prefix
         self._blocks: dict[int, tuple[int, str | None, pa.Table, pa.Table]] = {}
         self._failed_at: dict[int, list[int]] = {}
@@ -238,11 +285,12 @@ class PartWriter:
         self.n_bytes += rows.nbytes + failed.nbytes
 
     def commit(self) -> None:
-        """Write what was gathered. The file's name is of the first block, so that one that is done again overwrites."""
+        """Write what was gathered. Raises ExecutionError if a newer attempt has claimed the table."""
         if not self._blocks:
             return
+        self._claim.require()
         blocks = sorted(self._blocks)
-        name, parts = f"{self._prefix}-{blocks[0]:06d}", self._parts
+        name, parts = f"{self._prefix}-{blocks[0]:06d}-{self._claim.token}", self._parts
         rows, failed = zip(*(self._blocks[block][2:] for block in blocks), strict=True)
         make_folder(parts.rows)
         write_parquet(parts.rows / f"{name}.parquet", pa.concat_tables(rows, promote_options="default"))
@@ -258,6 +306,11 @@ class PartWriter:
             totals={what: dict(counts) for what, counts in self._totals.items()},
         )
         write_json(parts.manifest / f"{name}.json", entry.model_dump())
+        try:
+            self._claim.require()
+        except ExecutionError:  # the other one may have looked at the manifest before this entry was there
+            (parts.manifest / f"{name}.json").unlink()
+            raise
         self._blocks, self._failed_at, self._inputs, self._totals, self.n_bytes = {}, {}, {}, {}, 0
 
 

@@ -17,7 +17,7 @@ from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.data.blocks import ids_digest
 from cauc_ray.errors import ConfigError
 from cauc_ray.execution import commits
-from cauc_ray.execution.commits import FailedBlock, Parts, PartWriter, failed_rows
+from cauc_ray.execution.commits import Claim, FailedBlock, Parts, PartWriter, failed_rows
 from cauc_ray.files.documents import make_folder, read_model, write_json
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.files.paths import AnyPath, visible
@@ -108,11 +108,11 @@ def parts_of(out: AnyPath) -> Parts:
     return Parts(out / "predictions", out / "failed", out / "manifest")
 
 
-def next_attempt(out: AnyPath) -> int:
-    """Return the number of a run's next attempt: above those that its ledger names."""
+def new_claim(out: AnyPath) -> Claim:
+    """Return the claim of a run's next attempt, whose number is above those in its ledger."""
     files = visible(out / "ledger") if (out / "ledger").is_dir() else []
     numbers = [int(found[1]) for file in files if (found := re.match(r"attempt-(\d+)-", file.name))]
-    return 1 + max(numbers, default=-1)
+    return Claim(out, 1 + max(numbers, default=-1))
 
 
 class RunTables:
@@ -126,22 +126,30 @@ class RunTables:
         *,
         degrade: bool,
         names: Sequence[str] | None = None,
-        attempt: int = 0,
+        claim: Claim | None = None,
         retried: Mapping[int, FailedBlock] | None = None,
     ) -> None:
-        """Take the run's folder, its record and its stages' names.
+        """Take a run's results.
 
-        degrade: whether rows tell if they were.   names: of the options, if they are known.   attempt: its number.
-        retried: blocks that are committed, of which only failed rows are done again.
+        Args:
+            out: The run's folder.
+            record: Its record.
+            stages: The names of its stages.
+            degrade: Whether predictions have a column `degraded`.
+            names: Names of the options, None if unknown.
+            claim: The attempt's; None for that of a new run.
+            retried: Blocks that are committed, of which only failed rows are done again.
         """
         self.commit_s = commits.COMMIT_S
         self._out, self._record, self._stages, self._degrade = out, record, tuple(stages), degrade
         self._names = names
         self._retried = retried or {}
-        self._new = PartWriter(parts_of(out))
-        self._again = PartWriter(parts_of(out), parts_of(out).next_prefix("retry")) if self._retried else self._new
+        self._claim = claim or new_claim(out)
+        self._new = self._again = PartWriter(parts_of(out), self._claim)
+        if self._retried:
+            self._again = PartWriter(parts_of(out), self._claim, parts_of(out).next_prefix("retry"))
         self._calls: list[tuple[object, ...]] = []
-        self._attempt, self._n_written, self._has_record = attempt, 0, False
+        self._n_written, self._has_record = 0, False
 
     @property
     def n_bytes(self) -> int:
@@ -233,7 +241,8 @@ class RunTables:
                 for values, column in zip(zip(*self._calls, strict=True), LEDGER_SCHEMA, strict=True)
             ]
             table = pa.Table.from_arrays(columns, schema=LEDGER_SCHEMA)
-            write_parquet(self._out / "ledger" / f"attempt-{self._attempt:03d}-{self._n_written:06d}.parquet", table)
+            name = f"attempt-{self._claim.number:03d}-{self._claim.token}-{self._n_written:06d}.parquet"
+            write_parquet(self._out / "ledger" / name, table)
             self._calls, self._n_written = [], self._n_written + 1
         self._new.commit()
         if self._retried:
@@ -247,5 +256,6 @@ class RunTables:
         """Write the run's record before anything else: without it the run cannot be resumed."""
         if not self._has_record:
             make_folder(self._out)
+            self._claim.require()
             write_json(self._out / "run.json", self._record.model_dump())
             self._has_record = True

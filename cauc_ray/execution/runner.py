@@ -16,7 +16,7 @@ from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, explained, kind_of, make_actor, result_of
 from cauc_ray.execution.cluster import require_fit
 from cauc_ray.execution.commits import Committed, FailedBlock, common_reason
-from cauc_ray.execution.ledger import ATTEMPT_REPLICAS, RunRecord, RunTables, next_attempt, parts_of
+from cauc_ray.execution.ledger import ATTEMPT_REPLICAS, RunRecord, RunTables, new_claim, parts_of
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.execution.run_controller import RunController
@@ -200,11 +200,13 @@ def run_cascade(
         return _Before(parts.committed(), parts.failed_blocks() if retry else {})
 
     def plan() -> RunPlan | None:
+        claim = new_claim(out)
+        if claim.number:  # before anything is looked at: an earlier attempt may still be at work
+            claim.make()
         parts.clean()
         there = look(retry=retry_failed)
         if there.n_done == inputs.n_rows:
             return None
-        attempt = next_attempt(out)
         return RunPlan(
             run_id=record.run_id,
             stages=stages,
@@ -212,15 +214,13 @@ def run_cascade(
             source=inputs.blocks(record.block_rows, columns),
             done=there.committed.ids,
             again=there.again,
-            sink=RunTables(
-                out, record, policy.models, degrade=degrade, names=names, attempt=attempt, retried=there.again
-            ),
+            sink=RunTables(out, record, policy.models, degrade=degrade, names=names, claim=claim, retried=there.again),
             n_rows=inputs.n_rows,
             n_done=there.n_done,
             block_rows=record.block_rows,
             import_paths=import_paths(stages),
             degrade=degrade,
-            first_replica=attempt * ATTEMPT_REPLICAS,
+            first_replica=claim.number * ATTEMPT_REPLICAS,
         )
 
     parts.clean()

@@ -316,11 +316,13 @@ def test_a_folder_of_somebody_elses_logits_is_not_added_to(tmp_path):
         with pytest.raises(kind, match=words):
             cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
     (split / "_collect.json").write_text(record)
-    (split / "_manifest" / "part-000000.json").unlink()
-    (split / "part-000000.parquet").rename(split / "part-000000 (1).parquet")
+    for entry in (split / "_manifest").iterdir():
+        entry.unlink()
+    (part,) = split.glob("*.parquet")
+    copy = part.rename(split / f"{part.stem} (1).parquet")
     with pytest.raises(DataError, match="was not written by a run; remove it"):
         cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
-    (split / "part-000000 (1).parquet").unlink()
+    copy.unlink()
     cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
     assert len(collected(tmp_path / "L", "long")) == 40
 

@@ -11,7 +11,7 @@ from runs import by_example, two_model_policy
 
 from cauc_ray.api.online import summarise
 from cauc_ray.cascade.rows import Call, CallResult, Owner, Rows
-from cauc_ray.errors import DataError
+from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.commits import Committer
 from cauc_ray.execution.ledger import RunTables, new_record, parts_of
 from cauc_ray.files.documents import make_folder
@@ -61,7 +61,8 @@ def test_blocks_are_committed_together_and_named_by_the_first(folder):
     assert sink.n_bytes > 0
     sink.commit()
     assert sink.n_bytes == 0
-    assert [file.name for file in parquet_below(folder / "predictions")] == ["part-000000.parquet"]
+    (file,) = parquet_below(folder / "predictions")
+    assert file.name.startswith("part-000000-")
     committed = parts_of(folder).committed()
     assert committed.rows == {0: 4, 2: 4}
     assert committed.ids[0] != committed.ids[2]
@@ -80,13 +81,12 @@ def test_what_was_not_committed_is_removed_and_done_again_in_other_parts(folder)
     add(first, 0)
     first.commit()
     make_folder(folder / "failed")
+    (committed,) = parquet_below(folder / "predictions")
     for name in ("predictions", "failed"):  # written, and killed before the manifest had it
-        (folder / name / "part-000001.parquet").write_bytes(
-            (folder / "predictions" / "part-000000.parquet").read_bytes()
-        )
+        (folder / name / "part-000001-0123abcd.parquet").write_bytes(committed.read_bytes())
     parts_of(folder).clean()
     assert parts_of(folder).committed().rows == {0: 4}
-    second = tables(folder, attempt=1)
+    second = tables(folder)
     for number in (2, 1):
         add(second, number)
     second.close()
@@ -104,7 +104,7 @@ def test_failed_rows_that_are_done_again_are_counted_once_wherever_the_attempt_e
     sink.commit()
     failed = parts.failed_blocks()
     assert [failed[number].rows for number in range(3)] == [(1, 2), (0, 1, 2, 3), (0,)]
-    again = tables(folder, attempt=1, retried=failed)
+    again = tables(folder, retried=failed)
     add(again, 0, rows=[1, 2], failed={1: (1, "still not")})
     add(again, 1)
     again.commit()  # and killed before the old failures were taken away
@@ -120,7 +120,7 @@ def test_failed_rows_that_are_done_again_are_counted_once_wherever_the_attempt_e
     }
     assert len(rows_of(folder / "predictions")) == 10
     assert {number: block.rows for number, block in parts.failed_blocks().items()} == {0: (2,), 2: (0,)}
-    last = tables(folder, attempt=2, retried=parts.failed_blocks())
+    last = tables(folder, retried=parts.failed_blocks())
     for number, rows in ((0, [2]), (2, [0])):
         add(last, number, rows=rows)
     last.close()
@@ -134,20 +134,38 @@ def test_what_somebody_else_did_to_a_folder_is_named(tmp_path):
     sink, parts = tables(tmp_path), parts_of(tmp_path)
     add(sink, 0)
     sink.commit()
-    entry, file = tmp_path / "manifest" / "part-000000.json", tmp_path / "predictions" / "part-000000.parquet"
-    copy = file.with_name("part-000000 (1).parquet")
+    (entry,), (file,) = (tmp_path / "manifest").iterdir(), (tmp_path / "predictions").iterdir()
+    copy = file.with_name(f"{file.stem} (1).parquet")
     copy.write_bytes(file.read_bytes())
-    with pytest.raises(DataError, match=r"part-000000 \(1\)\.parquet was not written by a run; remove it"):
+    with pytest.raises(DataError, match=r"part-000000-\w+ \(1\)\.parquet was not written by a run; remove it"):
         parts.clean()
     copy.unlink()
     whole = entry.read_text()
     entry.write_text(whole.replace('"blocks"', '"blokcs"'))
-    with pytest.raises(DataError, match=r"part-000000\.json: unknown key 'blokcs'"):
+    with pytest.raises(DataError, match=r"part-000000-\w+\.json: unknown key 'blokcs'"):
         parts.committed()
     entry.write_text(whole)
     os.unlink(file)
-    with pytest.raises(DataError, match=r"part-000000\.parquet is committed but missing; restore it, or remove"):
+    with pytest.raises(DataError, match=r"part-000000-\w+\.parquet is committed but missing; restore it, or remove"):
         parts.committed()
+
+
+@EVERYWHERE
+def test_of_two_drivers_in_one_folder_the_first_ends_and_no_row_is_there_twice(folder):
+    first = tables(folder)
+    add(first, 0)
+    first.commit()
+    add(first, 1)
+    second = tables(folder)
+    add(second, 1)
+    second.commit()
+    with pytest.raises(ExecutionError, match="another process continues in"):
+        first.commit()
+    add(second, 2)
+    second.close()
+    parts_of(folder).clean()
+    assert parts_of(folder).committed().rows == {0: 4, 1: 4, 2: 4}
+    assert len(rows_of(folder / "predictions")) == 12
 
 
 class Held(RunTables):

@@ -92,8 +92,8 @@ def test_a_run_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
     n_before = len(visible(bucket / "out" / "manifest"))
     assert not (bucket / "out" / "summary.json").exists()
     # What the kill may have left of a part that was not committed.
-    orphan = bucket / "out" / "predictions" / "part-000006.parquet"
-    orphan.write_bytes((tmp_path / "out" / "predictions" / "part-000000.parquet").read_bytes())
+    orphan = bucket / "out" / "predictions" / "part-000006-0123abcd.parquet"
+    orphan.write_bytes(next((tmp_path / "out" / "predictions").iterdir()).read_bytes())
     (tmp_path / "faster").touch()
     summary = result_of(cauc("run", pool, *words, "--resume"))
     assert (summary["n"], summary["n_failed"]) == (N_RUN, 10)
