@@ -595,11 +595,3 @@ class SetPolicyOptions(Options):
     candidate: str | None = option("id of the candidate that share, promote or rollback is for (default: the only one)")
     url: str = option("address of the service", "http://127.0.0.1:8000")
     name: str | None = option("name of the model (default: the only one)")
-
-
-class SignPolicyOptions(Options):
-    """How a policy is signed."""
-
-    GROUP = "signature"
-    key: Annotated[Location, Flag("FILE")] = option("PEM file of an Ed25519 private key", ...)
-    days: float | None = option("that it may be taken from now on (default: no end)", gt=0, le=36500)

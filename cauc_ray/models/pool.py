@@ -19,7 +19,6 @@ from cauc_ray.errors import ConfigError, explain, unknown_name
 from cauc_ray.files.documents import read_yaml
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.models.answers import Model
-from cauc_ray.models.fleet import FleetSpec
 from cauc_ray.models.kind import Location, Placement, Section
 from cauc_ray.models.kinds import ModelSpec, built_in_specs, prompt_fields
 from cauc_ray.models.prompts import LanguageSpec, PromptSettings
@@ -155,7 +154,7 @@ class PoolServing(Section):
         canary: When a candidate replaces the policy in force, or ends.
         tracing: "module:function", called once in each router, that configures OpenTelemetry.
         router: The deployment that takes requests.
-        fleet: Policies that a local service pulls, and its reports.
+        policy_every_s: Seconds after which a local service reads its policy file again; null for never.
     """
 
     max_request_rows: int = Field(default=4096, ge=1)
@@ -167,7 +166,7 @@ class PoolServing(Section):
     canary: CanarySpec = CanarySpec()
     router: RouterSpec = RouterSpec()
     tracing: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
-    fleet: FleetSpec | None = None
+    policy_every_s: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _logs_a_sample(self) -> PoolServing:

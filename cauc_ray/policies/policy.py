@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
-from pydantic import AwareDatetime, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from cauc_ray.errors import CaucWarning, ConfigError, PolicyError, explain
 from cauc_ray.files.documents import write_text
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from cauc_ray.policies.predictions import Predictions
 
 FORMAT: Literal["cauc-policy/1"] = "cauc-policy/1"
-# What signing adds to a policy.
-SIGNED = ("issued_at", "expires_at")
 
 
 class Stage(FrozenModel):
@@ -160,8 +158,6 @@ class Policy(Shown, FrozenModel):
     threshold; null if validation had missing labels.   noise: of the models' own numbers; null if it was not measured.
     offline: as expected, of the first stage alone, the first two, …, where the others cannot be reached; null as
     expected, and in files of earlier versions.
-    issued_at, expires_at: when the file was signed, and until when it may be taken; null if it was not signed, or
-    without an end.
     """
 
     scored: ClassVar[bool] = False
@@ -188,8 +184,6 @@ class Policy(Shown, FrozenModel):
     reference: Reference | None = None
     noise: Noise | None = None
     offline: tuple[OfflineAccuracy, ...] | None = None
-    issued_at: AwareDatetime | None = None
-    expires_at: AwareDatetime | None = None
     # Last: it is the longest part of the file.
     curve: tuple[CurvePoint, ...] = Field(default=(), max_length=MOST_CURVE_POINTS)
 
@@ -444,7 +438,6 @@ class Policy(Shown, FrozenModel):
             "threshold": float(threshold),
             "budget": None if budget is None else float(budget),
             "threshold_choice": choice,
-            **dict.fromkeys(SIGNED),  # the result is not what was signed
         }
         if threshold != self.threshold:
             changes |= dict.fromkeys(("expected", "safe", "reference", "noise", "offline")) | {"guards": ()}

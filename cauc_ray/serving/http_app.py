@@ -65,7 +65,6 @@ def http_app(service: Service, *more: Route) -> ASGIApp:
         Route("/v2/models/{name}/policy", handlers.policy, methods=["GET", "PUT"]),
         Route("/v2/models/{name}/watch", handlers.watch),
         Route("/v2/models/{name}/feedback", handlers.feedback, methods=["POST"]),
-        Route("/v2/models/{name}/fleet", handlers.fleet, methods=["GET", "POST"]),
         Route("/v1/decisions", handlers.decide, methods=["POST"]),
         Route("/openapi.json", handlers.openapi),
         *more,
@@ -155,15 +154,6 @@ class _Handlers:
         self._require_model(request)
         authorize(request.headers, self._token)
         return JSONResponse(await self._service.feedback(await self._bodies.read(request.receive, self._max_body)))
-
-    async def fleet(self, request: Request) -> Response:
-        self._require_model(request)
-        if request.method != "POST":
-            authorize(request.headers, self._token, self._policy_token)
-            return JSONResponse(await self._service.fleet())
-        authorize(request.headers, self._token)
-        body = await self._bodies.read(request.receive, self._max_body)
-        return JSONResponse(await self._service.edges.take(body, self._service.feedback))
 
     async def infer(self, request: Request) -> Response:
         """Answer a request for inference, also one for a model that is not there."""

@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import os
-import random
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any
 
 from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.answers import ModelFacts
@@ -29,7 +28,6 @@ from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.canary import Canary
 from cauc_ray.serving.cascade import Cascade, StageClient
 from cauc_ray.serving.elsewhere import Elsewhere
-from cauc_ray.serving.fleet_reports import Edges, Seen, latest_of
 from cauc_ray.serving.inference import Inference
 from cauc_ray.serving.metrics import NewMetric, ServingMetrics
 from cauc_ray.serving.policies_live import MOST_RECEIPTS, InForce, Log, PolicyChange, Store, StoreError
@@ -51,14 +49,9 @@ MOST_TRIES = 20
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
-
-async def repeat(do: Callable[[], Awaitable[object]], period_s: float, jitter: float = 0.0) -> None:
-    """Do something until cancelled, every so many seconds; what it raises is logged, and it is tried again.
-
-    jitter: the share by which pauses vary at random.
-    """
+async def repeat(do: Callable[[], Awaitable[object]], period_s: float) -> None:
+    """Do something until cancelled, every so many seconds; what it raises is logged, and it is tried again."""
     pause_s = period_s
     while True:
         try:
@@ -70,7 +63,7 @@ async def repeat(do: Callable[[], Awaitable[object]], period_s: float, jitter: f
                 raise  # this task is to end; otherwise only a call within it was cancelled
             pause_s = max(period_s, min(2 * pause_s, LONGEST_PAUSE_S))
             logger.exception(f"{getattr(do, '__name__', do)} failed; trying again in {pause_s:g} s")
-        await asyncio.sleep(pause_s * random.uniform(1 - jitter, 1 + jitter))
+        await asyncio.sleep(pause_s)
 
 
 def require_name(model: str) -> str:
@@ -135,7 +128,6 @@ class Service(ABC):
         alarm, n_replicas = f"alarm:{name}:{model}:of", pool.serving.router.replicas.max
         self.watching = Watching(self.in_force.policy, self.in_force.id, self.metrics, n_replicas, store, alarm)
         self._reported = Reported(store, life)
-        self.edges = Edges(self.metrics, store, life)
         self.elsewhere = Elsewhere()
         self.table_log = self._new_table_log(policy)
         self._stages_began = False
@@ -313,7 +305,11 @@ class Service(ABC):
     async def watch(self) -> dict[str, Any]:
         """Return all replicas' monitoring of the active policy. Raises RequestError (503)."""
         in_force = self.in_force
-        return report_of(in_force.policy, in_force.id, await self._told_by_all("watched", WatchedHere))
+        found = await self.ask_all("watched")
+        if silent := [one for one in found if not isinstance(one, WatchedHere)]:
+            logger.warning(f"a replica does not answer: {silent[0]!r:.200}")
+            raise RequestError("not every replica has reported", 503, 1.0)
+        return report_of(in_force.policy, in_force.id, found)
 
     async def feedback(self, body: bytes) -> dict[str, Any]:
         """Take what has become known of answers, each once. Raises RequestError where it makes no sense."""
@@ -347,22 +343,6 @@ class Service(ABC):
             says = "; ".join(reasons) or None
             self.metrics.feedback(counted=n_counted, cut_short=n_cut, repeated=n_repeated)
         return {"policy_id": in_force.id, "rows": n, "counted": n_counted, "says": says}
-
-    async def edges_here(self) -> dict[str, Seen]:
-        """Return the reports of edges that have come to this replica."""
-        return self.edges.here()
-
-    async def fleet(self) -> dict[str, Any]:
-        """Return each edge's latest report to any replica. Raises RequestError (503)."""
-        return latest_of(await self._told_by_all("edges_here", dict))
-
-    async def _told_by_all(self, what: str, kind: type[T]) -> list[T]:
-        """Return what a method of every replica returns. Raises RequestError (503)."""
-        found = await self.ask_all(what)
-        if silent := [one for one in found if not isinstance(one, kind)]:
-            logger.warning(f"a replica does not answer {what}: {silent[0]!r:.200}")
-            raise RequestError("not every replica has reported", 503, 1.0)
-        return found
 
     async def _compare(self) -> None:
         """Add up the evidence on candidates; promote or roll back one where it decides and the pool lets it."""

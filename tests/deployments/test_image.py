@@ -93,7 +93,7 @@ def locked_extras(path):
     return re.findall(r"--extra (\S+)", path.read_text().splitlines()[1])
 
 
-@pytest.mark.parametrize("name", ["requirements", "edge/requirements", "edge/fleet", "edge/build"])
+@pytest.mark.parametrize("name", ["requirements", "edge/requirements", "edge/build"])
 def test_lock_file_satisfies_its_requirements(name):
     path, lines = NODES / f"{name}.txt", (NODES / f"{name}.in").read_text().splitlines()
     if extras := locked_extras(path):
@@ -105,7 +105,7 @@ def test_lock_file_satisfies_its_requirements(name):
 
 
 def test_node_image_has_every_extra_except_those_for_development_and_edge_boxes():
-    excluded = {"demo", "examples", "docs", "dev", "vllm", "fleet", "remote"}
+    excluded = {"demo", "examples", "docs", "dev", "vllm", "remote"}
     assert set(locked_extras(NODES / "requirements.txt")) == EXTRAS.keys() - excluded
 
 
@@ -124,14 +124,12 @@ def test_node_image_has_what_jobs_import():
 
 def test_edge_image_has_the_packages_dependencies_except_those_it_does_not_import():
     local = requirements((EDGE / "requirements.in").read_text().splitlines())
-    fleet = requirements((EDGE / "fleet.in").read_text().splitlines())
     package = requirements(PROJECT["dependencies"])
-    extras = requirements([*EXTRAS["remote"], *EXTRAS["fleet"]])
+    extras = requirements(EXTRAS["remote"])
     assert {name: local[name].specifier for name in package.keys() - NOT_ON_EDGE} == {
         name: package[name].specifier for name in package.keys() - NOT_ON_EDGE
     }
     assert local["httpx2"].specifier == extras["httpx2"].specifier
-    assert fleet["cryptography"].specifier == extras["cryptography"].specifier
     assert not NOT_ON_EDGE & pins(EDGE / "requirements.txt").keys()
 
 

@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
 import pytest
-from asking import DEADLINE_S, Command, infer, until
+import yaml
+from asking import DEADLINE_S, Command, http, infer, until
 from runs import python_pool, two_model_policy
 
 import cauc_ray
-from cauc_ray.errors import ExecutionError
+from cauc_ray.errors import ConfigError, ExecutionError
 from cauc_ray.models.pool import load_pool
+from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.local import LocalClient
 
 
@@ -42,6 +44,30 @@ def test_a_signal_answers_open_requests_and_ends_with_0(home, command):
         code, out, err = service.ended(signal.SIGTERM, group=True)
         assert (code, out, answer.result()) == (0, "", 200)
     assert [json.loads(line)["status"] for line in err.splitlines()] == [200]
+
+
+def test_a_policy_file_is_read_again_and_a_bad_one_leaves_the_active_policy(home):
+    python_pool(home, [("by_x", {})] * 2)
+    pool = yaml.safe_load((home / "pool.yaml").read_text())
+    (home / "pool.yaml").write_text(yaml.safe_dump({**pool, "serving": {"policy_every_s": 0.05}}))
+    policy = Policy.load(home / "policy.json")
+    second, third = (policy.with_threshold(threshold) for threshold in (0.7, 0.8))
+    with pytest.raises(ConfigError, match="--local"):
+        cauc_ray.serve(home / "pool.yaml", home / "policy.json", port=0)
+    with cauc_ray.serve(home / "pool.yaml", home / "policy.json", port=0, local=True) as service:
+
+        def active():
+            return json.loads(http("GET", f"{service.url}/v2/models/test/policy")[1])["policy_id"]
+
+        assert active() == policy.id
+        second.save(home / "policy.json")
+        until(lambda: active() == second.id)
+        (home / "policy.json").write_text("{")
+        cauc_ray.set_policy(url=service.url, threshold=0.9)
+        (home / "policy.json").unlink()
+        assert active() == policy.with_threshold(0.9).id
+        third.save(home / "policy.json")
+        until(lambda: active() == third.id)
 
 
 def test_models_are_closed_when_a_service_ends(home, command):
