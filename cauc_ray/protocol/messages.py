@@ -123,8 +123,8 @@ class ModelMetadata(TypedDict):
 
 _REQUEST, _RESPONSE = TypeAdapter(InferenceRequest), TypeAdapter(InferenceResponse)
 _MODEL_METADATA = TypeAdapter(ModelMetadata)
-# Extensions that servers report: tensors as raw bytes; a repeated Idempotency-Key gets the answer of the first request.
-BINARY_DATA, IDEMPOTENCY = "binary_tensor_data", "idempotency_key"
+# An extension that servers report: tensors as raw bytes.
+BINARY_DATA = "binary_tensor_data"
 T = TypeVar("T")
 # What a response holds unless the request names outputs.
 DEFAULT_OUTPUTS: tuple[Output, ...] = ("prediction", "prediction_label", "confidence")

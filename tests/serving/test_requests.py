@@ -65,11 +65,3 @@ def test_logits_are_those_of_the_model_that_answered(service):
     logits, stage = (np.array(output["data"]) for output in content["outputs"])
     assert np.array_equal(logits.reshape(3, 2), np.array([[9.0, 0.0], [0.01, 0.0], [-9.0, 0.0]], np.float32))
     assert stage.tolist() == [0, 1, 0]
-
-
-@pytest.mark.soak("full")  # issue 33 removes Idempotency-Key
-def test_a_repeated_idempotency_key_gets_the_bytes_of_the_first_answer(service):
-    first, second = (post(service, [9.0], **{"Idempotency-Key": "one"})[:2] for _ in range(2))
-    assert first == second
-    assert first[0] == 200
-    assert post(service, [8.0], **{"Idempotency-Key": "one"})[0] == 422
