@@ -588,10 +588,9 @@ class SetPolicyOptions(Options):
     budget: float | None = option("mean cost per example, from the policy's own curve")
     threshold: float | None = option("a threshold to use as it is")
     share: float | None = option(
-        "share of the requests: makes the policy a candidate; by itself another share for a candidate, which 0 ends"
+        "share of the requests: makes the policy the candidate; by itself another share for the candidate, which 0 ends"
     )
-    promote: bool = option("let a candidate have all requests", False)
-    rollback: bool = option("end a candidate", False)
-    candidate: str | None = option("id of the candidate that share, promote or rollback is for (default: the only one)")
+    promote: bool = option("let the candidate have all requests", False)
+    rollback: bool = option("end the candidate", False)
     url: str = option("address of the service", "http://127.0.0.1:8000")
     name: str | None = option("name of the model (default: the only one)")

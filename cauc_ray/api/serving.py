@@ -132,7 +132,6 @@ def set_policy(
     share: float | None = None,
     promote: bool = False,
     rollback: bool = False,
-    candidate: str | None = None,
 ) -> dict[str, Any]:
     """Change the policies of a running service, on all of its replicas; no model is loaded again.
 
@@ -144,11 +143,10 @@ def set_policy(
         name: of its model; needed where it has several.
         threshold: a threshold to use as it is.
         budget: mean cost per example, looked up on the policy's curve.
-        share: of the requests; the policy becomes a candidate, and the one in force has the rest. Without a policy,
-            threshold and budget: another share for a candidate, which 0 ends.
-        promote: let a candidate have all requests.
-        rollback: end a candidate.
-        candidate: the id of the one that is meant; None is the only one.
+        share: of the requests; the policy becomes the candidate, and the one in force has the rest. Without a policy,
+            threshold and budget: another share for the candidate, which 0 ends.
+        promote: let the candidate have all requests.
+        rollback: end the candidate.
 
     Returns:
         policy_id, previous, version, shares (by policy id) and replicas, which is None where one has not confirmed the
@@ -160,7 +158,7 @@ def set_policy(
     """
     SetPolicyOptions.of({**locals(), "policy": None})
     content = None if policy is None else policy_of(policy).packed()
-    own = {"threshold": threshold, "budget": budget, "share": share, "candidate": candidate}
+    own = {"threshold": threshold, "budget": budget, "share": share}
     given = {"policy": content, **own, "promote": promote, "rollback": rollback}
     change = PolicyChange.of({key: value for key, value in given.items() if value is not None and value is not False})
     url = url.rstrip("/")

@@ -120,7 +120,7 @@ class CandidateSpec(Section):
 
 
 class CanarySpec(Section):
-    """When a candidate replaces the policy in force, or ends.
+    """When the candidate replaces the policy in force, or ends.
 
     Attributes:
         evidence: What accuracy is measured by: labels from feedback, or (shadow) agreement with the whole cascade on
@@ -150,8 +150,8 @@ class PoolServing(Section):
         shadow: Share of answers of stages before the last that are compared with the whole cascade's, when its stages
             are idle; with log, of all answers.
         log: Writes the shadow sample with every model's logits as a logit table.
-        policies: Candidates at the start, each with a share of the requests.
-        canary: When a candidate replaces the policy in force, or ends.
+        candidate: Policy that begins with a share of the requests, next to the one in force.
+        canary: When the candidate replaces the policy in force, or ends.
         tracing: "module:function", called once in each router, that configures OpenTelemetry.
         router: The deployment that takes requests.
         policy_every_s: Seconds after which a local service reads its policy file again; null for never.
@@ -162,7 +162,7 @@ class PoolServing(Section):
     max_queued_rows: int = Field(default=8192, ge=1)
     shadow: float = Field(default=0.0, ge=0, le=1)
     log: LogSpec | None = None
-    policies: tuple[CandidateSpec, ...] = ()
+    candidate: CandidateSpec | None = None
     canary: CanarySpec = CanarySpec()
     router: RouterSpec = RouterSpec()
     tracing: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")

@@ -73,7 +73,7 @@ class RequestParameters(TypedDict, total=False):
     log: Annotated[bool | None, Field(description="false keeps the rows out of the shadow sample and the log")]
     session: Annotated[
         Annotated[str, Field(max_length=1000)] | None,
-        Field(description="requests of one session have the same policy, as long as the candidates are the same"),
+        Field(description="requests of one session have the same policy, as long as the candidate is the same"),
     ]
     binary_data_output: Annotated[bool | None, Field(description="write outputs that are not named as raw bytes")]
     timeout: Annotated[

@@ -11,7 +11,7 @@ from virtual_time import run_virtually
 
 from cauc_ray.models.pool import load_pool
 from cauc_ray.serving.local import LocalClient, MemoryStore
-from cauc_ray.serving.policies_live import InForce, PolicyChange
+from cauc_ray.serving.policies_live import InForce, Member, PolicyChange
 from cauc_ray.serving.service import Service, repeat
 
 
@@ -58,7 +58,7 @@ class Alone(Service):
 
         store = MemoryStore()
         super().__init__(
-            "m", pool, InForce.of(policy), clients, store=store, new_metric=new_metric, life="1", name="alone"
+            "m", pool, InForce(Member.of(policy)), clients, store=store, new_metric=new_metric, life="1", name="alone"
         )
 
     async def ask_all(self, what):

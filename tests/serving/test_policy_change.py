@@ -8,7 +8,7 @@ from cauc_ray.errors import CaucError
 from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.serving.local import MemoryStore
-from cauc_ray.serving.policies_live import InForce, Log, PolicyChange
+from cauc_ray.serving.policies_live import InForce, Log, Member, PolicyChange
 
 DATA = chain(4)
 RF = fit_rf(DATA, DATA)
@@ -34,7 +34,7 @@ def of_kind(kind):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({}, "give a policy, a threshold or a budget"),
+        ({}, "a policy, a threshold or a budget"),
         ({"policies": "x"}, "unknown key 'policies'"),
         ({"threshold": 0.5, "budget": 3.0}, "not both"),
         ({"threshold": "high"}, "threshold"),
@@ -74,7 +74,7 @@ def store(request):
 def test_what_is_kept_is_read_by_all_who_know_the_key(store):
     log = Log(store, "one:")
     assert log.read() is None
-    first, second = InForce.of(RF, 1), InForce.of(BASE, 2, [(RF, 0.25)])
+    first, second = InForce(Member.of(RF), version=1), InForce(Member.of(BASE), version=2).with_candidate(RF, 0.25)
     assert log.append(1, first.to_bytes())
     assert InForce.of_bytes(*Log(store, "one:").read()) == first
     assert log.append(2, second.to_bytes())
