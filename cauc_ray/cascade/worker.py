@@ -36,6 +36,7 @@ from cauc_ray.models.answers import (
 )
 from cauc_ray.models.costs import measured
 from cauc_ray.models.pool import StageSpec
+from cauc_ray.models.python import PythonSpec
 from cauc_ray.numbers.chain import UNNAMED_UNIT
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy, Step
@@ -100,9 +101,15 @@ class Prepared:
     began: float
 
 
-def prepare_process(spec: StageSpec, import_paths: Sequence[str]) -> None:
+def find_user_code(spec: StageSpec) -> None:
+    """Have this process import a stage's own modules from the folders that may contain them."""
+    if isinstance(spec.model, PythonSpec):
+        sys.path[:0] = [path for path in spec.model.import_paths if path not in sys.path]
+
+
+def prepare_process(spec: StageSpec) -> None:
     """Make a process ready to load a stage's model: user code is found, and no GPU taken that was not asked for."""
-    sys.path[:0] = [path for path in import_paths if path not in sys.path]
+    find_user_code(spec)
     sys.setswitchinterval(SWITCH_S)
     sys.unraisablehook = _said
     if not spec.resources.num_gpus:

@@ -23,7 +23,6 @@ from cauc_ray.data.datasets import RunInput
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, result_of, worker_class
 from cauc_ray.execution.cluster import require_fit
-from cauc_ray.execution.user_code import import_paths
 from cauc_ray.models.answers import Batch
 from cauc_ray.models.pool import Replicas, StageSpec, pool_of
 from cauc_ray.numbers.types import Floats
@@ -68,7 +67,7 @@ def timed_sizes(batch_size: int) -> list[int]:
 
 def _timed(stage: StageSpec, columns: Batch) -> Timing:
     who = f"stage {stage.name!r}"
-    worker = worker_class(stage).remote(stage, 0, None, import_paths([stage]))
+    worker = worker_class(stage).remote(stage, 0, None)
     try:
         result_of(worker.load.remote(), START_DEADLINE_S, who)
         sizes = timed_sizes(stage.batch_size)

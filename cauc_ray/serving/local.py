@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -24,8 +23,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cauc_ray.cascade.isolation import reason_of
+from cauc_ray.cascade.worker import find_user_code
 from cauc_ray.errors import CaucError, ExecutionError
-from cauc_ray.execution.user_code import import_paths
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
@@ -246,7 +245,8 @@ def local_service(
     before that.
     """
     stages, policies = pool.chain(policy.models), policies_at_start(pool, policy)
-    sys.path[:0] = [path for path in import_paths(stages) if path not in sys.path]
+    for spec in stages:
+        find_user_code(spec)
     # Hides the machine's GPUs, as Ray does, where no stage asks for one.
     gpus = None if any(stage.resources.num_gpus for stage in stages) else ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
