@@ -561,7 +561,7 @@ class ServeOptions(ClusterOptions):
         return self
 
 
-class PlanOptions(ClusterOptions):
+class PlanOptions(Options):
     """What a plan is made for."""
 
     GROUP = "planning"
@@ -572,13 +572,6 @@ class PlanOptions(ClusterOptions):
     ledger: Annotated[Location | None, Flag(metavar="RUN")] = option(
         "folder of an earlier `cauc run`, which says how long batches take"
     )
-    input: Annotated[Location | None, Flag(metavar="DATA")] = option("rows to measure that on now, on Ray")
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if self.ledger is not None and self.input is not None:
-            raise ConfigError("ledger and input both say how long batches take; give one of them")
-        return self
 
 
 class SetPolicyOptions(Options):

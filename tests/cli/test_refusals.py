@@ -21,7 +21,6 @@ from synthetic import write_table
 
 import cauc_ray
 from cauc_ray.errors import BudgetError, CaucError, ConfigError, DataError, GuardError, PolicyError
-from cauc_ray.planning.stages import RouterSeconds
 from cauc_ray.policies.policy import Policy
 
 LIMIT = "risk<=0.1@0.9"
@@ -118,10 +117,8 @@ BOTH_DOORS = [
     ("plan", {"rate": 0}, "rate", ConfigError),
     ("plan", {"rate": 1e12}, "requests a second", ConfigError),
     ("plan", {"policy": "moved.json"}, "how often its stages defer", CaucError),
-    ("plan", {"pool": "x.yaml", "policy": "expecting-two.json"}, "seconds of stage 'small'", ConfigError),
-    ("plan", {"pool": "untimed.yaml"}, "take no time", ConfigError),
-    ("plan", {"ledger": "run", "input": "text.txt"}, "ledger", ConfigError),
-    ("plan", {"input": "text.txt"}, "text.txt", DataError),
+    ("plan", {"pool": "x.yaml", "policy": "expecting-two.json"}, "no timing for stage 'small'", ConfigError),
+    ("plan", {"pool": "untimed.yaml"}, "declares no seconds", ConfigError),
     # Reports.
     ("report", {"folder": "empty"}, "has no policy.json", DataError),
     ("report", {"folder": "several"}, "holds 2 policies (several/policies/first.json, several/pol", ConfigError),
@@ -269,7 +266,6 @@ def cauc(home, command, monkeypatch):
         raise AssertionError("Ray starts")
 
     monkeypatch.setattr(ray, "init", started)
-    monkeypatch.setattr("cauc_ray.planning.measuring.time_router", RouterSeconds)  # which takes seconds
     monkeypatch.chdir(home)
 
     def refused(words, *arguments):
