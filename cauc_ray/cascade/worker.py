@@ -45,12 +45,12 @@ from cauc_ray.policies.policy import Policy, Step
 def require_agreement(stages: tuple[StageSpec, ...], policy: Policy) -> None:
     """Raise PolicyError where a stage gives other logits than the policy was fitted on, or costs in another unit.
 
-    That is logits of another kind, or asked for with another prompt. What the policy's file does not record by model is
-    not compared, nor are unnamed units.
+    That is logits of another kind, or asked for with another prompt. Unknown prompts and unnamed units are not
+    compared.
     """
     for spec, stage, fitted in zip(stages, policy.stages, policy.logit_kinds, strict=True):
         given = spec.model.answers_kind
-        if fitted not in (None, given):
+        if fitted != given:
             raise PolicyError(
                 f"stage {spec.name!r} returns logits of kind {given}; the policy was fitted on {fitted}: declare "
                 "the right logit_kind in the stage's model, or fit a policy on such logits"

@@ -105,7 +105,7 @@ def require_same_chain(policy: Policy, current: Policy) -> None:
     if policy.cost_unit != current.cost_unit:
         raise PolicyError(f"the policy has costs in {policy.cost_unit}; the service has costs in {current.cost_unit}")
     for model, fitted, given in zip(policy.models, policy.logit_kinds, current.logit_kinds, strict=True):
-        if None not in (fitted, given) and fitted != given:
+        if fitted != given:
             raise PolicyError(
                 f"the policy was fitted on logits of kind {fitted!r} for {model!r}; the service's are {given!r}"
             )

@@ -115,11 +115,6 @@ def test_probabilities_without_zeros_and_steps_are_read_as_their_logarithms_are(
     assert policy.stages[0].floor is None
     logs = as_logits(p.astype(np.float32), "probabilities")
     assert policy.stages[0].temperature == fit_temperature(logs, labels).temperature
-    content = policy.packed()
-    for stage in content["stages"]:
-        del stage["floor"]  # as in files of earlier versions
-    earlier = Policy.of(content)
-    assert (earlier, earlier.id) == (policy, policy.id)
     bounded = policy.model_copy(update={"stages": (policy.stages[0].model_copy(update={"floor": 0.01}),)})
     assert bounded.id != policy.id
     assert Policy.of(bounded.packed()) == bounded
