@@ -159,25 +159,6 @@ def tracing_that_exits():
     trace.set_tracer_provider(Provider())
 
 
-def hanging():
-    """Answer once `hanging.leave` is set, and set `hanging.entered` before."""
-
-    def answer(batch):
-        hanging.entered.set()
-        assert hanging.leave.wait(60)
-        return by_x()(batch)
-
-    return answer
-
-
-def loads_slowly(seconds, log=os.devnull):
-    """Answer as by_x does, after some seconds in which the model loads; note that it begins to."""
-    with open(log, "a") as file:
-        file.write("loads\n")
-    time.sleep(seconds)
-    return by_x()
-
-
 @before(by_x)
 def hangs_on(batch, x):
     """Answer as by_x does, but hang on a batch that holds a value."""
@@ -325,21 +306,6 @@ def longest(exponent=1.0):
     return lambda batch: [[float(len(choice)) ** exponent for choice in choices] for choices in batch["choices"]]
 
 
-def linear(seed):
-    """Answer images of four bytes with a torch layer: 4 x 3 multiply-adds each."""
-    import torch
-
-    torch.manual_seed(seed)
-    layer = torch.nn.Linear(4, 3)
-
-    def answer(batch):
-        pixels = torch.tensor([list(image) for image in batch["image"]], dtype=torch.float32)
-        with torch.inference_mode():
-            return layer(pixels / 255).numpy()
-
-    return answer
-
-
 def always_dies():
     """Be killed by every batch."""
     return lambda batch: os.kill(os.getpid(), signal.SIGKILL)
@@ -377,36 +343,6 @@ def poisonable(column=0):
         logits = np.stack([x, np.zeros_like(x)], axis=1)
         logits[[kind == "nan" for kind in kinds]] = np.nan
         return logits[1:] if "shape" in kinds else logits
-
-    return answer
-
-
-def fails_in_one_process(path):
-    """Answer by x's first number, but raise on everything in the first process that loads the model."""
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-        fails = True
-    except FileExistsError:
-        fails = False
-
-    def answer(batch):
-        if fails:
-            raise RuntimeError("no such device")
-        return poisonable()(batch)
-
-    return answer
-
-
-def softmaxed():
-    """Answer questions with probabilities by each choice's length; of the shortest ones, 0."""
-
-    def answer(batch):
-        rows = []
-        for choices in batch["choices"]:
-            sizes = np.array([len(choice) for choice in choices], dtype=float)
-            terms = np.where(sizes > sizes.max() - 5, np.exp(sizes - sizes.max()), 0.0)
-            rows.append(terms / terms.sum())
-        return rows
 
     return answer
 
@@ -483,14 +419,6 @@ def longest_noted(batch, log):
 
 
 @before(brightness)
-def slow_brightness(batch, seconds, log):
-    """Answer as brightness does, after some seconds, and note the process that does."""
-    with open(log, "a") as file:
-        file.write(f"{os.getpid()}\n")
-    time.sleep(seconds)
-
-
-@before(brightness)
 def killed_once_on(batch, values, folder):
     """Answer as brightness does, but be killed by the first batch that holds an image of each of some values."""
     for value in {image[0] for image in batch["image"]} & set(values):
@@ -499,17 +427,6 @@ def killed_once_on(batch, values, folder):
         except FileExistsError:
             continue
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-@before(brightness)
-def brightness_together(batch, logs, name, n):
-    """Answer as brightness does once so many models have been called, and note the time of each call by name."""
-    with open(os.path.join(logs, f"calls-{name}"), "a") as file:
-        file.write(f"{time.monotonic()}\n")
-    deadline = time.monotonic() + 120
-    while sum(name.startswith("calls-") for name in os.listdir(logs)) < n:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @before(brightness)

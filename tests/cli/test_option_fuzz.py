@@ -5,9 +5,7 @@ Ray does not start here. Verbs that work on a cluster are drawn with an input th
 
 import random
 import shutil
-import sys
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +14,6 @@ import pytest
 import cauc_ray
 from cauc_ray.cli.command import main
 from cauc_ray.cli.verbs import VERBS
-from cauc_ray.errors import ConfigError
 
 # Codes besides 2, bad input.
 DOCUMENTED = {"check": {0, 3}, "collect": set(), "run": set(), "serve": set(), "paper": set(), "demo": set()}
@@ -260,29 +257,3 @@ def test_combinations_that_are_left_out_keep_the_contract_too(cauc, fault):
 def test_show_takes_a_uri(cauc):
     assert cauc("fit", ("logits", "--budget=4", "--output=memory://shown/policy.json"))[0] == 0
     assert cauc("show", ("memory://shown/policy.json",))[0] == 0
-
-
-def raises_type_error(options, say):
-    raise TypeError("'<=' not supported")
-
-
-def raises_in_two_lines(options, say):
-    print("cauc: error: first", file=sys.stderr)
-    raise ConfigError("second")
-
-
-def leaves_half_a_file(options, say):
-    Path("half.json").write_text("{")
-    raise ConfigError("a disk is full")
-
-
-@pytest.mark.parametrize("work", [raises_type_error, raises_in_two_lines, leaves_half_a_file])
-def test_a_planted_fault_is_reported(cauc, monkeypatch, work):
-    verb = VERBS["check"]
-    planted = replace(
-        verb, work=lambda options, say: work(options, say) if options.seed == 3 else verb.work(options, say)
-    )
-    monkeypatch.setitem(VERBS, "check", planted)
-    reported = list(broken(cauc, "check", n=40))
-    assert reported
-    assert all("--seed=3" in lines for lines in reported)

@@ -76,6 +76,9 @@ BOTH_DOORS = [
     ("fit", {"logits": "EMBEDDED", "method": "rf", "embedding": "enc"}, "looks at no embedding", ConfigError),
     ("fit", {"method": "stacked-both"}, "give their encoder", ConfigError),
     ("fit", {"method": "margin", "safe": True}, "safe is for methods", ConfigError),
+    ("fit", {"method": "margin", "search": True}, "search", ConfigError),
+    ("fit", {"method": "margin", "calibrator": "offsets"}, "calibrator", ConfigError),
+    ("fit", {"method": "frugalgpt", "price": 0.01}, "price", ConfigError),
     ("fit", {"method": "duo", "certify": LIMIT}, "answers nothing before the last model", ConfigError),
     ("compare", {"texts": "nowhere.parquet"}, "no file nowhere.parquet", DataError),
     ("sweep", {"methods": ["routellm-bert"]}, "trains a model on texts", ConfigError),
@@ -90,6 +93,10 @@ BOTH_DOORS = [
     ("evaluate", {"policy": "pipe"}, "no policy file", PolicyError),
     ("run", {"pool": "unknown-key.yaml"}, "stgaes", ConfigError),
     ("run", {}, "needs a column 'x'", DataError),
+    ("run", {"input": "absent"}, "there is no file", DataError),
+    ("run", {"pool": "good.yaml"}, "unknown stage 'small'", ConfigError),
+    ("run", {"out": "report"}, "not an empty folder", ConfigError),
+    ("run", {"out": "report", "resume": True}, "has no run to resume", ConfigError),
     # Data to collect on.
     ("collect", {"pool": "kind.yaml"}, "pyhton", ConfigError),
     ("collect", {"dataset": "mmlu=absent"}, "absent", DataError),
@@ -100,6 +107,7 @@ BOTH_DOORS = [
     ("collect", {"out": "text.txt"}, "text.txt", CaucError),
     ("collect", {"out": ""}, "a path is ", ConfigError),
     ("collect", {"split": "tset"}, "tset", CaucError),
+    ("collect", {"models": ["lnog"]}, "lnog", ConfigError),
     ("collect", {"embedding": "org/longest"}, "both named 'longest'", ConfigError),
     # Models that must be known to serve before Ray starts or weights are loaded.
     *(

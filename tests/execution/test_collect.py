@@ -2,24 +2,19 @@
 
 import io
 import json
-import time
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pytest
-import ray
-from runs import answers_of, by_example, python_model, ranked, read_all, saved_model, write_pool, write_questions
+from runs import answers_of, by_example, python_model, ranked, read_all, write_pool, write_questions
 from stored import write
 
 import cauc_ray
 from cauc_ray.data.logits import LogitTable
-from cauc_ray.data.writing import PoolModel, TableInfo, write_info, write_logits
-from cauc_ray.errors import CaucError, CaucWarning, ConfigError, DataError, ExecutionError
-from cauc_ray.execution import collection, commits
-from cauc_ray.execution.collection import BLOCK_ROWS, CollectedTables, Collection
-from cauc_ray.models.pool import load_pool
+from cauc_ray.errors import CaucWarning, ConfigError, DataError, ExecutionError
+from cauc_ray.execution import commits
+from cauc_ray.execution.collection import BLOCK_ROWS
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 SPLITS = ("calibration", "validation", "test")
@@ -237,106 +232,6 @@ def test_rows_that_fail_are_reported_and_left_out_of_chains_and_a_model_without_
     assert not (tmp_path / "none").exists()  # nothing that another attempt would take for done
 
 
-@pytest.mark.slow
-def test_operations_are_counted_where_nobody_declares_a_cost(tmp_path):
-    images(tmp_path / "i.parquet", [bytes([row] * 4) for row in range(40)], [0] * 40)
-    costs = {"counted": None, "auto": {"gflops": "auto"}, "doubled": {"gflops": 24e-9}}
-    stages = [stage(name, "linear", cost, {"seed": seed}) for seed, (name, cost) in enumerate(costs.items())]
-    message = r"'doubled': its cost of 2\.4e-08 GFLOPs is 2 times the measured 1\.2e-08; it"
-    with pytest.warns(CaucWarning, match=message):
-        summary = cauc_ray.collect(pool(tmp_path, *stages, task=IMAGES), tmp_path / "i.parquet", tmp_path / "L")
-    assert [model["cost"] for model in summary["models"]] == [12e-9, 12e-9, 24e-9]  # 4 x 3 multiply-adds
-    assert {model.name: model.cost for model in LogitTable(tmp_path / "L").info.models}["counted"] == 12e-9
-
-
-@pytest.mark.slow
-def test_calls_that_tell_their_own_cost_keep_it(tmp_path):
-    rows = write_questions(tmp_path / "q.parquet", 60)
-    ids, costs = sorted(rows), np.arange(60) / 7
-    logits = [np.zeros(len(rows[i]["choices"]), np.float32) for i in ids]
-    write_logits(tmp_path / "S", "m", "all", example_ids=ids, labels=None, logits=logits, costs=costs)
-    write_info(tmp_path / "S", TableInfo(cost_unit="USD", models=[PoolModel(name="m", cost=1.0)]))
-    path = pool(tmp_path, {"name": "m", "model": saved_model("m", "S", "all"), "batch_size": 16})
-    summary = cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
-    assert summary["cost_unit"] == "USD"
-    got = collected(tmp_path / "L", "m")
-    assert [got[example]["cost"] for example in ids] == costs.astype(np.float32).tolist()
-    assert summary["models"][0]["cost"] == pytest.approx(costs.mean(), rel=1e-6)
-
-
-@pytest.mark.slow
-def test_models_run_side_by_side_as_resources_allow(tmp_path):
-    """Of the session's eight CPUs each model takes four: two run together, the third when one of them is done."""
-    images(tmp_path / "i.parquet", [bytes([row % 200]) for row in range(96)])
-    stages = []
-    for name in "abc":
-        kwargs = {"logs": str(tmp_path), "name": name, "n": 2}
-        stages.append(stage(name, "brightness_together", kwargs=kwargs, resources={"num_cpus": 4}))
-    summary = cauc_ray.collect(pool(tmp_path, *stages, task=IMAGES), tmp_path / "i.parquet", tmp_path / "L")
-    assert [model["n_failed"] for model in summary["models"]] == [0, 0, 0]  # the first two have met
-    calls = {name: (tmp_path / f"calls-{name}").read_text().split() for name in "abc"}
-    first, last = ({name: float(times[place]) for name, times in calls.items()} for place in (0, -1))
-    assert sum(last[name] < max(first.values()) for name in "abc") >= 1
-
-
-# Stages, what else differs, and the error that names it.
-GOOD = [stage("long", "longest")]
-OTHER_UNIT = stage("b", "longest", cost={"params_b": 1})
-FAULTS = {
-    "another task": (GOOD, {"task": IMAGES}, DataError, r"q\.parquet has no column 'image'.*image-classification"),
-    "no such stage": (GOOD, {"models": ["lnog"]}, ConfigError, "lnog"),
-    "no such dataset": (GOOD, {"dataset": "mmul"}, ConfigError, "mmul.*mmlu"),
-    "no such split": (GOOD, {"split": "tset"}, ConfigError, "tset.*test"),
-    "no room": ([stage("huge", "longest", resources={"num_cpus": 4000})], {}, ExecutionError, "stage 'huge'"),
-    "two units": ([*GOOD, OTHER_UNIT], {}, ConfigError, "stage 'long' has s, stage 'b' has B"),
-    "a file": (GOOD, {"out": "q.parquet"}, ConfigError, "is not a folder"),
-    "an embedding of one": (GOOD, {"embedding": "long", "models": ["long"]}, ConfigError, "models"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_reported_before_anything_starts(tmp_path, fault):
-    write_questions(tmp_path / "q.parquet", 40)
-    stages, changes, kind, words = FAULTS[fault]
-    options = {"task": "multiple-choice", "dataset": tmp_path / "q.parquet", "out": "L", **changes}
-    path, dataset = pool(tmp_path, *stages, task=options.pop("task")), options.pop("dataset")
-    with pytest.raises(kind, match=words):
-        cauc_ray.collect(path, dataset, tmp_path / options.pop("out"), **options)
-    assert not (tmp_path / "L").exists()
-
-
-@pytest.mark.soak("full")
-def test_a_folder_of_somebody_elses_logits_is_not_added_to(tmp_path):
-    write_questions(tmp_path / "q.parquet", 40)
-    path, split = pool(tmp_path, *GOOD), tmp_path / "L" / "model=long" / "split=test"
-    cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
-    record = (split / "_collect.json").read_text()
-    for content, kind, words in ((None, ConfigError, "belongs to no collection"), ("{}", DataError, "missing key")):
-        (split / "_collect.json").unlink() if content is None else (split / "_collect.json").write_text(content)
-        with pytest.raises(kind, match=words):
-            cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
-    (split / "_collect.json").write_text(record)
-    (split / "_manifest" / "part-000000.json").unlink()
-    (split / "part-000000.parquet").rename(split / "part-000000 (1).parquet")
-    with pytest.raises(DataError, match="was not written by a run; remove it"):
-        cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
-    (split / "part-000000 (1).parquet").unlink()
-    cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
-    assert len(collected(tmp_path / "L", "long")) == 40
-
-
-def test_answers_that_never_arrive_end_the_collection(tmp_path, monkeypatch):
-    monkeypatch.setattr(collection, "ANSWERS_DEADLINE_S", 0.2)
-    (spec,) = load_pool(pool(tmp_path, *GOOD)).stages
-    tables = CollectedTables(Collection(tmp_path / "LOGITS", "model", spec, {}))
-    never = ray.remote(num_cpus=0)(lambda: time.sleep(600)).remote()
-    try:
-        with pytest.raises(ExecutionError, match="answers of 'long' has not answered for"):
-            tables.add_call(SimpleNamespace(probe=False), SimpleNamespace(error=None), never)
-    finally:
-        ray.cancel(never, force=True)
-
-
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory, ray_session):
     """Collect two networks' logits of 48 JPEG images, one of which is cut off. Returns a folder with all of it."""
@@ -401,20 +296,3 @@ def test_what_was_collected_is_what_the_live_cascade_does_failed_rows_included(p
     first = [call for call in ledger if call["stage"] == "small"]
     assert sum(call["batch"] for call in first) == 48
     assert sum(call["accepted"] + call["deferred"] for call in first) == 47
-
-
-@pytest.mark.soak("full")
-def test_a_collection_does_not_go_on_in_another_precision(photographs, tmp_path):
-    """With `dtype: auto` the precision follows the device. The first part is marked as one that a GPU computed."""
-    path, image, record = (
-        photographs / "pool.yaml",
-        photographs / "i.parquet",
-        "model=small/split=calibration/_collect.json",
-    )
-    cauc_ray.collect(path, image, tmp_path, models=["small"], split="calibration")
-    content = json.loads((tmp_path / record).read_text())
-    assert content["dtype"] == "float32"
-    (tmp_path / record).write_text(json.dumps({**content, "dtype": "bfloat16"}))
-    with pytest.raises(CaucError, match=r"'small' answered split 'calibration' in bfloat16 .* continue in float32"):
-        cauc_ray.collect(path, image, tmp_path, models=["small"], split="test")
-    assert not (tmp_path / "model=small" / "split=test").exists()

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,7 +12,6 @@ from ray.exceptions import LocalRayletDiedError, NodeDiedError, WorkerCrashedErr
 from cauc_ray.data.blocks import InputBlock, ids_digest
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution import reading
-from cauc_ray.execution.commits import FailedBlock
 from cauc_ray.execution.reading import LONG_PAUSES_S, PAUSES_S, BlockHeader, Piece, Reading, Work, read_blocks
 
 
@@ -95,30 +93,6 @@ def test_blocks_that_are_done_are_compared_with_what_was_committed(pauses):
     assert numbers(DIGESTS, bad_tries=(9, 0)) == []
     with pytest.raises(DataError, match=r"the input returned other rows.*block 1 has other rows.*start a new run"):
         numbers({0: DIGESTS[0], 1: "of other rows"})
-
-
-def test_of_blocks_that_are_done_again_only_failed_rows_come(pauses):
-    failed = FailedBlock(Counter(small=2), (1, 3))
-    header, chunk, _ = read(done=DIGESTS, again={0: failed})
-    assert header.example_ids.to_pylist() == ["row-1", "row-3"]
-    assert chunk.columns["x"].tolist() == [1, 3]
-    header, _ = read(Source((9, 0)), DIGESTS, {0: failed})
-    assert header.unreadable == dict.fromkeys(range(2), "damaged")
-    assert numbers({0: "", 1: DIGESTS[1]}, {0: FailedBlock(Counter({"": 5}), tuple(range(5)))}) == [0]
-    with pytest.raises(DataError, match="block 0 has other rows"):
-        numbers({0: "of other rows"}, {0: failed})
-
-
-def test_of_a_block_that_is_partly_damaged_the_other_rows_come(pauses):
-    class Partly(Source):
-        def blocks(self, group, seen):
-            for number, block in super().blocks(group, seen):
-                yield number, replace(block, columns={"x": np.array([0.0, 2.0, 4.0])}, unreadable={1: "a", 3: "b"})
-
-    (header, *chunks, end), rest = (lambda items: (items[:4], items[4:]))(read(Partly(), chunk_rows=2))
-    assert (header.unreadable, header.digest) == ({1: "a", 3: "b"}, "")
-    assert [chunk.columns["x"].tolist() for chunk in chunks] == [[0, 2], [4]]
-    assert (end, len(rest)) == (None, 4)
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,11 @@ from routed import routed
 from synthetic import chain
 from virtual_time import run_virtually
 
-from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Answers
 from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
 from cauc_ray.policies.trace import replay
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.inference import Spans
-from cauc_ray.serving.request_state import StageError
 
 DATA = chain(3, n=240, ragged=True)
 NAMES = DATA.models
@@ -81,23 +79,6 @@ def test_answers_are_those_of_the_replay_however_requests_are_cut(method, sizes,
     assert sum(counts.of("cost").values()) == pytest.approx(expected.costs.sum())
 
 
-def test_deferred_rows_of_many_requests_are_gathered():
-    async def before(call, batch):
-        await asyncio.sleep(0.01)
-
-    async def main():
-        stages = make_stages(before=before)
-        cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=0.05), stages)
-        await asyncio.gather(*(answered(cascade, POLICIES["rf"], np.array([row])) for row in range(64)))
-        return stages
-
-    stages = run_virtually(main())
-    deferred = int((replay(POLICIES["rf"], DATA).stages[:64] >= 1).sum())
-    assert deferred > 16
-    assert len(stages[0].batches) == 8
-    assert len(stages[1].batches) <= -(-deferred // 8) + 2
-
-
 def test_a_client_that_is_alone_does_not_wait_for_others():
     async def main():
         cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=5.0), make_stages())
@@ -143,90 +124,6 @@ def test_a_cap_stops_rows_with_the_answer_so_far():
             assert np.array_equal(answer.predictions, step.predictions)
             assert counts.of("rows").get((NAMES[0], "capped"), 0) == (~step.accepted).sum()
         assert not answer.degraded.any()
-
-
-async def hang(call, batch):
-    await asyncio.sleep(60)
-
-
-def hanging(stage):
-    stages = make_stages()
-    stages[stage].before = hang
-    return stages
-
-
-def test_a_stage_that_hangs_degrades_the_request_or_fails_it():
-    rows = np.arange(30)
-    expected = replay(POLICIES["rf"], DATA)
-    first_two = np.minimum(expected.stages[rows], 0)
-
-    async def main(on_failure, hangs=1):
-        cascade, counts = cascade_of(a_pool(NAMES, on_failure, timeout_s=0.2), hanging(hangs))
-        started = asyncio.get_running_loop().time()
-        result = (await together(answered(cascade, POLICIES["rf"], rows)))[0]
-        first = asyncio.get_running_loop().time() - started
-        again = (await together(answered(cascade, POLICIES["rf"], rows)))[0]
-        return result, again, first, asyncio.get_running_loop().time() - started - first, counts
-
-    answer, again, first, second, counts = run_virtually(main("degrade"))
-    assert np.array_equal(answer.degraded, expected.stages[rows] > 0)
-    assert np.array_equal(answer.stages, first_two)
-    assert np.array_equal(answer.predictions, POLICIES["rf"].start(DATA.logits[0][rows]).predictions)
-    assert "'m1' has not answered within 0.2 s" in answer.reason
-    assert counts.of("degraded")[NAMES[1], "timeout"] > 0
-    assert sum(counts.of("degraded").values()) == answer.degraded.sum() + again.degraded.sum()
-    assert 0.15 < first < 1.0
-    assert second < 0.1  # the stage is left alone for a while
-    assert np.array_equal(again.degraded, answer.degraded)
-    assert "is down" in again.reason
-
-    for on_failure, hangs in (("fail", 1), ("degrade", 0)):  # without its first stage, a pool that degrades refuses too
-        error, again, *_ = run_virtually(main(on_failure, hangs))
-        assert isinstance(error, RequestError)
-        assert (error.status, again.status) == (503, 503)
-        assert error.retry_after_s > 0
-
-
-def test_a_call_that_fails_is_made_again_for_each_request_alone():
-    async def before(call, batch):
-        if 3 in batch["row"]:
-            raise StageError("failed", "ValueError: no")
-
-    async def main(on_failure, guilty_stage):
-        stages = make_stages()
-        stages[guilty_stage].before = before
-        cascade, _ = cascade_of(a_pool(NAMES, on_failure, batch_wait_s=0.05), stages)
-        return await together(*(answered(cascade, fitted("rf", threshold=2.0), np.array([row])) for row in range(8)))
-
-    for on_failure, stage in (("fail", 0), ("fail", 1), ("degrade", 0)):
-        results = run_virtually(main(on_failure, stage))
-        assert [row for row, result in enumerate(results) if isinstance(result, RequestError)] == [3]
-        assert (results[3].status, "ValueError: no" in results[3].message) == (503, True)
-    results = run_virtually(main("degrade", 1))
-    assert [bool(result.degraded.any()) for result in results] == [row == 3 for row in range(8)]
-
-
-def test_a_stage_that_always_fails_is_not_called_for_every_row_and_the_reason_given_with_each():
-    async def before(call, batch):
-        raise StageError("failed", "a logit is NaN")
-
-    async def main():
-        stages = make_stages()
-        stages[1].before = before
-        cascade, _ = cascade_of(a_pool(NAMES, "degrade"), stages)
-        answer = await answered(cascade, POLICIES["rf"], np.arange(200))
-        stages[0].before = before
-        return (
-            stages,
-            answer,
-            await together(*(answered(cascade, POLICIES["rf"], np.array([row])) for row in range(200))),
-        )
-
-    stages, answer, refused = run_virtually(main())
-    assert answer.degraded.sum() > 60
-    assert len(stages[1].batches) < 20
-    assert {error.status for error in refused} == {503}
-    assert all("a logit is NaN" in error.message for error in refused)  # the reason has the remedy
 
 
 def test_rows_that_a_model_refuses():
@@ -384,30 +281,6 @@ def test_rows_of_every_policy_are_answered_as_in_the_replay(begins):
     assert sum(len(stage.batches) for stage in stages) < 400  # of some 1,000 rows' calls: they share them
 
 
-def test_rows_of_a_stage_that_is_down_are_degraded_or_refused_without_an_answer():
-    policy = routed(R_FITTED)
-    expected = replay(policy, R_DATA)
-    first = 1 + R_DATA.logits[0].argmax(axis=1) % 3
-    accepted = np.flatnonzero((first == 1) & (expected.stages == 1))[:4]
-    deferred = np.flatnonzero((first == 1) & (expected.stages != 1))[:4]  # to the third stage
-    unanswered = np.flatnonzero(first == 3)[:4]
-    requests = (accepted, deferred, unanswered)
-    assert all(len(rows) > 0 for rows in requests)
-
-    async def main():
-        cascade, _ = cascade_of(a_pool(R_NAMES, "degrade", timeout_s=0.5), make_stages(4))
-        cascade.replicas(3, [])
-        answers = (cascade.answer(policy, columns_of(R_DATA.logits, rows), len(rows)) for rows in requests)
-        return await together(*answers)
-
-    whole, degraded, refused = run_virtually(main())
-    assert not whole.degraded.any()
-    assert degraded.degraded.all()
-    assert (degraded.stages == 1).all()
-    assert isinstance(refused, RequestError)
-    assert refused.status == 503
-
-
 def test_no_stage_can_be_the_last_one_where_stages_are_not_called_in_turn():
     async def main():
         cascade, _ = cascade_of(a_pool(R_NAMES), make_stages(4))
@@ -455,9 +328,3 @@ def test_a_request_is_a_span_of_its_caller_with_one_for_each_stage():
     assert [span.attributes["cauc.rows"] for span in of_stages] == [
         int((answer.stages >= stage).sum()) for stage in range(3)
     ]
-
-
-def test_without_a_setting_there_are_no_spans_and_a_bad_one_is_reported():
-    Spans.configured(None).report({}, 0, None, {})
-    with pytest.raises(ConfigError, match="nowhere"):
-        Spans.configured("nowhere:set_up")

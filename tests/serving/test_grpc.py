@@ -236,14 +236,6 @@ def test_rows_and_bytes_beyond_the_limits_are_refused_and_large_requests_are_not
     assert refused(stub, inputs=[X], raw_input_contents=[bytes(4_100_000)])[0] == "RESOURCE_EXHAUSTED"
 
 
-def test_bytes_that_are_no_message_and_unknown_calls_are_refused(echo):
-    with grpc.insecure_channel(echo.grpc) as channel:
-        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-        assert refused(call, b"\xff\xff\xff", timeout=60)[0] == "INVALID_ARGUMENT"
-        unknown = channel.unary_unary("/inference.GRPCInferenceService/ModelStatistics")
-        assert refused(unknown, b"", timeout=60)[0] == "UNIMPLEMENTED"
-
-
 def test_texts_are_read_from_typed_contents_too(chain, service):
     ids = [example.encode() for example in chain.ids]
     tensor = {"name": "example_id", "datatype": "BYTES", "shape": [len(ids)]}
@@ -255,20 +247,6 @@ def test_texts_are_read_from_typed_contents_too(chain, service):
 
 
 # --- who asks, and for how long ---
-
-
-def test_a_token_is_required_in_the_metadata(chain, monkeypatch):
-    monkeypatch.setenv("CAUC_TOKEN", "s3cret")
-    with (
-        cauc_ray.serve(chain.pool, chain.policies["rf"], port=0, grpc_port=0, name="six", local=True) as service,
-        over_grpc.InferenceServerClient(service.grpc) as client,
-    ):
-        assert client.is_model_ready("six")
-        for headers in (None, {"authorization": "Bearer http_client"}):
-            with pytest.raises(InferenceServerException) as error:
-                client.infer("six", [ids_of(over_grpc, chain.ids[:1])], headers=headers)
-            assert error.value.status() == "StatusCode.UNAUTHENTICATED"
-        client.infer("six", [ids_of(over_grpc, chain.ids[:1])], headers={"authorization": "Bearer s3cret"})
 
 
 def test_a_deadline_and_a_cancelled_call_end_their_requests_and_a_signal_answers_open_ones(tmp_path):

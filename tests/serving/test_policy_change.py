@@ -1,5 +1,4 @@
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from synthetic import chain
@@ -82,26 +81,6 @@ def test_what_is_kept_is_read_by_all_who_know_the_key(store):
     assert Log(store, "two:").read() is None
     log.forget()
     assert Log(store, "one:").read() is None
-
-
-def test_of_many_writers_each_version_has_one_and_all_read_the_same_order(store):
-    """Each writer changes the number that it has read, until its change is a version: none is lost."""
-    n_writers, n_each, seen = 6, 25, []
-
-    def write(number):
-        log, mine = Log(store, "many:"), 0
-        while mine < n_each:
-            version, total = log.read() or (0, b"0")
-            if log.append(version + 1, b"%d" % (int(total) + 1)):
-                mine += 1
-                seen.append(version + 1)
-
-    with ThreadPoolExecutor(n_writers) as pool:
-        list(pool.map(write, range(n_writers)))
-    n = n_writers * n_each
-    assert sorted(seen) == list(range(1, n + 1))
-    assert Log(store, "many:").read() == (n, b"%d" % n)
-    assert not Log(store, "many:").append(n - 1, b"0")
 
 
 def test_keys_that_begin_alike_are_deleted_and_no_others(store):

@@ -11,7 +11,6 @@ import poisoned
 import pytest
 import yaml
 from asking import Chain, ask, in_force, infer, put_policy, until
-from ray.serve.exceptions import RayServeException
 from replicas import replicas_of
 from runs import python_pool, two_model_policy
 
@@ -38,48 +37,6 @@ def test_a_token_that_routers_do_not_have_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CAUC_TOKEN", "s3cret")
     with pytest.raises(ConfigError, match="CAUC_TOKEN is set here, but not on the nodes"):
         serve(python_pool(tmp_path))
-
-
-@FAULTS
-def test_the_first_request_after_a_long_start_is_answered(tmp_path):
-    """Models that load for longer than rows wait for a replica; the service is asked as soon as it runs."""
-    pool = python_pool(tmp_path, [("loads_slowly", {"seconds": 8.0}), ("by_x", {})], serving={"timeout_s": 4.0})
-    with serve(pool) as service:
-        assert status_of(service) == 200
-
-
-@FAULTS
-def test_a_service_that_degrades_starts_without_a_later_stage_and_is_whole_once_it_loads(tmp_path):
-    gone = tmp_path / "gone"
-    gone.touch()
-    pool = python_pool(tmp_path, [("by_x", {}), ("loads_unless", {"path": str(gone)})])
-    with serve(pool, on_failure="degrade") as service:
-        status, content = infer(service.url, "six", {"x": [0.1]})
-        assert (status, content["parameters"]["degraded"]) == (200, True)
-        gone.unlink()
-        until(lambda: not infer(service.url, "six", {"x": [0.1]})[1]["parameters"]["degraded"])
-
-
-@FAULTS
-def test_a_replica_that_is_killed_while_another_stage_loads_does_not_end_the_start(tmp_path):
-    pool = python_pool(tmp_path, [("by_x", {}), ("loads_slowly", {"seconds": 10.0})])
-    killed = []
-
-    def one_runs():
-        with suppress(KeyError, RayServeException):  # Serve does not know of it yet
-            killed.extend(replicas_of("stage:small"))
-        return killed
-
-    def kill():
-        until(one_runs)
-        os.kill(killed[0], signal.SIGKILL)
-
-    with ThreadPoolExecutor(1) as killing:
-        kill_done = killing.submit(kill)
-        with serve(pool) as service:
-            assert status_of(service) == 200
-            kill_done.result()
-            assert replicas_of("stage:small") != killed
 
 
 @FAULTS
@@ -112,13 +69,6 @@ def test_a_row_that_kills_or_hangs_its_process_harms_no_other(tmp_path, replicas
         for turn in range(20):
             assert poisoned.infer(service.url, [[float(turn) + 1] * 2])[0] == 200
         poisoned.require_harmless(service.url, 200, [([[float(code), 0.0]], {})])
-
-
-@FAULTS
-def test_a_replica_that_always_fails_costs_no_answer(tmp_path):
-    large = ("fails_in_one_process", {"path": str(tmp_path / "failed")})
-    with poisoned.poisoned(tmp_path, 2, large) as service:
-        poisoned.require_harmless(service.url, 160, [([[666.0, 0.0]], {})])
 
 
 @pytest.mark.soak("full")

@@ -201,13 +201,6 @@ def test_a_stage_is_whole_again_soon_after_its_trouble(story, on_failure):
     require_not_degraded(afterwards)
 
 
-def test_a_probe_is_given_up_in_time_at_any_moment():
-    """Whichever way the sum of two times is rounded."""
-    for start_s in np.random.default_rng(0).uniform(0, 12, 60).tolist():
-        story = story_of(["down", "hangs"], on_failure="degrade", start_s=start_s)
-        require_not_degraded(run_virtually(results_of(story))[2])
-
-
 def stages_at(replicas, takes_s, hangs=()):
     """Return stages of which the first has so many replicas, each making one call at a time; some calls hang."""
     free = asyncio.Semaphore(replicas)
@@ -245,18 +238,3 @@ def test_overload_is_refused_at_once_and_what_is_taken_is_answered_in_time(route
     # Until the time of calls is measured, too much is taken, and late.
     later = statuses[len(statuses) * 4 // 10 :]
     assert (later == 503).sum() < 0.2 * (later == 200).sum()
-
-
-@pytest.mark.parametrize("turns", range(8))
-def test_a_client_that_gives_up_at_any_moment_leaves_no_call_behind(turns):
-    async def main():
-        cascade, _ = cascade_of(a_pool(DATA.models, timeout_s=TIMEOUT_S), stages_at(1, 0.05))
-        given_up = asyncio.ensure_future(timed_answer(cascade, Ask(0.0, (0,), None)))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        given_up.cancel()
-        await asyncio.sleep(0.01)
-        assert [at.in_work for at in cascade.scheduler.stages] == [False] * 3
-        return await cascade.answer(POLICY, columns_of(DATA.logits, WELL), len(WELL))
-
-    assert (run_virtually(main()).stages == EXPECTED_STAGES[WELL]).all()
