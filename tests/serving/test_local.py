@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 import yaml
-from asking import DEADLINE_S, Command, http, until
+from asking import DEADLINE_S, Command, in_force, until
 from runs import python_pool, two_model_policy
 
 import cauc_ray
