@@ -93,10 +93,8 @@ BOTH_DOORS = [
     ("evaluate", {"policy": "pipe"}, "no policy file", PolicyError),
     ("run", {"pool": "unknown-key.yaml"}, "stgaes", ConfigError),
     ("run", {}, "needs a column 'x'", DataError),
-    ("run", {"input": "absent"}, "there is no file", DataError),
+    ("run", {"input": "absent"}, "unknown dataset 'absent'", ConfigError),
     ("run", {"pool": "good.yaml"}, "unknown stage 'small'", ConfigError),
-    ("run", {"out": "report"}, "not an empty folder", ConfigError),
-    ("run", {"out": "report", "resume": True}, "has no run to resume", ConfigError),
     # Data to collect on.
     ("collect", {"pool": "kind.yaml"}, "pyhton", ConfigError),
     ("collect", {"dataset": "mmlu=absent"}, "absent", DataError),

@@ -31,7 +31,7 @@ from synthetic import write_table
 from user_models import by_x
 
 import cauc_ray
-from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
+from cauc_ray.errors import CaucError, ConfigError, ExecutionError
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
