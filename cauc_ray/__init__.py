@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cauc_ray.api.offline import check, evaluate, fit, replace_model
     from cauc_ray.api.online import run
     from cauc_ray.api.samples import sample_logits
-    from cauc_ray.api.serving import serve, set_policy, sign_policy
+    from cauc_ray.api.serving import serve, set_policy
     from cauc_ray.comparison.comparing import compare
     from cauc_ray.comparison.sweeping import sweep
     from cauc_ray.data.writing import write_logits
@@ -47,7 +47,6 @@ _PUBLIC = {
     "sample_logits": "cauc_ray.api.samples",
     "serve": "cauc_ray.api.serving",
     "set_policy": "cauc_ray.api.serving",
-    "sign_policy": "cauc_ray.api.serving",
     "sweep": "cauc_ray.comparison.sweeping",
     "write_logits": "cauc_ray.data.writing",
 }
@@ -70,7 +69,6 @@ __all__ = [
     "sample_logits",
     "serve",
     "set_policy",
-    "sign_policy",
     "sweep",
     "write_logits",
 ]

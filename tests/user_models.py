@@ -397,20 +397,6 @@ def fails_in_one_process(path):
     return answer
 
 
-def softmaxed():
-    """Answer questions with probabilities by each choice's length; of the shortest ones, 0."""
-
-    def answer(batch):
-        rows = []
-        for choices in batch["choices"]:
-            sizes = np.array([len(choice) for choice in choices], dtype=float)
-            terms = np.where(sizes > sizes.max() - 5, np.exp(sizes - sizes.max()), 0.0)
-            rows.append(terms / terms.sum())
-        return rows
-
-    return answer
-
-
 def talkative(seconds):
     """Answer as by_x does, slowly, and print and log what it does, with a progress bar.
 

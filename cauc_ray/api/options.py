@@ -561,7 +561,7 @@ class ServeOptions(ClusterOptions):
         return self
 
 
-class PlanOptions(ClusterOptions):
+class PlanOptions(Options):
     """What a plan is made for."""
 
     GROUP = "planning"
@@ -572,13 +572,6 @@ class PlanOptions(ClusterOptions):
     ledger: Annotated[Location | None, Flag(metavar="RUN")] = option(
         "folder of an earlier `cauc run`, which says how long batches take"
     )
-    input: Annotated[Location | None, Flag(metavar="DATA")] = option("rows to measure that on now, on Ray")
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if self.ledger is not None and self.input is not None:
-            raise ConfigError("ledger and input both say how long batches take; give one of them")
-        return self
 
 
 class SetPolicyOptions(Options):
@@ -588,18 +581,9 @@ class SetPolicyOptions(Options):
     budget: float | None = option("mean cost per example, from the policy's own curve")
     threshold: float | None = option("a threshold to use as it is")
     share: float | None = option(
-        "share of the requests: makes the policy a candidate; by itself another share for a candidate, which 0 ends"
+        "share of the requests: makes the policy the candidate; by itself another share for the candidate, which 0 ends"
     )
-    promote: bool = option("let a candidate have all requests", False)
-    rollback: bool = option("end a candidate", False)
-    candidate: str | None = option("id of the candidate that share, promote or rollback is for (default: the only one)")
+    promote: bool = option("let the candidate have all requests", False)
+    rollback: bool = option("end the candidate", False)
     url: str = option("address of the service", "http://127.0.0.1:8000")
     name: str | None = option("name of the model (default: the only one)")
-
-
-class SignPolicyOptions(Options):
-    """How a policy is signed."""
-
-    GROUP = "signature"
-    key: Annotated[Location, Flag("FILE")] = option("PEM file of an Ed25519 private key", ...)
-    days: float | None = option("that it may be taken from now on (default: no end)", gt=0, le=36500)

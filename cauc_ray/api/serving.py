@@ -11,21 +11,17 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
-from cauc_ray.api.options import ServeOptions, SetPolicyOptions, SignPolicyOptions
+from cauc_ray.api.options import ServeOptions, SetPolicyOptions
 from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.errors import ConfigError, ExecutionError, PolicyError, printable, require_packages
-from cauc_ray.files.paths import AnyPath, path_of
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, load_pool
 from cauc_ray.policies.policy import Policy, policy_of
-from cauc_ray.policies.signing import sign
 from cauc_ray.serving.policies_live import PolicyChange
 from cauc_ray.serving.service import require_name
-
-if TYPE_CHECKING:
-    from cauc_ray.serving.fleet import Edge
 
 POLICY_TOKEN = "CAUC_POLICY_TOKEN"
 HTTP_DEADLINE_S = 30.0
@@ -93,13 +89,13 @@ def serve(
     ServeOptions.of(locals())
     require_packages("serving", "serve", "starlette", "uvicorn", "prometheus_client")
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
-    policy = policy_of(policy)
+    source, policy = policy, policy_of(policy)
     stages = pool.chain(policy.models)
     require_agreement(stages, policy)
     for stage in stages:
         stage.model.check(local or _runs_here(address))
-    edge = _edge(pool, policy, local)
-    policy = policy if edge is None else edge.policy
+    if pool.serving.policy_every_s is not None and (not local or isinstance(source, Policy)):
+        raise ConfigError("serving.policy_every_s is for a local service with a policy file; start it with --local")
     port = _free_port(host, port)
     if grpc_port is not None:
         require_packages("gRPC", "grpc", "grpc")
@@ -112,7 +108,7 @@ def serve(
     if local:
         from cauc_ray.serving.local import local_service  # Ray takes seconds to import, and some have none
 
-        running = local_service(pool, policy, model, host, port, grpc_port, edge)
+        running = local_service(pool, policy, model, host, port, grpc_port, source)
     else:
         from cauc_ray.serving.app import serve_service
 
@@ -126,18 +122,6 @@ def serve(
         return Service(f"http://{at}:{port}", grpc, model, policy.id, require_alive, stack.pop_all())
 
 
-def _edge(pool: Pool, policy: Policy, local: bool) -> Edge | None:
-    """Return the part that a service takes in a fleet, None where it takes none. Raises ConfigError."""
-    if pool.serving.fleet is None:
-        return None
-    if not local:
-        raise ConfigError("serving.fleet is for a service in one process; start it with --local (local=True)")
-    require_packages("serving.fleet", "fleet", "anyio", "cryptography", "httpx2")
-    from cauc_ray.serving.fleet import Edge  # its packages are another extra's
-
-    return Edge(pool.serving.fleet, policy)
-
-
 def set_policy(
     policy: str | AnyPath | Policy | None = None,
     *,
@@ -148,7 +132,6 @@ def set_policy(
     share: float | None = None,
     promote: bool = False,
     rollback: bool = False,
-    candidate: str | None = None,
 ) -> dict[str, Any]:
     """Change the policies of a running service, on all of its replicas; no model is loaded again.
 
@@ -160,11 +143,10 @@ def set_policy(
         name: of its model; needed where it has several.
         threshold: a threshold to use as it is.
         budget: mean cost per example, looked up on the policy's curve.
-        share: of the requests; the policy becomes a candidate, and the one in force has the rest. Without a policy,
-            threshold and budget: another share for a candidate, which 0 ends.
-        promote: let a candidate have all requests.
-        rollback: end a candidate.
-        candidate: the id of the one that is meant; None is the only one.
+        share: of the requests; the policy becomes the candidate, and the one in force has the rest. Without a policy,
+            threshold and budget: another share for the candidate, which 0 ends.
+        promote: let the candidate have all requests.
+        rollback: end the candidate.
 
     Returns:
         policy_id, previous, version, shares (by policy id) and replicas, which is None where one has not confirmed the
@@ -176,31 +158,13 @@ def set_policy(
     """
     SetPolicyOptions.of({**locals(), "policy": None})
     content = None if policy is None else policy_of(policy).packed()
-    own = {"threshold": threshold, "budget": budget, "share": share, "candidate": candidate}
+    own = {"threshold": threshold, "budget": budget, "share": share}
     given = {"policy": content, **own, "promote": promote, "rollback": rollback}
     change = PolicyChange.of({key: value for key, value in given.items() if value is not None and value is not False})
     url = url.rstrip("/")
     name = name or _only_model(url)
     address = f"{url}/v2/models/{quote(name, safe='')}/policy"
     return _http("PUT", address, change.model_dump(exclude_unset=True))
-
-
-def sign_policy(policy: str | AnyPath, *, key: str | AnyPath, days: float | None = None) -> Policy:
-    """Sign a policy's file for a fleet of edges: write it again with its dates, and `.sig` next to it.
-
-    Args:
-        policy: the policy's file, by path or URI.
-        key: PEM file of an Ed25519 private key, as `openssl genpkey -algorithm ed25519` makes it.
-        days: that edges may take it from now on; without them there is no end.
-
-    Returns:
-        The policy with the dates. Its id is the same.
-
-    Raises:
-        CaucError: where the policy or key cannot be read, or the files cannot be written.
-    """
-    SignPolicyOptions.of(locals())
-    return sign(path_of(policy), str(key), days)
 
 
 def _only_model(url: str) -> str:

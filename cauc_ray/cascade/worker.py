@@ -36,6 +36,7 @@ from cauc_ray.models.answers import (
 )
 from cauc_ray.models.costs import measured
 from cauc_ray.models.pool import StageSpec
+from cauc_ray.models.python import PythonSpec
 from cauc_ray.numbers.chain import UNNAMED_UNIT
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy, Step
@@ -44,12 +45,12 @@ from cauc_ray.policies.policy import Policy, Step
 def require_agreement(stages: tuple[StageSpec, ...], policy: Policy) -> None:
     """Raise PolicyError where a stage gives other logits than the policy was fitted on, or costs in another unit.
 
-    That is logits of another kind, or asked for with another prompt. What the policy's file does not record by model is
-    not compared, nor are unnamed units.
+    That is logits of another kind, or asked for with another prompt. Unknown prompts and unnamed units are not
+    compared.
     """
     for spec, stage, fitted in zip(stages, policy.stages, policy.logit_kinds, strict=True):
         given = spec.model.answers_kind
-        if fitted not in (None, given):
+        if fitted != given:
             raise PolicyError(
                 f"stage {spec.name!r} returns logits of kind {given}; the policy was fitted on {fitted}: declare "
                 "the right logit_kind in the stage's model, or fit a policy on such logits"
@@ -100,9 +101,15 @@ class Prepared:
     began: float
 
 
-def prepare_process(spec: StageSpec, import_paths: Sequence[str]) -> None:
+def find_user_code(spec: StageSpec) -> None:
+    """Have this process import a stage's own modules from the folders that may contain them."""
+    if isinstance(spec.model, PythonSpec):
+        sys.path[:0] = [path for path in spec.model.import_paths if path not in sys.path]
+
+
+def prepare_process(spec: StageSpec) -> None:
     """Make a process ready to load a stage's model: user code is found, and no GPU taken that was not asked for."""
-    sys.path[:0] = [path for path in import_paths if path not in sys.path]
+    find_user_code(spec)
     sys.setswitchinterval(SWITCH_S)
     sys.unraisablehook = _said
     if not spec.resources.num_gpus:

@@ -39,7 +39,6 @@ VERBS: Mapping[str, str] = {
     "run": "run a policy's cascade on real inputs",
     "serve": "serve a policy's cascade over HTTP",
     "policy set": "change the policy of a running service",
-    "policy sign": "sign a policy's file for a fleet of edges",
     "check": "check whether a policy is still valid on saved logits; exit code 3 where it is not",
     "plan": "plan the replicas of each stage for a rate of requests",
     "report": "write an HTML page on a policy, and its policy card",
@@ -227,9 +226,7 @@ def _parsers() -> tuple[_Parser, list[_Parser]]:
     for name, about in VERBS.items():
         within, _, word = name.rpartition(" ")
         if within not in groups:
-            outer = verbs.add_parser(
-                within, help="change a service's policy, or sign a policy file", allow_abbrev=False
-            )
+            outer = verbs.add_parser(within, help="change a service's policy", allow_abbrev=False)
             groups[within] = outer.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
         verb = groups[within].add_parser(
             word,

@@ -233,8 +233,6 @@ def show_policy(policy: Policy) -> None:
         )
     for alone in policy.offline or ():
         line(f"offline, {', '.join(policy.models[: alone.stages])} alone: accuracy {_share(alone.accuracy)}")
-    if policy.issued_at is not None:
-        line(f"issued at {policy.issued_at}, {f'expires at {policy.expires_at}' if policy.expires_at else 'no end'}")
     if policy.reference is None:
         line("answers cannot be watched at this threshold: nothing is kept that they could be compared with")
     if policy.curve:

@@ -31,7 +31,6 @@ from cauc_ray.api.options import (
     RunOptions,
     ServeOptions,
     SetPolicyOptions,
-    SignPolicyOptions,
     SweepJobOptions,
     SweepOptions,
     as_dataset,
@@ -41,8 +40,7 @@ from cauc_ray.api.samples import sample_logits
 from cauc_ray.cli import show
 from cauc_ray.errors import ConfigError
 from cauc_ray.paper.config import PaperConfig
-from cauc_ray.policies.policy import SIGNED, Policy
-from cauc_ray.policies.signing import require_signed, signature_of
+from cauc_ray.policies.policy import Policy
 
 # The exit code of a check whose policy is not valid any more, and of work of which a part failed.
 NOT_VALID, INCOMPLETE = 3, 1
@@ -320,25 +318,6 @@ def set_policy(options: SetPolicy, say: Say) -> None:
     say(changed, lambda: None, f"policy {changed['policy_id']} is in force{after}{of_requests}")
 
 
-class SignPolicy(SignPolicyOptions):
-    """Options of `cauc policy sign`."""
-
-    policy: Annotated[Location, Flag("POLICY", is_positional=True)] = POLICY
-
-
-def sign_policy(options: SignPolicy, say: Say) -> None:
-    """Sign a policy's file."""
-    from cauc_ray.api import serving
-
-    signed = serving.sign_policy(options.policy, **options.part(SignPolicyOptions))
-    dates = signed.model_dump(mode="json", include={*SIGNED})
-    until = f", expires at {dates['expires_at']}" if signed.expires_at else ""
-    says = (
-        f"policy {signed.id} is issued at {dates['issued_at']}{until}; its signature is {signature_of(options.policy)}"
-    )
-    say({"policy": str(options.policy), "policy_id": signed.id, **dates}, lambda: None, says)
-
-
 class Plan(PlanOptions):
     """Options of `cauc plan`."""
 
@@ -408,7 +387,6 @@ class Show(Options):
     file: Annotated[Path, Flag("FILE", is_positional=True)] = option(
         "a policy, pool, logit table, run, sweep, comparison or Parquet file", ...
     )
-    key: Annotated[Path | None, Flag("FILE")] = option("PEM file of the public key that a policy must be signed with")
 
 
 def show_file(options: Show, say: Say) -> None:
@@ -416,8 +394,6 @@ def show_file(options: Show, say: Say) -> None:
     from cauc_ray.cli.contents import contents, show_contents
 
     found = contents(options.file)
-    if options.key is not None:
-        require_signed(options.file, options.key)
     say(found, lambda: show_contents(found))
 
 
@@ -431,7 +407,6 @@ VERBS: Mapping[str, Verb] = {
     "run": Verb(Run, "cauc run pool.yaml --policy policy.json --input photographs/ -o out", run),
     "serve": Verb(Serve, "cauc serve pool.yaml --policy policy.json --port 8000", serve),
     "policy set": Verb(SetPolicy, "cauc policy set --budget 4 --url http://127.0.0.1:8000", set_policy),
-    "policy sign": Verb(SignPolicy, "cauc policy sign policy.json --key private.pem --days 30", sign_policy),
     "check": Verb(Check, "cauc check new-logits --policy policy.json", check),
     "plan": Verb(Plan, "cauc plan pool.yaml --policy policy.json --rate 200 --slo-p99 0.5", plan),
     "report": Verb(Report, "cauc report demo", report),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast
 
 import ray
@@ -133,10 +133,10 @@ class StageWorker(PreparingWorker):
     text. Bundles are arguments of their own, so that Ray fetches them.
     """
 
-    def __init__(self, spec: StageSpec, stage: int, policy: Policy | None, import_paths: Sequence[str]) -> None:
+    def __init__(self, spec: StageSpec, stage: int, policy: Policy | None) -> None:
         self._name = f"{STAGE}{spec.name!r}"
         os.environ.setdefault("TQDM_DISABLE", "1")  # nobody watches a replica's own progress bars
-        prepare_process(spec, import_paths)
+        prepare_process(spec)
         self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else socket.gethostname()
         super().__init__(spec, stage, policy, self._node)
 

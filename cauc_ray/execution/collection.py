@@ -29,7 +29,6 @@ from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.reading import BlockHeader
 from cauc_ray.execution.runner import POLL_S, LiveRun
-from cauc_ray.execution.user_code import import_paths
 from cauc_ray.files.documents import make_folder, read_model, write_json
 from cauc_ray.files.parquet import read_parquet, write_parquet
 from cauc_ray.files.paths import AnyPath, hive_values
@@ -339,7 +338,6 @@ def plan_collection(work: Collection, dataset: Dataset) -> RunPlan | None:
         n_rows=n_rows,
         n_done=n_rows - int(n_left),
         block_rows=BLOCK_ROWS,
-        import_paths=import_paths([work.stage]),
     )
 
 

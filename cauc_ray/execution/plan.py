@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from cauc_ray.cascade.stage_queue import StageLimits, fed_rows, queue_rows
 from cauc_ray.data.blocks import BlockSource, Seen
 from cauc_ray.execution.commits import FailedBlock, Sink
-from cauc_ray.execution.user_code import ImportPaths
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.policy import Policy
 
@@ -45,7 +44,6 @@ class RunPlan:
     n_done: int
     block_rows: int
     done: Seen
-    import_paths: ImportPaths
     again: Mapping[int, FailedBlock] = field(default_factory=dict)
     degrade: bool = False
     first_replica: int = 0

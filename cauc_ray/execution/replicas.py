@@ -356,7 +356,7 @@ class Replicas:
 
     def _start(self, stage: int, now: float) -> None:
         plan = self._plan
-        handle = self._classes[stage].remote(plan.stages[stage], stage, plan.policy, plan.import_paths)
+        handle = self._classes[stage].remote(plan.stages[stage], stage, plan.policy)
         # A new one of these for every call would cost more than the call's sending.
         if plan.policy is None:
             answer = handle.collect.options(num_returns=2)

@@ -20,7 +20,6 @@ from cauc_ray.execution.ledger import ATTEMPT_REPLICAS, RunRecord, RunTables, ne
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.execution.run_controller import RunController
-from cauc_ray.execution.user_code import import_paths
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.policy import Policy
@@ -218,7 +217,6 @@ def run_cascade(
             n_rows=inputs.n_rows,
             n_done=there.n_done,
             block_rows=record.block_rows,
-            import_paths=import_paths(stages),
             degrade=degrade,
             first_replica=claim.number * ATTEMPT_REPLICAS,
         )

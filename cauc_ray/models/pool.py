@@ -19,7 +19,6 @@ from cauc_ray.errors import ConfigError, explain, unknown_name
 from cauc_ray.files.documents import read_yaml
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.models.answers import Model
-from cauc_ray.models.fleet import FleetSpec
 from cauc_ray.models.kind import Location, Placement, Section
 from cauc_ray.models.kinds import ModelSpec, built_in_specs, prompt_fields
 from cauc_ray.models.prompts import LanguageSpec, PromptSettings
@@ -121,7 +120,7 @@ class CandidateSpec(Section):
 
 
 class CanarySpec(Section):
-    """When a candidate replaces the policy in force, or ends.
+    """When the candidate replaces the policy in force, or ends.
 
     Attributes:
         evidence: What accuracy is measured by: labels from feedback, or (shadow) agreement with the whole cascade on
@@ -151,11 +150,11 @@ class PoolServing(Section):
         shadow: Share of answers of stages before the last that are compared with the whole cascade's, when its stages
             are idle; with log, of all answers.
         log: Writes the shadow sample with every model's logits as a logit table.
-        policies: Candidates at the start, each with a share of the requests.
-        canary: When a candidate replaces the policy in force, or ends.
+        candidate: Policy that begins with a share of the requests, next to the one in force.
+        canary: When the candidate replaces the policy in force, or ends.
         tracing: "module:function", called once in each router, that configures OpenTelemetry.
         router: The deployment that takes requests.
-        fleet: Policies that a local service pulls, and its reports.
+        policy_every_s: Seconds after which a local service reads its policy file again; null for never.
     """
 
     max_request_rows: int = Field(default=4096, ge=1)
@@ -163,11 +162,11 @@ class PoolServing(Section):
     max_queued_rows: int = Field(default=8192, ge=1)
     shadow: float = Field(default=0.0, ge=0, le=1)
     log: LogSpec | None = None
-    policies: tuple[CandidateSpec, ...] = ()
+    candidate: CandidateSpec | None = None
     canary: CanarySpec = CanarySpec()
     router: RouterSpec = RouterSpec()
     tracing: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
-    fleet: FleetSpec | None = None
+    policy_every_s: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _logs_a_sample(self) -> PoolServing:

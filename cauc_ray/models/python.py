@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -48,17 +49,17 @@ class PythonSpec(Labelled, DeclaringSpec):
     kind: Literal["python"]
     factory: str = Field(pattern=r"^[\w.]+:\w+$")
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    _folder: str | None = PrivateAttr(None)
+    _import_paths: tuple[str, ...] = PrivateAttr(())
 
     @property
-    def folder(self) -> str | None:
-        """Return the pool file's folder, which may contain the factory's module."""
-        return self._folder
+    def import_paths(self) -> tuple[str, ...]:
+        """Return the folders that may contain the factory's module: the pool file's, and the current one."""
+        return self._import_paths
 
     def model_post_init(self, context: Any, /) -> None:
-        """Keep the pool file's folder; modules are imported from local ones only."""
+        """Keep the folders, whose paths are the same on every node that shares them."""
         folder = (context or {}).get("folder")
-        self._folder = str(folder.absolute()) if isinstance(folder, Path) else None
+        self._import_paths = (*([str(folder.absolute())] if isinstance(folder, Path) else []), os.getcwd())
 
 
 def load(spec: PythonSpec, placement: Placement) -> Model:

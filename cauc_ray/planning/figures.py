@@ -266,7 +266,7 @@ def _latency(latency: Mapping[str, float] | None) -> str:
 def _resources(found: Mapping[str, Any]) -> None:
     router = found["router"]
     line(
-        f"router: {router['replicas']:,} at a load of {percent(router['load'])}; here it takes "
+        f"router: {router['replicas']:,} at a load of {percent(router['load'])}; it takes "
         f"{1e3 * router['per_request_s']:.2f} ms a request and {1e3 * router['per_call_s']:.2f} ms a call"
     )
     for stage in found["stages"]:
@@ -314,7 +314,7 @@ def _sources(found: Mapping[str, Any]) -> None:
     for stage in found["stages"]:
         seconds = stage["seconds"]
         own = seconds["seconds"]
-        told = {"ledger": "an earlier run's ledger", "measured": "measured now", "saved": "as the saved stage is told"}
+        told = {"ledger": "an earlier run's ledger", "saved": "as the saved stage is told"}
         fit = f", {seconds['n_calls']:,} calls, off by {percent(seconds['error'])}" if seconds["n_calls"] else ""
         seen = stage["ledger_deferral"]
         defers = f"; defers {percent(stage['deferral'])}" + (

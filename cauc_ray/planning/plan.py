@@ -12,13 +12,12 @@ from typing import Any
 
 from cauc_ray.api.options import PlanOptions
 from cauc_ray.cascade.stage_queue import fed_rows, queue_rows
-from cauc_ray.data.datasets import DatasetSpec, open_input
 from cauc_ray.errors import CaucWarning, ConfigError
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
 from cauc_ray.planning.figures import Chain, drifted, plan_figures, range_figures
 from cauc_ray.planning.sizing import Trials, sized
-from cauc_ray.planning.stages import EarlierRun, PlannedStage, Timing, read_earlier_run, saved_timing
+from cauc_ray.planning.stages import PlannedStage, RouterSeconds, Timing, read_earlier_run, saved_timing
 from cauc_ray.policies.policy import Policy, policy_of
 
 # A plan is looked at again with deferral rates so many times the policy's.
@@ -26,6 +25,8 @@ DRIFTS = (1.2, 0.8)
 # Seconds are drawn out to batches of so many times the largest that was measured, beyond that with a warning.
 FAR = 1.5
 
+# Seconds of a router on one core, about.
+ROUTER = RouterSeconds(per_request=0.001, per_call=0.003)
 # Of a rate and of a goal: below this, times could not be told apart.
 LEAST = 1e-6
 
@@ -37,14 +38,11 @@ def plan(
     *,
     slo_p99_s: float | None = None,
     ledger: str | AnyPath | None = None,
-    input: str | AnyPath | None = None,
-    address: str | None = None,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> dict[str, Any]:
     """Plan the replicas of a policy's chain for a rate of requests a second, one row each, that come independently.
 
-    What the router takes is measured here, by a local service of a sleeping model. Without ledger and input, stages
-    must be saved ones, which take the time that they declare.
+    Without a ledger, stages must be saved ones, which take the seconds that the pool declares.
 
     Args:
         pool: a pool, or its file.
@@ -52,8 +50,6 @@ def plan(
         rate: requests per second.
         slo_p99_s: seconds within which 99 of 100 requests must be answered.
         ledger: the folder of an earlier run, whose calls say how long batches take.
-        input: rows to measure that on now, on Ray, as for run().
-        address: of a Ray cluster, as for run().
         on_step: called with what is being done.
 
     Returns:
@@ -63,8 +59,6 @@ def plan(
     Raises:
         CaucError: for the pool, the policy, or what says how long batches take.
     """
-    from cauc_ray.planning.measuring import time_router  # Ray takes seconds to import
-
     started = time.perf_counter()
     PlanOptions.of(locals())
     _require_positive("rate", rate)
@@ -75,10 +69,9 @@ def plan(
     specs = pool.chain(policy.models)
     deferral = expected_deferral(policy)
     earlier = None if ledger is None else read_earlier_run(ledger, policy.models)
-    timings = _timings(specs, earlier, None if input is None else _input_spec(input, pool), address, on_step)
+    timings = [saved_timing(spec) if earlier is None else earlier.timings[spec.name] for spec in specs]
     _warn_of_far_batches(specs, timings)
-    on_step("timing the router")
-    router = replace(time_router(), replicas=pool.serving.router.replicas.max)
+    router = replace(ROUTER, replicas=pool.serving.router.replicas.max)
     trials = Trials(served_stages(specs, timings, deferral), rate, router)
     chain = Chain(specs, policy, timings, trials, router, slo_p99_s)
     on_step("sizing")
@@ -148,40 +141,6 @@ def _served_batch(spec: StageSpec) -> int:
 def _require_positive(what: str, value: float) -> None:
     if not (math.isfinite(value) and value >= LEAST):
         raise ConfigError(f"a {what} is a number above 0 ({LEAST:g} at least), not {value:g}")
-
-
-def _timings(
-    specs: Sequence[StageSpec],
-    earlier: EarlierRun | None,
-    input: DatasetSpec | None,
-    address: str | None,
-    on_step: Callable[[str], None],
-) -> list[Timing]:
-    if earlier is not None and input is not None:
-        raise ConfigError("seconds come from the ledger of an earlier run or are measured on an input, not both")
-    if earlier is not None:
-        return [earlier.timings[spec.name] for spec in specs]
-    if input is not None:
-        return _measured(specs, input, address, on_step)
-    return [saved_timing(spec) for spec in specs]
-
-
-def _input_spec(input: str | AnyPath, pool: Pool) -> DatasetSpec:
-    return DatasetSpec(str(input), pool.task, labels=pool.label_names)
-
-
-def _measured(
-    specs: Sequence[StageSpec], input: DatasetSpec, address: str | None, on_step: Callable[[str], None]
-) -> list[Timing]:
-    """Time the stages on Ray, with batches up to the larger of their two sizes."""
-    from cauc_ray.execution.session import ray_session
-    from cauc_ray.planning.measuring import time_stages
-
-    rows = open_input(input)
-    largest = [spec.model_copy(update={"batch_size": max(spec.batch_size, _served_batch(spec))}) for spec in specs]
-    on_step("starting Ray")
-    with ray_session(address, max(spec.resources.num_cpus for spec in specs)):
-        return time_stages(largest, rows, lambda name: on_step(f"timing {name}"))
 
 
 def _warn_of_far_batches(specs: Sequence[StageSpec], timings: Sequence[Timing]) -> None:

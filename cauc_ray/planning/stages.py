@@ -115,7 +115,7 @@ class Timing:
     """
 
     seconds: BatchSeconds
-    source: Literal["ledger", "measured", "saved"]
+    source: Literal["ledger", "saved"]
     error: float | None = None
     n_calls: int = 0
     least_rows: int = 0
@@ -131,7 +131,7 @@ class EarlierRun:
     deferral: dict[str, float]
 
 
-def fit_seconds(rows: Ints, seconds: Floats, source: Literal["ledger", "measured"]) -> Timing:
+def fit_seconds(rows: Ints, seconds: Floats) -> Timing:
     """Fit the seconds of a call by least squares: per_call + per_row n, neither below 0.
 
     rows: int (C,), of each call.   seconds: float (C,). Calls of one size alone do not tell the two apart: all their
@@ -146,7 +146,7 @@ def fit_seconds(rows: Ints, seconds: Floats, source: Literal["ledger", "measured
         per_call, per_row = 0.0, float((rows * seconds).sum() / (rows.astype(np.float64) ** 2).sum())
     residuals = seconds - per_call - per_row * rows
     error = float(np.sqrt((residuals**2).mean())) / mean_s if mean_s > 0 else 0.0
-    return Timing(BatchSeconds(per_call, per_row), source, error, n, int(rows.min()), int(rows.max()))
+    return Timing(BatchSeconds(per_call, per_row), "ledger", error, n, int(rows.min()), int(rows.max()))
 
 
 def saved_timing(stage: StageSpec) -> Timing:
@@ -154,11 +154,8 @@ def saved_timing(stage: StageSpec) -> Timing:
     model = stage.model
     if isinstance(model, SavedSpec) and model.seconds_per_call + model.seconds_per_row:
         return Timing(BatchSeconds(model.seconds_per_call, model.seconds_per_row), "saved")
-    why = "is told to take no time" if isinstance(model, SavedSpec) else "is not a saved one"
-    raise ConfigError(
-        f"nobody knows the seconds of stage {stage.name!r}, which {why}: give the folder of an earlier run "
-        "(--ledger RUN), or rows to measure them on (--input DATA)"
-    )
+    why = "declares no seconds" if isinstance(model, SavedSpec) else "is not a saved one"
+    raise ConfigError(f"no timing for stage {stage.name!r}, which {why}: give an earlier run's folder, --ledger RUN")
 
 
 def read_earlier_run(path: str | AnyPath, stages: Sequence[str]) -> EarlierRun:
@@ -204,4 +201,4 @@ def _timing(calls: pa.Table) -> Timing:
     first = np.unique(replica, return_index=True)[1]
     later = np.setdiff1d(np.arange(len(rows)), first)
     kept = later if seconds[later].any() else np.arange(len(rows))
-    return fit_seconds(rows[kept].astype(np.int64), seconds[kept], "ledger")
+    return fit_seconds(rows[kept].astype(np.int64), seconds[kept])

@@ -25,7 +25,7 @@ class BaseStage(Stage):
     """A stage of CAUC Base: mean and deviation of its calibrated logits, and whether it joins the fusion.
 
     The complementarity rate (paper, eq. 6) is with the last stage, whose own is null.   n_gain, n_loss: its counts,
-    null if it is null and in files of earlier versions.
+    null if it is null.
     """
 
     # Not the rate: only fused, which is derived from it, decides.
@@ -35,8 +35,8 @@ class BaseStage(Stage):
     std: float = Field(ge=0, le=LARGEST)
     complementarity_rate: float | None = Field(ge=-1, le=1)
     fused: bool
-    n_gain: int | None = Field(default=None, ge=0)
-    n_loss: int | None = Field(default=None, ge=0)
+    n_gain: int | None = Field(ge=0)
+    n_loss: int | None = Field(ge=0)
 
 
 class BasePolicy(Policy):

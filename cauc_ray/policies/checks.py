@@ -282,7 +282,7 @@ def as_expected(expected: Measures | None, own: Mean, split: str, budget: float 
 
     own: the costs of examples of the split. None if the expected cost or its deviation is unknown.
     """
-    if expected is None or expected.cost_deviation is None:
+    if expected is None:
         return None
     p_value = mean_difference(own, Mean(expected.cost, expected.cost_deviation, expected.n)).p_value
     fired = p_value <= COST_LEVEL

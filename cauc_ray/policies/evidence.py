@@ -117,7 +117,7 @@ class Measures(FrozenModel):
     """A policy's results on a split: mean cost per example, and relative to the last model's, null if that is 0.
 
     accuracy, macro_f1: over the labelled examples, null without any; files have no macro_f1.   cost_deviation: standard
-    deviation of the examples' costs; null in files of earlier versions.
+    deviation of the examples' costs.
     """
 
     split: str
@@ -127,7 +127,7 @@ class Measures(FrozenModel):
     cost: float
     relative_cost: float | None
     stages: tuple[StageShare, ...]
-    cost_deviation: float | None = Field(default=None, ge=0)
+    cost_deviation: float = Field(ge=0)
 
     @property
     def answered(self) -> tuple[int, ...]:
@@ -250,11 +250,11 @@ class CurvePoint(FrozenModel):
 class FoundChain(FrozenModel):
     """A chain that a search measured on validation, at the threshold that the rule chooses for it.
 
-    method: null in files of earlier versions, where it is the policy's.   quality: of the objective.   cost: mean per
+    method: by which it was fitted.   quality: of the objective.   cost: mean per
     example. Both null if no threshold was within the budget.
     """
 
-    method: str | None = None
+    method: str
     models: tuple[str, ...]
     quality: float | None
     cost: float | None
@@ -275,7 +275,7 @@ class ChainSearch(FrozenModel):
     """How a policy's chain was chosen among all sub-chains of a pool, cheapest first.
 
     split: where the chain was chosen.   objective: what was maximised there.   budget: null without one.
-    n_measured: of n_chains; in files of earlier versions the others were proven worse than those named here.
+    n_measured: of n_chains.
     n_halves: on how many halves the choice was repeated.   n_same: how many of these chose the same chain.
     chosen: the policy's.   full: all models of the pool.   pair, single: the best of two models, and of one.
     runners_up: the next best chains after the chosen one.

@@ -13,14 +13,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
-from pydantic import AwareDatetime, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from cauc_ray.errors import CaucWarning, ConfigError, PolicyError, explain
 from cauc_ray.files.documents import write_text
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind, Isotonic
 from cauc_ray.numbers.chain import LARGEST, Chain
-from cauc_ray.numbers.logits import LogitKind, bounded_below, joint_kind, kind_of, likeliest, real_options, stacked
+from cauc_ray.numbers.logits import LogitKind, bounded_below, joint_kind, likeliest, real_options, stacked
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.evidence import (
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from cauc_ray.policies.predictions import Predictions
 
 FORMAT: Literal["cauc-policy/1"] = "cauc-policy/1"
-# What signing adds to a policy.
-SIGNED = ("issued_at", "expires_at")
 
 
 class Stage(FrozenModel):
@@ -56,7 +54,7 @@ class Stage(FrozenModel):
     Attributes:
         name: Name of the model.
         cost: Mean cost of a call.
-        logit_kind: Kind of its logits, "embedding" for an encoder; null in files of earlier versions.
+        logit_kind: Kind of its logits, "embedding" for an encoder.
         floor: Probability that lower declared probabilities count as, zeros among them; null if calibration needs none.
         temperature: Divides the logits.
         offsets: Added to the scaled logits, one for each option; null for none.
@@ -67,7 +65,7 @@ class Stage(FrozenModel):
 
     name: str
     cost: float = Field(ge=0, le=LARGEST)
-    logit_kind: LogitKind | None = None
+    logit_kind: LogitKind
     floor: float | None = Field(default=None, gt=0, lt=1)
     temperature: float = Field(ge=1 / LARGEST, le=LARGEST)
     offsets: tuple[Annotated[float, Field(ge=-LARGEST, le=LARGEST)], ...] | None = None
@@ -85,10 +83,7 @@ class Stage(FrozenModel):
 
     def decides(self) -> dict[str, Any]:
         """Return what affects answers."""
-        numbers = self.model_dump(mode="json", include=set(self.DECIDES))
-        if self.floor is None:  # the ids of policies without floors stay
-            del numbers["floor"]
-        return numbers
+        return self.model_dump(mode="json", include=set(self.DECIDES))
 
     def bounded(self, logits: Floats) -> Floats:
         """Return the model's logits, float (n, K), with -inf for masks and no real option below the floor."""
@@ -159,9 +154,7 @@ class Policy(Shown, FrozenModel):
     they warn or not; empty at a threshold without measurements.   reference: the reference for later answers at this
     threshold; null if validation had missing labels.   noise: of the models' own numbers; null if it was not measured.
     offline: as expected, of the first stage alone, the first two, …, where the others cannot be reached; null as
-    expected, and in files of earlier versions.
-    issued_at, expires_at: when the file was signed, and until when it may be taken; null if it was not signed, or
-    without an end.
+    expected.
     """
 
     scored: ClassVar[bool] = False
@@ -188,8 +181,6 @@ class Policy(Shown, FrozenModel):
     reference: Reference | None = None
     noise: Noise | None = None
     offline: tuple[OfflineAccuracy, ...] | None = None
-    issued_at: AwareDatetime | None = None
-    expires_at: AwareDatetime | None = None
     # Last: it is the longest part of the file.
     curve: tuple[CurvePoint, ...] = Field(default=(), max_length=MOST_CURVE_POINTS)
 
@@ -220,8 +211,8 @@ class Policy(Shown, FrozenModel):
         n_offsets = {len(stage.offsets) for stage in self.stages if stage.offsets is not None}
         if len(n_offsets) > 1:
             yield f"stages have different numbers of offsets, {', '.join(map(str, sorted(n_offsets)))}"
-        kinds = [stage.logit_kind for stage in self.answering if stage.logit_kind is not None]
-        if kinds and (len(kinds) < len(self.answering) or joint_kind(kinds) != self.logit_kind):
+        kinds = [stage.logit_kind for stage in self.answering]
+        if joint_kind(kinds) != self.logit_kind:
             yield f"the policy's logit_kind {self.logit_kind!r} contradicts its stages', {', '.join(kinds)}"
         if self.expected is not None:
             if self.expected.accuracy is None:
@@ -255,14 +246,14 @@ class Policy(Shown, FrozenModel):
         return self.encoder is None
 
     @property
-    def logit_kinds(self) -> tuple[LogitKind | None, ...]:
-        """Return each model's kind of logits on calibration, None if the file does not record them by model."""
-        return tuple(stage.logit_kind or kind_of(self.logit_kind) for stage in self.stages)
+    def logit_kinds(self) -> tuple[LogitKind, ...]:
+        """Return each model's kind of logits on calibration."""
+        return tuple(stage.logit_kind for stage in self.stages)
 
     @property
     def kinds_by_model(self) -> dict[str, LogitKind]:
-        """Return the models' kinds of logits by name, as far as the file records them."""
-        return {name: kind for name, kind in zip(self.models, self.logit_kinds, strict=True) if kind is not None}
+        """Return the models' kinds of logits by name."""
+        return {stage.name: stage.logit_kind for stage in self.stages}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -405,7 +396,7 @@ class Policy(Shown, FrozenModel):
         if chain.models != self.models:
             raise PolicyError(f"the policy is for {', '.join(self.models)}, not for {', '.join(chain.models)}")
         for model, held, fitted in zip(self.models, chain.logit_kinds, self.logit_kinds, strict=True):
-            if fitted not in (None, held):
+            if fitted != held:
                 warnings.warn(
                     f"{chain.source} has logits of kind {held!r} for model {model!r}; the policy was fitted on "
                     f"{fitted!r}",
@@ -444,7 +435,6 @@ class Policy(Shown, FrozenModel):
             "threshold": float(threshold),
             "budget": None if budget is None else float(budget),
             "threshold_choice": choice,
-            **dict.fromkeys(SIGNED),  # the result is not what was signed
         }
         if threshold != self.threshold:
             changes |= dict.fromkeys(("expected", "safe", "reference", "noise", "offline")) | {"guards": ()}

@@ -123,7 +123,7 @@ class Predictions(Shown):
 
 def predict(policy: Policy, logits: Mapping[str, Any], example_ids: Any = None) -> Predictions:
     """Answer rows of logits that are all here; see Policy.predict."""
-    kinds = {name: kind or "raw" for name, kind in zip(policy.models, policy.logit_kinds, strict=True)}
+    kinds = policy.kinds_by_model
     models, encoder = [stage.name for stage in policy.answering], policy.encoder
     costs = Costs(policy.cost_unit, np.array([stage.cost for stage in policy.answering]))
     chain = array_chain(logits, models, None, costs=costs, kinds=kinds, example_ids=example_ids)

@@ -73,7 +73,7 @@ class RequestParameters(TypedDict, total=False):
     log: Annotated[bool | None, Field(description="false keeps the rows out of the shadow sample and the log")]
     session: Annotated[
         Annotated[str, Field(max_length=1000)] | None,
-        Field(description="requests of one session have the same policy, as long as the candidates are the same"),
+        Field(description="requests of one session have the same policy, as long as the candidate is the same"),
     ]
     binary_data_output: Annotated[bool | None, Field(description="write outputs that are not named as raw bytes")]
     timeout: Annotated[
@@ -123,8 +123,8 @@ class ModelMetadata(TypedDict):
 
 _REQUEST, _RESPONSE = TypeAdapter(InferenceRequest), TypeAdapter(InferenceResponse)
 _MODEL_METADATA = TypeAdapter(ModelMetadata)
-# Extensions that servers report: tensors as raw bytes; a repeated Idempotency-Key gets the answer of the first request.
-BINARY_DATA, IDEMPOTENCY = "binary_tensor_data", "idempotency_key"
+# An extension that servers report: tensors as raw bytes.
+BINARY_DATA = "binary_tensor_data"
 T = TypeVar("T")
 # What a response holds unless the request names outputs.
 DEFAULT_OUTPUTS: tuple[Output, ...] = ("prediction", "prediction_label", "confidence")

@@ -17,7 +17,6 @@ from cauc_ray.cli.verbs import VERBS
 from cauc_ray.models.pool import Pool
 from cauc_ray.protocol.messages import InferenceRequest
 from cauc_ray.serving.decisions import DecisionRequest
-from cauc_ray.serving.fleet_reports import FleetReport
 from cauc_ray.serving.http_app import OPENAPI
 from cauc_ray.serving.policies_live import PolicyChange
 from cauc_ray.serving.watching import FeedbackMessage
@@ -37,7 +36,7 @@ def _openapi() -> dict[str, Any]:
     described: dict[str, Any] = json.loads(OPENAPI.read_text(encoding="utf-8"))
     adapters: list[Any] = [
         (one, "validation", TypeAdapter(one))
-        for one in (InferenceRequest, PolicyChange, FeedbackMessage, FleetReport, DecisionRequest)
+        for one in (InferenceRequest, PolicyChange, FeedbackMessage, DecisionRequest)
     ]
     _, schemas = TypeAdapter.json_schemas(adapters, ref_template="#/components/schemas/{model}")
     described["components"]["schemas"] |= schemas["$defs"]

@@ -24,7 +24,6 @@ from cauc_ray.errors import ExecutionError, printable
 from cauc_ray.execution.actors import placement
 from cauc_ray.execution.cluster import require_fit
 from cauc_ray.execution.session import ray_session
-from cauc_ray.execution.user_code import import_paths
 from cauc_ray.models.pool import Pool, Replicas, StageSpec, load_pool, pool_of
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.on_serve import ROUTER, NamedReplica, Router, StageServer, stage_deployment
@@ -74,13 +73,10 @@ def application(pool: Pool, policy: Policy, name: str | None = None) -> Applicat
     model = require_name(pool.name if name is None else name)
     stages = pool.chain(policy.models)
     require_agreement(stages, policy)
-    paths = import_paths(stages, [] if pool.serving.tracing is None else [pool.serving.tracing])
     degrades = pool.on_failure == "degrade"
-    deployments = [
-        _stage(spec).bind(spec, stage, paths, can_wait=degrades and stage > 0) for stage, spec in enumerate(stages)
-    ]
+    deployments = [_stage(spec).bind(spec, stage, can_wait=degrades and stage > 0) for stage, spec in enumerate(stages)]
     life = uuid.uuid4().hex  # a policy that was set in an earlier life of this application is not this one's
-    return _router(pool).bind(model, pool, policies_at_start(pool, policy), deployments, life, paths)
+    return _router(pool).bind(model, pool, policies_at_start(pool, policy), deployments, life)
 
 
 def _stage(spec: StageSpec) -> Any:

@@ -1,4 +1,4 @@
-"""What a service learns of its candidates: the evidence of all routers added up, and the receipts of decisions."""
+"""What a service learns of its candidate: the evidence of all routers added up, and the receipts of decisions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Compared:
 
 
 class Canary:
-    """Compares the candidates with the incumbent. Rows arrive on the event loop; the rest may run in threads.
+    """Compares the candidate with the incumbent. Rows arrive on the event loop; the rest may run in threads.
 
     life: of the service. There is one log of evidence for each comparison, so that all routers add to one sum.
     """
@@ -42,43 +42,36 @@ class Canary:
         self.rule = Rule(spec.error_rate, spec.accuracy_margin, spec.cost_margin, spec.min_rows)
         self.decides, self.is_paired = spec.decide == "auto", spec.evidence == "shadow"
         self._store, self._prefix = store, f"canary:{life}:"
-        self._compared: dict[tuple[int, str], _Compared] = {}
+        self._compared: dict[int, _Compared] = {}  # by the version in which the comparison began
         self._lock = threading.Lock()
 
     def answered(self, in_force: InForce, member: Member, costs: Floats) -> None:
         """Take the costs of answers, float (n,), whose policy was drawn."""
         if not self.is_paired:
-            for candidate in in_force.candidates:
-                if member.id in (in_force.id, candidate.id):
-                    rows = self._of(in_force, candidate).rows
-                    rows.costs(costs, of_candidate=member.id == candidate.id)
+            self._of(in_force).rows.costs(costs, of_candidate=member.id != in_force.id)
 
     def outcomes(self, in_force: InForce, policy_id: str, right: Bools) -> None:
         """Take which answers were right, bool (n,), whose policy was drawn."""
         if not self.is_paired:
-            for candidate in in_force.candidates:
-                if policy_id in (in_force.id, candidate.id):
-                    rows = self._of(in_force, candidate).rows
-                    rows.outcomes(right, of_candidate=policy_id == candidate.id)
+            self._of(in_force).rows.outcomes(right, of_candidate=policy_id != in_force.id)
 
-    def paired(self, in_force: InForce, candidate: Member, right: Bools, costs: Floats) -> None:
-        """Take answers of a candidate and the incumbent to the same rows, as Comparison.pairs does."""
-        self._of(in_force, candidate).rows.pairs(right, costs)
+    def paired(self, in_force: InForce, right: Bools, costs: Floats) -> None:
+        """Take answers of the candidate and the incumbent to the same rows, as Comparison.pairs does."""
+        self._of(in_force).rows.pairs(right, costs)
 
-    def settle(self, in_force: InForce) -> dict[str, Evidence]:
-        """Add what is new of the candidates, and return by id what all routers have. Raises StoreError."""
+    def settle(self, in_force: InForce) -> Evidence | None:
+        """Add what is new of the candidate, and return what all routers have, None without one. Raises StoreError."""
         with self._lock:
-            current = {(member.since, member.id): member for member in in_force.candidates}
-            for key in [key for key in list(self._compared) if key not in current]:
-                self._compared.pop(key).log.forget()
-            return {member.id: self._added(self._of(in_force, member)) for member in current.values()}
+            current = None if in_force.candidate is None else in_force.since
+            for since in [since for since in list(self._compared) if since != current]:
+                self._compared.pop(since).log.forget()
+            return None if current is None else self._added(self._of(in_force))
 
     def receipt(
         self, decided: Decided, member: Member, before: InForce, after: InForce, why: str | None
     ) -> dict[str, Any]:
         """Return the receipt of a decision.   why: the rule, None for a change by hand. Raises StoreError."""
-        known = before.member(member.id)
-        compared = self.settle(before).get(member.id) if known is not None else None
+        compared = self.settle(before) if before.candidate is not None and before.candidate.id == member.id else None
         return {
             "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "version": after.version,
@@ -95,15 +88,15 @@ class Canary:
         """Return evidence as people read it."""
         return {"accuracy_of": "agreement" if self.is_paired else "feedback", **evidence.as_json(self.rule)}
 
-    def _of(self, in_force: InForce, candidate: Member) -> _Compared:
-        key = candidate.since, candidate.id
-        if (compared := self._compared.get(key)) is None:
-            policies = (in_force.policy, candidate.policy)
+    def _of(self, in_force: InForce) -> _Compared:
+        if (compared := self._compared.get(in_force.since)) is None:
+            assert in_force.candidate is not None
+            policies = (in_force.policy, in_force.candidate.policy)
             highest = max(sum(stage.cost for stage in policy.stages) for policy in policies)
             if any(policy.costs == "per-call" for policy in policies):
                 highest *= COST_SPREAD
-            log = Log(self._store, f"{self._prefix}{key[0]}:{key[1]}:")
-            compared = self._compared.setdefault(key, _Compared(Comparison(self.rule, highest), log))
+            compared = _Compared(Comparison(self.rule, highest), Log(self._store, f"{self._prefix}{in_force.since}:"))
+            compared = self._compared.setdefault(in_force.since, compared)
         return compared
 
     def _added(self, compared: _Compared) -> Evidence:

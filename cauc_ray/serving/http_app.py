@@ -11,10 +11,9 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic_core import from_json
 from starlette.applications import Starlette
@@ -25,11 +24,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cauc_ray.errors import PolicyError, printable
-from cauc_ray.protocol.messages import BINARY_DATA, IDEMPOTENCY, decoded_body
+from cauc_ray.protocol.messages import BINARY_DATA, decoded_body
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.inference import HttpMessage
 from cauc_ray.serving.policies_live import PolicyChange
-from cauc_ray.serving.repeats import Answered, Repeats
 from cauc_ray.serving.request_state import RETRY_AFTER_S
 
 if TYPE_CHECKING:
@@ -52,6 +50,9 @@ GZIP_BYTES, LONG_GZIP = 1000, 50_000
 # How Serve's handlers know a line of an access log; where that is off, so is ours.
 _ACCESS = {"serve_access_log": True, "log_to_stderr": False}
 
+# A response and its fields for the log.
+Answered: TypeAlias = tuple[Response, Mapping[str, Any]]
+
 logger = logging.getLogger(__name__)
 
 
@@ -65,7 +66,6 @@ def http_app(service: Service, *more: Route) -> ASGIApp:
         Route("/v2/models/{name}/policy", handlers.policy, methods=["GET", "PUT"]),
         Route("/v2/models/{name}/watch", handlers.watch),
         Route("/v2/models/{name}/feedback", handlers.feedback, methods=["POST"]),
-        Route("/v2/models/{name}/fleet", handlers.fleet, methods=["GET", "POST"]),
         Route("/v1/decisions", handlers.decide, methods=["POST"]),
         Route("/openapi.json", handlers.openapi),
         *more,
@@ -98,12 +98,11 @@ class _Handlers:
 
     def __init__(self, service: Service) -> None:
         self._service, self._inference, self._bodies = service, service.inference, Bodies()
-        self._repeats = Repeats()
         self._token, self._policy_token = token_of(TOKEN), token_of(POLICY_TOKEN)
         self._max_body = int(service.pool.serving.max_body_mb * 1e6)
 
     async def server(self, request: Request) -> Response:
-        own = {"name": "cauc-ray", "version": PACKAGE_VERSION, "extensions": [BINARY_DATA, IDEMPOTENCY]}
+        own = {"name": "cauc-ray", "version": PACKAGE_VERSION, "extensions": [BINARY_DATA]}
         return JSONResponse({**own, "models": [self._service.model]})
 
     async def live(self, request: Request) -> Response:
@@ -156,15 +155,6 @@ class _Handlers:
         authorize(request.headers, self._token)
         return JSONResponse(await self._service.feedback(await self._bodies.read(request.receive, self._max_body)))
 
-    async def fleet(self, request: Request) -> Response:
-        self._require_model(request)
-        if request.method != "POST":
-            authorize(request.headers, self._token, self._policy_token)
-            return JSONResponse(await self._service.fleet())
-        authorize(request.headers, self._token)
-        body = await self._bodies.read(request.receive, self._max_body)
-        return JSONResponse(await self._service.edges.take(body, self._service.feedback))
-
     async def infer(self, request: Request) -> Response:
         """Answer a request for inference, also one for a model that is not there."""
         return await self._counted("infer", request, self._infer)
@@ -208,13 +198,6 @@ class _Handlers:
         if length is not None and not (length.isascii() and length.isdigit() and len(length) < 12):
             raise RequestError(f"Inference-Header-Content-Length must be a number of bytes, got {length!r:.40}")
         version = request.path_params.get("version")
-        key, compute = headers.get("idempotency-key"), partial(self._inferred, body, length, headers, version)
-        # The same request to another version is another one.
-        return await (compute() if key is None else self._repeats.answer(f"{version} {key}", body, compute))
-
-    async def _inferred(
-        self, body: bytes, length: str | None, headers: Mapping[str, str], version: str | None
-    ) -> Answered:
         message = HttpMessage(body, None if length is None else int(length))
         content, json_length, fields = await self._inference.answer(message, headers, version)
         if json_length is None:

@@ -171,7 +171,7 @@ class Inference:
         policy, shadows = member.policy, service.cascade.shadows
         last = last_stage(limits, policy)
         whole = last == len(policy.stages) - 1
-        drawn = version is None and bool(in_force.candidates) and whole
+        drawn = version is None and in_force.candidate is not None and whole
         sampled = policy.in_turn and whole and limits.get("log") is not False
         answer_id = new_answer_id(sampled=sampled, drawn=drawn)
         with service.watching.asked(member.id, n) as watch:
@@ -194,13 +194,12 @@ class Inference:
         return answered, {"policy_id": member.id, "answer_id": answer_id, **_parameters(answered)}
 
     def _compare(self, in_force: InForce, member: Member, answered: RequestState) -> None:
-        """Have the answers of a policy that was drawn, or others to the same rows, compared with other policies'."""
+        """Compare the answers of a policy that was drawn, or shadow answers of both policies to the same rows."""
         canary, cascade = self._service.canary, self._service.cascade
         canary.answered(in_force, member, answered.costs)
-        for candidate in in_force.candidates if canary.is_paired else ():
-            pair = {cascade.key(policy): policy for policy in (candidate.policy, in_force.policy)}
-            report = partial(canary.paired, in_force, candidate)
-            cascade.shadows.pair(pair, answered.columns, answered.n, report)
+        if canary.is_paired and in_force.candidate is not None:
+            pair = {cascade.key(policy): policy for policy in (in_force.candidate.policy, in_force.policy)}
+            cascade.shadows.pair(pair, answered.columns, answered.n, partial(canary.paired, in_force))
 
     def member(self, in_force: InForce, version: str) -> Member:
         """Return an active policy by its id. Raises RequestError (404)."""
@@ -228,7 +227,7 @@ class Inference:
     def metadata(self, version: str | None = None) -> dict[str, Any]:
         """Return the model's metadata as the protocol has it.   version: of which policy. Raises RequestError (404)."""
         in_force = self._service.in_force
-        member = in_force.members[0] if version is None else self.member(in_force, version)
+        member = in_force.incumbent if version is None else self.member(in_force, version)
         policy = member.policy
         return {
             "name": self._service.model,

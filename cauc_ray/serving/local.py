@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AsyncExitStack, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -23,20 +23,19 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cauc_ray.cascade.isolation import reason_of
-from cauc_ray.errors import ExecutionError
-from cauc_ray.execution.user_code import import_paths
+from cauc_ray.cascade.worker import find_user_code
+from cauc_ray.errors import CaucError, ExecutionError
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
-from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.policy import Policy, policy_of
+from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.http_app import http_app
 from cauc_ray.serving.metrics import ACTS, Kind, Note
-from cauc_ray.serving.policies_live import InForce, Store
+from cauc_ray.serving.policies_live import InForce, PolicyChange, Store
 from cauc_ray.serving.replica import Replica
 from cauc_ray.serving.request_state import Answer, StageCall, StageError
-from cauc_ray.serving.service import Service, environment, policies_at_start
-
-if TYPE_CHECKING:
-    from cauc_ray.serving.fleet import Edge
+from cauc_ray.serving.service import Service, environment, policies_at_start, repeat
 
 # A service that is stopped waits so long for open requests, and then for their answers to be sent.
 GRACE_S, SENT_S = 7.0, 1
@@ -146,11 +145,9 @@ class MemoryStore(Store):
 class LocalService(Service):
     """The only replica of a service."""
 
-    def __init__(
-        self, model: str, pool: Pool, policies: InForce, stages: Sequence[LocalClient], edge: Edge | None = None
-    ) -> None:
-        self._registry, self._edge = CollectorRegistry(), edge
-        self._stages = stages
+    def __init__(self, model: str, pool: Pool, policies: InForce, stages: Sequence[LocalClient]) -> None:
+        self._registry, self._stages = CollectorRegistry(), stages
+        self._file_policy = policies.policy.packed()
         life, store = uuid.uuid4().hex, MemoryStore()
         own: dict[str, Any] = {"store": store, "new_metric": self._new_metric, "life": life, "name": "local"}
         super().__init__(model, pool, policies, stages, **own)
@@ -167,12 +164,15 @@ class LocalService(Service):
         """Call a method of this replica."""
         return [await getattr(self, what)()]
 
-    async def feedback(self, body: bytes) -> dict[str, Any]:
-        """Take what has become known of answers, also for the fleet. Raises RequestError where it makes no sense."""
-        taken = await super().feedback(body)
-        if self._edge is not None:
-            await self._edge.feedback(body)
-        return taken
+    async def read_policy(self, source: str | AnyPath | Policy) -> None:
+        """Read the policy file again, and set its policy where that has changed since the last time."""
+        try:
+            policy = (await asyncio.to_thread(policy_of, source)).packed()
+            if policy != self._file_policy:
+                self._file_policy = policy
+                await self.set_policy(PolicyChange(policy=policy))
+        except (CaucError, RequestError) as error:
+            logger.warning(f"policy {self.in_force.id} stays active: {error}")
 
     async def n_loaded(self) -> list[int]:
         """Return how many replicas of each stage have loaded."""
@@ -229,16 +229,24 @@ def _like_serve(app: ASGIApp) -> ASGIApp:
 
 @contextmanager
 def local_service(
-    pool: Pool, policy: Policy, model: str, host: str, port: int, grpc_port: int | None = None, edge: Edge | None = None
+    pool: Pool,
+    policy: Policy,
+    model: str,
+    host: str,
+    port: int,
+    grpc_port: int | None,
+    source: str | AnyPath | Policy,
 ) -> Iterator[Callable[[], None]]:
     """Serve a policy's chain at a port for the length of the block. Raises ExecutionError where it does not start.
 
-    grpc_port: where gRPC is answered too, None for nowhere.   edge: the service's part in a fleet, None for none.
+    grpc_port: where gRPC is answered too, None for nowhere.   source: the policy's file, read again where the pool
+    asks for that.
     Open requests are answered at the end, up to GRACE_S. Returns what raises ExecutionError if the service has ended
     before that.
     """
     stages, policies = pool.chain(policy.models), policies_at_start(pool, policy)
-    sys.path[:0] = [path for path in import_paths(stages) if path not in sys.path]
+    for spec in stages:
+        find_user_code(spec)
     # Hides the machine's GPUs, as Ray does, where no stage asks for one.
     gpus = None if any(stage.resources.num_gpus for stage in stages) else ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -257,7 +265,7 @@ def local_service(
             if not may_wait:
                 raise ExecutionError(f"the service does not start: stage {spec.name}: {why}")
             logger.warning(f"stage {spec.name!r} is left out until it has loaded: {why}")
-        service = LocalService(model, pool, policies, clients, edge)
+        service = LocalService(model, pool, policies, clients)
         config = uvicorn.Config(
             service.app(),
             log_config=None,
@@ -276,8 +284,9 @@ def local_service(
                     from cauc_ray.serving.over_grpc import grpc_server  # edge boxes may have no gRPC
 
                     await more.enter_async_context(grpc_server(service, host, grpc_port, SENT_S))
-                if edge is not None:
-                    more.callback(asyncio.create_task(edge.run(service)).cancel)
+                if (every_s := pool.serving.policy_every_s) is not None:
+                    read = repeat(partial(service.read_policy, source), every_s)
+                    more.callback(asyncio.create_task(read).cancel)
                 await server.serve([listener])
 
         def run() -> None:

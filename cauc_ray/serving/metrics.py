@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from cauc_ray.cascade.rows import Trouble
 from cauc_ray.models.answers import Wire
@@ -64,16 +64,6 @@ METRICS: dict[str, tuple[Kind, tuple[str, ...], str]] = {
     "cauc_serve_watch_agreement": ("gauge", ("model", "stage"), "Share of answers that the whole cascade gives too"),
     "cauc_serve_watch_cost": ("gauge", ("model", "stage", "unit"), "Mean cost of a stage's answers, of all calls"),
     "cauc_serve_feedback_rows": ("counter", ("model", "outcome"), "Rows of feedback, by outcome"),
-    "cauc_serve_policy_expired": ("gauge", ("model",), "1 once the active policy has expired, as a fleet's may"),
-    "cauc_serve_reports": ("counter", ("model", "outcome"), "Reports to the fleet's service, by outcome"),
-    "cauc_serve_feedback_queued_bytes": ("gauge", ("model",), "Feedback that waits for the fleet's service"),
-    "cauc_serve_edge_seen": ("gauge", ("model", "edge"), "When an edge of the fleet last reported, in Unix seconds"),
-    "cauc_serve_edge_holds": ("gauge", ("model", "edge"), "1 while an edge's policy is valid, 0 once it has drifted"),
-    "cauc_serve_edge_rows": (
-        "gauge",
-        ("model", "edge", "stage", "outcome"),
-        "Rows that have left a stage since the edge started",
-    ),
     "cauc_serve_shadow_rows": ("counter", ("model", "outcome"), "Early answers that were chosen to be compared"),
     "cauc_serve_log_rows": ("counter", ("model", "outcome"), "Rows of the log, and labels for it, by outcome"),
     "cauc_serve_shadow_cost": ("counter", ("model", "stage", "unit"), "What comparisons cost, in the policy's unit"),
@@ -100,7 +90,6 @@ class ServingMetrics:
         self._policy: str | None = None
         self._notes: dict[tuple[str, ...], Note] = {}
         self._counts: dict[tuple[str, ...], float] = defaultdict(float)
-        self._totals: dict[tuple[str, ...], float] = defaultdict(float)
         self._had_shares: set[str] = set()
 
     def flush(self) -> None:
@@ -108,18 +97,7 @@ class ServingMetrics:
         for key, amount in list(self._counts.items()):
             if amount > 0:  # Ray's counters refuse 0
                 self._note(*key)(amount)
-                self._totals[key] += amount
             del self._counts[key]
-
-    def totals(self) -> dict[str, Any]:
-        """Return what `flush` has seen since the start: by name, then by each label's value."""
-        totals: dict[str, Any] = {}
-        for (name, *labels, last), total in self._totals.items():
-            at = totals.setdefault(name.removeprefix("cauc_serve_"), {})
-            for label in labels:
-                at = at.setdefault(label, {})
-            at[last] = total
-        return totals
 
     def request(self, status: int, seconds: float) -> None:
         """Count a request for inference that has been answered."""
@@ -172,27 +150,9 @@ class ServingMetrics:
         """Count a decision on a policy."""
         self._note("cauc_serve_policy_decisions", decision, by)(1)
 
-    def policy_change(self, outcome: Literal["taken", "refused", "overtaken", "unreachable"]) -> None:
-        """Count what became of a change; unreachable is where an edge would have it from."""
+    def policy_change(self, outcome: Literal["taken", "refused", "overtaken"]) -> None:
+        """Count what became of a change."""
         self._note("cauc_serve_policy_changes", outcome)(1)
-
-    def policy_expired(self, is_expired: bool) -> None:
-        """Report whether the active policy has expired."""
-        self._note("cauc_serve_policy_expired")(float(is_expired))
-
-    def report(self, outcome: Literal["taken", "failed"], n_waiting_bytes: int) -> None:
-        """Count a report to the fleet's service, and note how much feedback still waits."""
-        self._counts["cauc_serve_reports", outcome] += 1
-        self._note("cauc_serve_feedback_queued_bytes")(n_waiting_bytes)
-
-    def edge(self, edge: str, at: float, holds: object, counters: Mapping[str, Any]) -> None:
-        """Note an edge's report.   at: in Unix seconds.   holds: None if it does not watch.   counters: its totals."""
-        self._note("cauc_serve_edge_seen", edge)(at)
-        if isinstance(holds, bool):
-            self._note("cauc_serve_edge_holds", edge)(float(holds))
-        for stage, outcomes in counters.get("rows", {}).items():
-            for outcome, total in outcomes.items() if isinstance(outcomes, dict) else ():
-                self._note("cauc_serve_edge_rows", edge, stage, outcome)(total)
 
     def watched(self, watched: Watched) -> None:
         """Report the monitoring of the active policy."""
@@ -209,7 +169,7 @@ class ServingMetrics:
                 self._note("cauc_serve_watch_agreement", stage)(sums.agreement.value)
 
     def feedback(self, **n_rows: int) -> None:
-        """Count rows of feedback by outcome: counted, cut_short, repeated, other_policy, not_watched or dropped."""
+        """Count rows of feedback by outcome: counted, cut_short, repeated, other_policy or not_watched."""
         for outcome, n in n_rows.items():
             self._counts["cauc_serve_feedback_rows", outcome] += n
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cauc_ray.cascade.isolation import reason_of
-from cauc_ray.cascade.worker import prepare_process
+from cauc_ray.cascade.worker import find_user_code, prepare_process
 from cauc_ray.errors import printable
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
@@ -69,8 +68,8 @@ class StageServer:
     can_wait: a model that cannot be loaded is loaded again until it can: the service answers without it.
     """
 
-    def __init__(self, spec: StageSpec, stage: int, import_paths: Sequence[str], *, can_wait: bool = False) -> None:
-        prepare_process(spec, import_paths)
+    def __init__(self, spec: StageSpec, stage: int, *, can_wait: bool = False) -> None:
+        prepare_process(spec)
         self._spec, self._stage = spec, stage
         self._needs = Needs()
         self._replica = Replica(spec, stage, serve.get_replica_context().replica_id.unique_id)
@@ -288,9 +287,7 @@ class Router(Service):
         policies: InForce,
         stages: Sequence[Any],
         life: str,
-        import_paths: Sequence[str],
     ) -> None:
-        sys.path[:0] = [path for path in import_paths if path not in sys.path]
         # Serve's handlers write what we log to its files.
         logging.getLogger("cauc_ray").parent = logging.getLogger("ray.serve")
         self._app = serve.get_replica_context().app_name
@@ -298,6 +295,8 @@ class Router(Service):
         super().__init__(
             model, pool, policies, clients, store=RayStore(), new_metric=ray_metric, life=life, name=self._app
         )
+        for spec in self.specs:
+            find_user_code(spec)
         self.grpc_calls = GrpcCalls(self)
 
     def __del__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -20,7 +20,7 @@ MOST_RECEIPTS = 50
 # A log keeps this many entries that have a successor: no writer is as far behind.
 _KEPT_ENTRIES = 100
 
-# What became of policies: all requests go to one, a candidate gets a share, or another one, or ends.
+# What became of policies: all requests go to one, a candidate begins, gets another share, wins or ends.
 Decided: TypeAlias = Literal["set", "start", "share", "promote", "rollback"]
 
 
@@ -48,9 +48,15 @@ class PolicyChange(BaseModel):
     """What to change: a policy (the content of its file), and a threshold or a budget for it.
 
     Without a policy, the threshold or budget is for the active one; with neither, the policy is used unchanged.
-    share: of the requests: the policy is a candidate, and the active one has the rest; by itself it is another share
-    for a candidate, which ends at 0. promote: a candidate has all requests.   rollback: it ends.
-    candidate: which one, by its id; the only one without it.
+
+    Attributes:
+        policy: Content of a policy file.
+        threshold: A threshold for the policy.
+        budget: A budget that chooses the policy's threshold.
+        share: Share of the requests: the policy is the candidate, and the active one has the rest. By itself it is
+            another share for the candidate, which ends at 0.
+        promote: The candidate has all requests.
+        rollback: The candidate ends.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
@@ -60,7 +66,6 @@ class PolicyChange(BaseModel):
     share: Annotated[float, Field(ge=0, lt=1)] | None = None
     promote: bool = False
     rollback: bool = False
-    candidate: str | None = None
 
     @classmethod
     def of(cls, content: Any) -> PolicyChange:
@@ -71,13 +76,12 @@ class PolicyChange(BaseModel):
             raise PolicyError(f"invalid change of policy: {explain(error)}") from error
         if change.threshold is not None and change.budget is not None:
             raise PolicyError("give a budget or a threshold, not both: a budget chooses the threshold")
-        if change.gives_policy + (change.share is not None) == 0 == change.promote + change.rollback:
-            raise PolicyError("give a policy, a threshold or a budget; or a share, promote or rollback for a candidate")
-        alone = change.promote or change.rollback
-        if alone and (change.promote == change.rollback or change.gives_policy or change.share is not None):
-            raise PolicyError("promote and rollback decide on a candidate: give one of them and no other change")
-        if change.candidate is not None and change.gives_policy:
-            raise PolicyError("candidate names one that is there; leave it out for a new policy")
+        changes = (change.gives_policy or change.share is not None, change.promote, change.rollback)
+        if sum(changes) != 1:
+            raise PolicyError(
+                "give one change: a policy, a threshold or a budget, each with a share for a candidate; or a share, "
+                "promote or rollback for the candidate"
+            )
         return change
 
     @property
@@ -101,7 +105,7 @@ def require_same_chain(policy: Policy, current: Policy) -> None:
     if policy.cost_unit != current.cost_unit:
         raise PolicyError(f"the policy has costs in {policy.cost_unit}; the service has costs in {current.cost_unit}")
     for model, fitted, given in zip(policy.models, policy.logit_kinds, current.logit_kinds, strict=True):
-        if None not in (fitted, given) and fitted != given:
+        if fitted != given:
             raise PolicyError(
                 f"the policy was fitted on logits of kind {fitted!r} for {model!r}; the service's are {given!r}"
             )
@@ -109,130 +113,111 @@ def require_same_chain(policy: Policy, current: Policy) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A policy that answers a share of the requests.   since: the version in which its comparison began."""
+    """A policy that answers requests, and its id."""
 
     policy: Policy
     id: str
-    share: float
-    since: int
+
+    @classmethod
+    def of(cls, policy: Policy) -> Member:
+        """Return a policy with its id."""
+        return cls(policy, policy.id)
 
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """The policies of a service, the whole state of a version: the incumbent, which has the rest, and candidates.
+    """The policies of a service, the whole state of a version.
 
-    receipts: of the last decisions, by rising version.
+    Attributes:
+        incumbent: The policy that has the requests which the candidate has not.
+        candidate: The policy that is compared with it.
+        share: The candidate's share of the requests.
+        since: The version in which the comparison began.
+        version: The number of changes so far.
+        receipts: Receipts of the last decisions, by rising version.
     """
 
-    members: tuple[Member, ...]
+    incumbent: Member
+    candidate: Member | None = None
+    share: float = 0.0
+    since: int = 0
     version: int = 0
     receipts: tuple[Mapping[str, Any], ...] = ()
 
-    @classmethod
-    def of(cls, policy: Policy, version: int = 0, candidates: Sequence[tuple[Policy, float]] = ()) -> InForce:
-        """Return policies at the start, candidates with their shares. Raises PolicyError if they do not fit."""
-        members = [Member(each, each.id, share, version) for each, share in ((policy, 1.0), *candidates)]
-        return cls(_shared(tuple(members)), version)
-
     @property
     def policy(self) -> Policy:
-        """Return the incumbent."""
-        return self.members[0].policy
+        """Return the incumbent's policy."""
+        return self.incumbent.policy
 
     @property
     def id(self) -> str:
         """Return the incumbent's id."""
-        return self.members[0].id
-
-    @property
-    def candidates(self) -> tuple[Member, ...]:
-        """Return the others."""
-        return self.members[1:]
+        return self.incumbent.id
 
     @property
     def shares(self) -> dict[str, float]:
         """Return the policies' shares by id, the incumbent first."""
-        return {member.id: member.share for member in self.members}
+        rest = {} if self.candidate is None else {self.candidate.id: self.share}
+        return {self.id: 1.0 - self.share, **rest}
 
     def member(self, policy_id: str) -> Member | None:
         """Return a policy by its id, None if it is not active."""
-        return next((member for member in self.members if member.id == policy_id), None)
+        members = (self.incumbent, self.candidate)
+        return next((member for member in members if member is not None and member.id == policy_id), None)
 
     def drawn(self, at: float) -> Member:
         """Return the policy of a request.   at: in [0, 1), at random."""
-        for member in self.candidates:
-            if at < member.share:
-                return member
-            at -= member.share
-        return self.members[0]
+        return self.incumbent if self.candidate is None or at >= self.share else self.candidate
 
     def drawn_for(self, session: str) -> Member:
-        """Return the policy of all requests of a session, as long as the candidates are the same."""
-        key = ":".join([*(f"{member.since}{member.id}" for member in self.members), session])
+        """Return the policy of all requests of a session, as long as the candidate is the same."""
+        key = f"{self.since}:{session}"
         return self.drawn(int.from_bytes(blake2b(key.encode(), digest_size=6).digest()) / 2**48)
+
+    def with_candidate(self, policy: Policy, share: float) -> InForce:
+        """Return the policies with a candidate in place of any earlier one. Raises PolicyError if it does not fit."""
+        require_same_chain(policy, self.policy)
+        candidate = Member.of(policy)
+        if candidate.id == self.id:
+            raise PolicyError(f"policy {candidate.id} is in force already: the candidate gives the same answers")
+        since = self.since if self.candidate is not None and candidate.id == self.candidate.id else self.version
+        return replace(self, candidate=candidate, share=share, since=since)
 
     def after(self, change: PolicyChange) -> tuple[InForce, Decided, Member]:
         """Return the next version, without a receipt; what was decided, and on which policy.
 
-        A policy without a share ends all candidates. Raises PolicyError or BudgetError.
+        Raises PolicyError or BudgetError.
         """
-        incumbent, candidates, version = self.members[0], self.candidates, self.version + 1
-        if change.gives_policy:
-            policy = change.applied(incumbent.policy)
-            own = Member(policy, policy.id, change.share or 1.0, version)
-            if change.share is None:
-                return InForce((own,), version, self.receipts), "set", own
-            known = self.member(own.id)
-        else:
-            known = self._candidate(change.candidate)
-        others = tuple(member for member in candidates if known is None or member.id != known.id)
+        following = replace(self, version=self.version + 1)
+        alone = replace(following, candidate=None, share=0.0)
+        if change.gives_policy and change.share is None:
+            member = Member.of(change.applied(self.policy))
+            return replace(alone, incumbent=member), "set", member
+        if change.gives_policy and change.share:
+            following = following.with_candidate(change.applied(self.policy), change.share)
+            assert following.candidate is not None
+            return following, "start" if following.since == following.version else "share", following.candidate
+        if change.gives_policy or self.candidate is None:
+            raise PolicyError("there is no such candidate: start one with a policy, threshold or budget and a share")
         if change.promote:
-            assert known is not None
-            members = (known, *(replace(member, since=version) for member in others))
-            return InForce(_shared(members), version, self.receipts), "promote", known
-        if change.rollback or change.share == 0:
-            if known is None or known is incumbent:
-                raise PolicyError("there is no such candidate to end")
-            return InForce(_shared((incumbent, *others)), version, self.receipts), "rollback", known
-        assert change.share is not None
-        own = own if known is None else replace(known, share=change.share)
-        members = _shared((incumbent, *others, own))
-        return InForce(members, version, self.receipts), "start" if known is None else "share", own
-
-    def _candidate(self, policy_id: str | None) -> Member:
-        """Return a candidate by its id, the only one without it. Raises PolicyError."""
-        named = [member for member in self.candidates if policy_id in (None, member.id)]
-        if len(named) != 1:
-            there = ", ".join(member.id for member in self.candidates) or "none"
-            raise PolicyError(f"name the candidate, one of: {there}; got {policy_id or 'no id'}")
-        return named[0]
+            return replace(alone, incumbent=self.candidate), "promote", self.candidate
+        if change.share:
+            return replace(following, share=change.share), "share", self.candidate
+        return alone, "rollback", self.candidate
 
     def to_bytes(self) -> bytes:
         """Return the version as it is stored."""
-        members = [[member.policy.packed(), member.share, member.since] for member in self.members]
-        return json.dumps({"members": members, "receipts": self.receipts}).encode()
+        candidate = None if self.candidate is None else self.candidate.policy.packed()
+        content = {"incumbent": self.policy.packed(), "candidate": candidate, "share": self.share, "since": self.since}
+        return json.dumps({**content, "receipts": self.receipts}).encode()
 
     @classmethod
     def of_bytes(cls, version: int, raw: bytes) -> InForce:
         """Return the version that to_bytes has stored."""
         content = json.loads(raw)
-        policies = [(Policy.of(policy), share, since) for policy, share, since in content["members"]]
-        members = tuple(Member(policy, policy.id, share, since) for policy, share, since in policies)
-        return cls(members, version, tuple(content["receipts"]))
-
-
-def _shared(members: tuple[Member, ...]) -> tuple[Member, ...]:
-    """Return policies with the incumbent, the first, at the rest of the shares. Raises PolicyError."""
-    incumbent, *candidates = members
-    rest = 1.0 - sum(member.share for member in candidates)
-    if not 0 < rest <= 1:
-        raise PolicyError(f"candidates have {1 - rest:g} of the requests together; leave some for the active policy")
-    for member in candidates:
-        require_same_chain(member.policy, incumbent.policy)
-    ids = [member.id for member in members]
-    if (twice := next((one for one in ids if ids.count(one) > 1), None)) is not None:
-        raise PolicyError(f"policy {twice} is there already: it gives the same answers")
-    return (replace(incumbent, share=rest), *candidates)
+        candidate = None if content["candidate"] is None else Member.of(Policy.of(content["candidate"]))
+        incumbent, receipts = Member.of(Policy.of(content["incumbent"])), tuple(content["receipts"])
+        return cls(incumbent, candidate, content["share"], content["since"], version, receipts)
 
 
 class Log:

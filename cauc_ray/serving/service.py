@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import os
-import random
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any
 
 from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.answers import ModelFacts
@@ -29,10 +28,9 @@ from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.canary import Canary
 from cauc_ray.serving.cascade import Cascade, StageClient
 from cauc_ray.serving.elsewhere import Elsewhere
-from cauc_ray.serving.fleet_reports import Edges, Seen, latest_of
 from cauc_ray.serving.inference import Inference
 from cauc_ray.serving.metrics import NewMetric, ServingMetrics
-from cauc_ray.serving.policies_live import MOST_RECEIPTS, InForce, Log, PolicyChange, Store, StoreError
+from cauc_ray.serving.policies_live import MOST_RECEIPTS, InForce, Log, Member, PolicyChange, Store, StoreError
 from cauc_ray.serving.table_log import Logged, TableLog
 from cauc_ray.serving.watching import Feedback, Reported, WatchedHere, Watching, report_of
 
@@ -51,14 +49,9 @@ MOST_TRIES = 20
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
-
-async def repeat(do: Callable[[], Awaitable[object]], period_s: float, jitter: float = 0.0) -> None:
-    """Do something until cancelled, every so many seconds; what it raises is logged, and it is tried again.
-
-    jitter: the share by which pauses vary at random.
-    """
+async def repeat(do: Callable[[], Awaitable[object]], period_s: float) -> None:
+    """Do something until cancelled, every so many seconds; what it raises is logged, and it is tried again."""
     pause_s = period_s
     while True:
         try:
@@ -70,7 +63,7 @@ async def repeat(do: Callable[[], Awaitable[object]], period_s: float, jitter: f
                 raise  # this task is to end; otherwise only a call within it was cancelled
             pause_s = max(period_s, min(2 * pause_s, LONGEST_PAUSE_S))
             logger.exception(f"{getattr(do, '__name__', do)} failed; trying again in {pause_s:g} s")
-        await asyncio.sleep(pause_s * random.uniform(1 - jitter, 1 + jitter))
+        await asyncio.sleep(pause_s)
 
 
 def require_name(model: str) -> str:
@@ -95,8 +88,9 @@ def environment(name: str, value: str | None) -> Iterator[None]:
 
 
 def policies_at_start(pool: Pool, policy: Policy) -> InForce:
-    """Return a policy with the pool's candidates. Raises PolicyError where their files do not fit."""
-    return InForce.of(policy, candidates=[(Policy.load(one.file), one.share) for one in pool.serving.policies])
+    """Return a policy with the pool's candidate. Raises PolicyError where its file does not fit."""
+    in_force, candidate = InForce(Member.of(policy)), pool.serving.candidate
+    return in_force if candidate is None else in_force.with_candidate(Policy.load(candidate.file), candidate.share)
 
 
 class Service(ABC):
@@ -135,7 +129,6 @@ class Service(ABC):
         alarm, n_replicas = f"alarm:{name}:{model}:of", pool.serving.router.replicas.max
         self.watching = Watching(self.in_force.policy, self.in_force.id, self.metrics, n_replicas, store, alarm)
         self._reported = Reported(store, life)
-        self.edges = Edges(self.metrics, store, life)
         self.elsewhere = Elsewhere()
         self.table_log = self._new_table_log(policy)
         self._stages_began = False
@@ -248,23 +241,20 @@ class Service(ABC):
         return f'"{self._life[:8]}-{in_force.version}"'
 
     async def policies(self) -> tuple[dict[str, Any], str]:
-        """Return the policies, candidates' evidence, and receipts; and the version's tag. Raises RequestError."""
+        """Return the policies, the candidate's evidence, and receipts; and the version's tag. Raises RequestError."""
         in_force = await self.current_policy()
         try:
-            found = await asyncio.to_thread(self.canary.settle, in_force)
+            evidence = await asyncio.to_thread(self.canary.settle, in_force)
         except StoreError as error:
-            raise RequestError("the evidence on candidates cannot be read now; try again", 503, 1.0) from error
-        candidates = [
-            {
-                "policy_id": member.id,
-                "share": member.share,
-                "evidence": self.canary.shown(found[member.id]),
-                "policy": member.policy.model_dump(mode="json"),
-            }
-            for member in in_force.candidates
-        ]
+            raise RequestError("the evidence on the candidate cannot be read now; try again", 503, 1.0) from error
+        candidate = in_force.candidate and {
+            "policy_id": in_force.candidate.id,
+            "share": in_force.share,
+            "evidence": evidence and self.canary.shown(evidence),
+            "policy": in_force.candidate.policy.model_dump(mode="json"),
+        }
         own = {"policy_id": in_force.id, "version": in_force.version, "policy": in_force.policy.model_dump(mode="json")}
-        content = {**own, "shares": in_force.shares, "candidates": candidates, "receipts": in_force.receipts}
+        content = {**own, "shares": in_force.shares, "candidate": candidate, "receipts": in_force.receipts}
         return content, self.etag(in_force)
 
     async def set_policy(
@@ -313,7 +303,11 @@ class Service(ABC):
     async def watch(self) -> dict[str, Any]:
         """Return all replicas' monitoring of the active policy. Raises RequestError (503)."""
         in_force = self.in_force
-        return report_of(in_force.policy, in_force.id, await self._told_by_all("watched", WatchedHere))
+        found = await self.ask_all("watched")
+        if silent := [one for one in found if not isinstance(one, WatchedHere)]:
+            logger.warning(f"a replica does not answer: {silent[0]!r:.200}")
+            raise RequestError("not every replica has reported", 503, 1.0)
+        return report_of(in_force.policy, in_force.id, found)
 
     async def feedback(self, body: bytes) -> dict[str, Any]:
         """Take what has become known of answers, each once. Raises RequestError where it makes no sense."""
@@ -321,8 +315,8 @@ class Service(ABC):
         feedback = Feedback.read(body, in_force.policy, self.pool.serving.max_request_rows, self.labels)
         n, n_counted, says = len(feedback), 0, None
         member = in_force.member(feedback.policy_id)
-        compares = bool(in_force.candidates) and feedback.was_drawn
-        watches = member is in_force.members[0] and in_force.policy.reference is not None
+        compares = in_force.candidate is not None and feedback.was_drawn
+        watches = member is in_force.incumbent and in_force.policy.reference is not None
         new = feedback
         if self.table_log is not None or (member is not None and (watches or compares)):
             new = await asyncio.to_thread(self._reported.new, feedback)
@@ -348,39 +342,22 @@ class Service(ABC):
             self.metrics.feedback(counted=n_counted, cut_short=n_cut, repeated=n_repeated)
         return {"policy_id": in_force.id, "rows": n, "counted": n_counted, "says": says}
 
-    async def edges_here(self) -> dict[str, Seen]:
-        """Return the reports of edges that have come to this replica."""
-        return self.edges.here()
-
-    async def fleet(self) -> dict[str, Any]:
-        """Return each edge's latest report to any replica. Raises RequestError (503)."""
-        return latest_of(await self._told_by_all("edges_here", dict))
-
-    async def _told_by_all(self, what: str, kind: type[T]) -> list[T]:
-        """Return what a method of every replica returns. Raises RequestError (503)."""
-        found = await self.ask_all(what)
-        if silent := [one for one in found if not isinstance(one, kind)]:
-            logger.warning(f"a replica does not answer {what}: {silent[0]!r:.200}")
-            raise RequestError("not every replica has reported", 503, 1.0)
-        return found
-
     async def _compare(self) -> None:
-        """Add up the evidence on candidates; promote or roll back one where it decides and the pool lets it."""
+        """Add up the evidence on the candidate; promote it or roll it back where that decides and the pool lets it."""
         in_force, rule = self.in_force, self.canary.rule
         try:
-            found = await asyncio.to_thread(self.canary.settle, in_force)
+            evidence = await asyncio.to_thread(self.canary.settle, in_force)
         except StoreError as error:
-            logger.warning(f"the evidence on candidates cannot be stored: {error}")
+            logger.warning(f"the evidence on the candidate cannot be stored: {error}")
             return
-        decisions = ((policy_id, decision(evidence, rule)) for policy_id, evidence in found.items())
-        policy_id, decided = next(((one, it) for one, it in decisions if it is not None), ("", None))
+        decided = None if evidence is None else decision(evidence, rule)
         if decided is None or not self.canary.decides:
             return
         what, why = decided
         try:  # for this very version: of all routers one decides
-            await self.set_policy(PolicyChange.of({what: True, "candidate": policy_id}), self.etag(in_force), why)
+            await self.set_policy(PolicyChange.of({what: True}), self.etag(in_force), why)
         except RequestError as error:
-            logger.info(f"{what} {policy_id}: {error.message}")
+            logger.info(f"{what}: {error.message}")
 
     async def _confirmed(self, version: int) -> int | None:
         """Return how many replicas there are once all have a version or a later one, None if some do not confirm."""

@@ -3,8 +3,8 @@
 Rows go on from where they stopped, after their request has been answered, and only to stages that are idle: at most one
 call's worth at a time, so that a request never waits for more than one of them. With a log, those that all stages have
 answered wait for idle stages, too: otherwise rows that stop early would be missing from the hours in which much is
-asked, and these would not. While there are candidates, some rows are answered again by each of them and the incumbent,
-so that their answers to the same rows can be compared.
+asked, and these would not. While there is a candidate, some rows are answered again by it
+and the incumbent, so that their answers to the same rows can be compared.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cauc_ray.errors import explain
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.monitor import Evidence, Watch, Watched, verdict, watch_report
-from cauc_ray.policies.policy import SIGNED, Policy
+from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import Answered
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.metrics import ServingMetrics
@@ -245,7 +245,7 @@ class Watching:
     def begin(self, policy: Policy, policy_id: str) -> None:
         """Watch another policy, from no row on."""
         watch = None if policy.reference is None else Watch(policy, self._n_routers)
-        content = json.dumps(policy.model_dump(mode="json", exclude={*SIGNED}), sort_keys=True)
+        content = json.dumps(policy.model_dump(mode="json"), sort_keys=True)
         self._kept = _Kept(policy_id, hashlib.sha256(content.encode()).hexdigest()[:16], watch)
 
     @contextmanager

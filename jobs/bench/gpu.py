@@ -79,7 +79,7 @@ def cascade(rows: int, batch: int, deferral: float, turns: int, device: str) -> 
             settings = stage(name, language(own, kind="transformers-choice", device=device), batch)
             settings["resources"]["num_gpus"] = 0.5 if device == "cuda" else 0
             specs.append(StageSpec.model_validate(settings))
-        prepare_process(specs[0], ())
+        prepare_process(specs[0])
         texts = {"text": random_texts(max(4 * batch, 400), seed=0)}
         logits = {spec.name: spec.load()(texts).logits for spec in specs}
         policy = fit_deferring(logits, drawn_labels(logits), COSTS, deferral)

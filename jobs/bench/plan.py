@@ -16,8 +16,7 @@ import cauc_ray
 from cauc_ray.errors import ExecutionError
 from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.models.pool import load_pool
-from cauc_ray.planning.measuring import time_router
-from cauc_ray.planning.plan import expected_deferral, run_stages, served_stages
+from cauc_ray.planning.plan import ROUTER, expected_deferral, run_stages, served_stages
 from cauc_ray.planning.simulation import (
     Latency,
     Simulation,
@@ -69,12 +68,12 @@ def plan(
     Three pools of `saved` stages, which sleep, so that the machine's cores are not the bottleneck: a plan is about
     stages. Each has another bottleneck. A run is predicted from the seconds in the pool file; measured are its rows
     over the time from the start of its first call to the end of its last, by its ledger, and how busy its stages were.
-    A service is predicted as by `cauc plan --ledger` of that run, with the pool's replicas and the router's seconds as
-    they are measured here, at half of the rate that the replicas can carry in full batches, and at four fifths, the
-    most that a plan ever gives them. Requests of one row are posted at random times (Poisson) by one process, and
-    latencies count from when they were due. A turn has times of its own: the median over the turns is given, and next
-    to the plan what its simulation says of the turn's very requests. Where these two differ, it is by chance; where the
-    second differs from what was measured, the plan is wrong, or the machine was busy with something else.
+    A service is predicted as by `cauc plan --ledger` of that run, with the pool's replicas, at half of the rate that
+    they can carry in full batches, and at four fifths, the most that a plan ever gives them. Requests of one row are
+    posted at random times (Poisson) by one process, and latencies count from when they were due. A turn has times of
+    its own: the median over the turns is given, and next to the plan what its simulation says of the turn's very
+    requests. Where these two differ, it is by chance; where the second differs from what was measured, the plan is
+    wrong, or the machine was busy with something else.
 
     seconds: of a run, as predicted, and of a service's turn.   turns: of a service at each load.   pools: which to plan
     for.   services: what is served after the run: "local", by one process; "serve", by Ray Serve, whose processes take
@@ -163,7 +162,6 @@ def planned_and_served(
     rows = [read_parquet(file, columns=["example_id", "stage"]) for file in parquet_files(folder / "out/predictions")]
     answered_by = np.concatenate([part.column("stage").to_numpy() for part in rows])
     bodies = [body_of({"example_id": [example]}) for part in rows for example in part.column("example_id").to_pylist()]
-    router = time_router()
     with served(folder, local=local) as url:
 
         def turn(rate: float, seed: int) -> tuple[Latency, Latency]:
@@ -178,7 +176,7 @@ def planned_and_served(
             if (result.statuses != 200).any():
                 raise ExecutionError(f"not all requests were answered: {result.counts()}")
             window = Window(warm_up_s, ends_s)
-            simulated = simulate_trace(planned, due_s, answered_by[order], window, router=router).latency
+            simulated = simulate_trace(planned, due_s, answered_by[order], window, router=ROUTER).latency
             measured = Latency.of(result.measured_s)
             assert measured is not None
             assert simulated is not None
@@ -187,7 +185,7 @@ def planned_and_served(
         found = []
         for load in LOADS:
             rate = load * most_rate(planned, 1.0)[0]
-            plan = simulate_arrivals(planned, rate, router=router).latency
+            plan = simulate_arrivals(planned, rate, router=ROUTER).latency
             assert plan is not None
             found.append({"load": load, "rate": rate, **against(plan, [turn(rate, seed) for seed in range(turns)])})
     return found

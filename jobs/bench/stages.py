@@ -71,7 +71,7 @@ def measured(kind: str, rows: int, batch: int, turns: int, device: str) -> dict[
             own = stage("model", case.model, batch)
             own["resources"]["num_gpus"] = int(device == "cuda")
             spec = StageSpec.model_validate(own)
-            prepare_process(spec, ())
+            prepare_process(spec)
             worker = PreparingWorker(spec, 0, write_table(folder / "LOGITS", {"model": 1.0}, []))
             worker.load()
             return compared(case, worker, rows, batch, turns)

@@ -192,14 +192,6 @@ def test_members_may_take_only_labels_that_count_from_zero(digits, kind, cv):
     assert model.evaluate(X_test, y_test).to_arrow()["prediction_label"].to_pylist() == named
 
 
-@pytest.mark.parametrize(("package", "name"), [("xgboost", "XGBClassifier"), ("lightgbm", "LGBMClassifier")])
-def test_boosted_trees_of_other_packages_fit_named_labels(digits, package, name):
-    boosted = getattr(pytest.importorskip(package), name)(n_estimators=5)
-    X, y, X_test, y_test = digits
-    model = CascadeClassifier([("small", LogisticRegression(C=1e-3)), ("large", boosted)], [1, 10], cv=0.5).fit(X, y)
-    assert model.score(X_test, y_test) > 0.7
-
-
 def test_a_fit_parameter_with_a_members_name_is_for_that_member(digits):
     X, y, _, _ = digits
     weights = np.linspace(0.5, 1.5, len(X))

@@ -106,18 +106,6 @@ def test_declarations_that_cannot_be_are_refused(tmp_path, chains, kind, words):
         cauc_ray.fit(write(tmp_path / "LOGITS", chains, lambda z: z), models=MODELS, logit_kind=kind)
 
 
-def test_policies_of_earlier_versions_load_and_answer_as_before(tmp_path, chains):
-    folder = write(tmp_path / "LOGITS", chains, lambda z: z)
-    policy = cauc_ray.fit(folder, models=MODELS)
-    for text in ("unknown", "raw", "as the model returns them", "mixed: each model's source says which"):
-        content = json.loads(policy.to_json())
-        content["logit_kind"] = text
-        for stage in content["stages"]:
-            del stage["logit_kind"]
-        earlier = Policy.of(content)
-        assert cauc_ray.evaluate(folder, earlier).to_arrow().equals(cauc_ray.evaluate(folder, policy).to_arrow())
-
-
 def test_real_tables_of_other_kinds_are_read(shared_logits):
     kinds = {"cifar100": "log-probabilities", "priced_mmlu": "surrogate", "cifar10": "raw"}
     models = {"cifar100": "efs_lenet_5", "priced_mmlu": "llama3.2-1b", "cifar10": "resnet20"}

@@ -109,16 +109,6 @@ def test_a_service_answers_as_the_replay(home, policies, service_of, method, emb
     assert_served(service_of(policy), cauc_ray.evaluate(home / "LOGITS", policy).predictions)
 
 
-@pytest.mark.parametrize("method", ["margin", "frugalgpt", "benchmark-routing"])
-def test_a_service_takes_another_budget(home, policies, service_of, method):
-    policy = policies(method)
-    later = policy.with_budget(20.0)
-    assert later.threshold != policy.threshold
-    service = service_of(policy)
-    assert cauc_ray.set_policy(url=service.url, budget=20.0)["policy_id"] == later.id
-    assert_served(service, cauc_ray.evaluate(home / "LOGITS", later).predictions, 60)
-
-
 def test_a_router_in_a_service_without_the_chosen_stage_has_no_answer(policies, service_of):
     """It knows no other answer, unless it has read the first model's."""
     service = service_of(policies("benchmark-routing", "enc"))
@@ -175,18 +165,6 @@ def test_checks_hold_on_rows_like_those_of_the_fit_and_not_on_others(home, polic
     assert cauc_ray.check(harder, policy).watched.evidence["confidence"].at is not None
 
 
-def test_a_check_sees_that_a_router_chooses_other_models(home, policies):
-    """The embeddings of all rows are those of rows that only the last model gets right."""
-    policy = policies("benchmark-routing", "enc")
-    evaluation = cauc_ray.evaluate(home / "LOGITS", policy)
-    chain, last = evaluation.chain, np.flatnonzero(evaluation.replay.stages == 3)
-    arrays = dict(zip(chain.models, chain.logits, strict=True))
-    arrays["enc"] = chain.logits[0][np.resize(last, len(chain))]
-    report = cauc_ray.check(arrays, policy, labels=chain.labels)
-    assert not report.holds
-    assert report.watched.evidence["confidence"].at is not None
-
-
 @pytest.mark.parametrize("method", ["frugalgpt", "routerdc"])
 def test_missing_or_changed_arrays_are_refused_in_one_line(policies, tmp_path, method):
     policy, arrays = tmp_path / "policy.json", tmp_path / "policy.safetensors"
@@ -233,52 +211,9 @@ def test_arrays_in_memory_have_embeddings_by_the_name_of_the_encoder(home, polic
             policy.predict({**models_alone, **wrong})
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"method": "margins"}, "margins"),
-        ({"method": "single:m9"}, "m9"),
-        ({"method": "margin", "embedding": "enc"}, "margin .*embedding"),
-        ({"method": "rf", "embedding": "enc"}, "embedding"),
-        ({"method": "routerdc", "embedding": "other"}, "other"),
-        ({"method": "stacked-both"}, "encoder"),
-        *(
-            ({"method": method, option: value}, option)
-            for method, option, value in [
-                ("margin", "safe", True),
-                ("margin", "search", True),
-                ("margin", "calibrator", "offsets"),
-                ("margin", "shards", 2),
-                ("margin", "price", 0.01),
-                ("frugalgpt", "price", 0.01),
-            ]
-        ),
-    ],
-)
-def test_options_that_a_method_does_not_have_are_refused_in_one_line(home, options, words):
-    with pytest.raises(ConfigError, match=words) as error:
-        cauc_ray.fit(home / "LOGITS", **options)
-    assert "\n" not in str(error.value)
-
-
 def test_a_plan_of_a_policy_that_does_not_call_models_in_turn_is_refused(home, policies):
     with pytest.raises(ConfigError, match="in turn"):
         cauc_ray.plan(home / "pool.yaml", policies("routerdc"), rate=10.0)
-
-
-def test_the_command_fits_shows_evaluates_and_checks_a_router(command, home):
-    options = ["--method", "benchmark-routing", "--embedding", "enc", "--budget", BUDGET]
-    code, out, err = command("fit", home / "LOGITS", *options, "-o", "router.json")
-    assert (code, "Traceback" in err) == (0, False)
-    assert "benchmark-routing" in out
-    assert command("show", "router.json")[0] == 0
-    code, out, _ = command("evaluate", home / "LOGITS", "--policy", "router.json", "--json")
-    evaluation = json.loads(out)
-    assert (code, evaluation["method"]) == (0, "benchmark-routing")
-    assert [stage["name"] for stage in evaluation["stages"]] == ["enc", *MODELS]
-    assert command("check", home / "LOGITS", "--policy", "router.json")[0] in (0, 3)
-    code, _, err = command("fit", home / "LOGITS", "--method", "oracle")
-    assert (code, err.count("\n")) == (2, 1)
 
 
 @others_soak([("stacked-both", "enc")])

@@ -121,13 +121,3 @@ def test_totals_are_what_a_slow_loop_says_and_no_order_matters(calls):
         assert stage["busy_share"] is None or 0 <= stage["busy_share"] <= 1
     shares = [stage["cost_share"] for stage in summary["stages"]]
     assert shares == [None, None] if summary["total_cost"] == 0 else sum(shares) == pytest.approx(1)
-
-
-def test_failed_and_degraded_rows_and_lost_calls_are_counted_and_shown(tmp_path, capsys):
-    calls = [call("small", 0, 0.0, 1.0, 3, 1), call("large", 0, 1.0, None, batch=1)]
-    summary = summary_of(tmp_path, calls, [0, 0, 0, 1], failed=[3], degraded=[0, 1])
-    assert (summary["n_failed"], summary["degraded"]) == (1, 2)
-    show.run_summary({"run_id": "r", **summary, "run_s": 1.0, "elapsed_s": 2.0})
-    text = capsys.readouterr().out
-    for words in ("rows failed (see failed/): 1", "a stage that was down: 2", "calls that brought nothing: 1"):
-        assert words in " ".join(text.split())

@@ -10,7 +10,6 @@ from asking import infer, outputs_of
 from runs import read_all
 
 import cauc_ray
-from cauc_ray.errors import CaucError
 
 NAMES = ["leaves", "stays"]
 MODELS = """
@@ -65,19 +64,6 @@ def test_features_are_collected_and_run_under_their_own_names(home, ray_session,
     assert all(NAMES[prediction] == name for prediction, name in named)
     replayed = cauc_ray.evaluate(tmp_path / "logits", policy).to_arrow()
     assert set(replayed["prediction_label"].to_pylist()) <= set(NAMES)
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "words"),
-    [
-        ("labelled.csv", {"years": "age"}, r"unknown column to read 'years'.*by their own names"),
-        ("labelled.csv", {"label": "churn"}, "no column 'churn' for label; it has age, plan, outcome"),
-        ("odd.csv", {}, r"nor one of the pool's labels: leaves, stays: 'perhaps' \(1\)"),
-    ],
-)
-def test_rows_of_other_columns_or_labels_are_refused(home, tmp_path, rows, columns, words):
-    with pytest.raises(CaucError, match=words):
-        cauc_ray.collect(home / "pool.yaml", home / rows, tmp_path / "logits", columns=columns)
 
 
 def test_a_service_answers_with_the_names_of_classes(home, tmp_path):

@@ -74,24 +74,6 @@ def test_the_command_writes_and_shows_what_python_fits(cauc, table, options, wor
     assert ("certified at most 10 %" in cauc(*evaluate)[1]) == ("certify" in options)
 
 
-def test_an_evaluation_sets_each_promise_next_to_what_came(cauc):
-    cauc("fit", "LOGITS", *CHAIN, "-o", "p.json")
-    result = json.loads(cauc("evaluate", "LOGITS", "--policy", "p.json", "--json")[1])
-    *inner, last = result["stages"]
-    assert last["guarantees"] is None
-    for stage in inner:
-        promise = stage["guarantees"]
-        assert promise["coverage"] == pytest.approx(stage["answered"] / stage["reached"])
-        assert promise["accepted_accuracy_bound"] <= promise["accepted_accuracy"] + 1e-9
-        assert promise["accepted_accuracy"] == pytest.approx(stage["accepted_accuracy"])
-    early = result["early"]
-    n_wrong = sum(stage["answered"] * (1 - stage["accepted_accuracy"]) for stage in inner)
-    assert early["n"] == sum(stage["answered"] for stage in inner)
-    assert early["risk"] == pytest.approx(n_wrong / early["n"])
-    assert early["risk_interval"][0] < early["risk"] < early["risk_interval"][1]
-    assert early["certified_risk"] is None
-
-
 def test_guards_are_in_the_file_and_errors_where_asked(cauc, tmp_path):
     code, out, err = cauc("fit", "FEW", *CHAIN, "-o", "p.json")
     guards = json.loads((tmp_path / "p.json").read_text())["guards"]
@@ -106,22 +88,6 @@ def test_guards_are_in_the_file_and_errors_where_asked(cauc, tmp_path):
     assert [guard.model_dump(mode="json") for guard in error.value.guards] == fired
 
 
-@pytest.mark.parametrize(
-    "rule", [{"method": "base"}, {"method": "rf", "budget": 20.0, "objective": "macro-f1"}], ids=str
-)
-def test_a_searched_policy_is_the_direct_fit_of_its_models(home, rule):
-    costs = {"m0": 30.0, "m1": 9.0, "m2": 2.0, "m3": 1.0} if "budget" in rule else None
-    policy = cauc_ray.fit(home / "POOL", models=POOL, costs=costs, search=True, **rule)
-    assert policy.search.pool == tuple(reversed(POOL) if costs else POOL)  # ordered by the costs given
-    assert policy.models == policy.search.chosen.models
-    direct = cauc_ray.fit(home / "POOL", models=policy.models, costs=costs, **rule)
-    assert policy.model_copy(update={"search": None}) == direct
-    assert policy.id == direct.id
-    assert policy.search.chosen.cost == pytest.approx(policy.expected.cost)
-    if policy.curve:
-        assert policy.with_budget(25.0).search == policy.search
-
-
 def test_examples_that_only_other_models_failed_on_count_in_the_policy(tmp_path):
     """A model that is never chosen, and failed on some examples, changes nothing of the policy of the others."""
     write_table(tmp_path, n=120, strengths=(-3.0, 1.0, 2.0))
@@ -134,11 +100,3 @@ def test_examples_that_only_other_models_failed_on_count_in_the_policy(tmp_path)
         policy = cauc_ray.fit(tmp_path, models=MODELS, method="rf", search=True)
     assert policy.calibration.n == policy.validation.n == 120
     assert policy.model_copy(update={"search": None}) == cauc_ray.fit(tmp_path, models=policy.models, method="rf")
-
-
-def test_a_replaced_model_is_calibrated_as_the_others_are(home):
-    options = {"method": "rf", "calibrator": "offsets"}
-    changed = cauc_ray.replace_model(
-        cauc_ray.fit(home / "LOGITS", models=["m0", "m2"], **options), home / "LOGITS", {"m0": "m1"}
-    )
-    assert changed == cauc_ray.fit(home / "LOGITS", models=["m1", "m2"], **options)

@@ -21,7 +21,6 @@ from synthetic import write_table
 
 import cauc_ray
 from cauc_ray.errors import BudgetError, CaucError, ConfigError, DataError, GuardError, PolicyError
-from cauc_ray.planning.stages import RouterSeconds
 from cauc_ray.policies.policy import Policy
 
 LIMIT = "risk<=0.1@0.9"
@@ -77,6 +76,9 @@ BOTH_DOORS = [
     ("fit", {"logits": "EMBEDDED", "method": "rf", "embedding": "enc"}, "looks at no embedding", ConfigError),
     ("fit", {"method": "stacked-both"}, "give their encoder", ConfigError),
     ("fit", {"method": "margin", "safe": True}, "safe is for methods", ConfigError),
+    ("fit", {"method": "margin", "search": True}, "search", ConfigError),
+    ("fit", {"method": "margin", "calibrator": "offsets"}, "calibrator", ConfigError),
+    ("fit", {"method": "frugalgpt", "price": 0.01}, "price", ConfigError),
     ("fit", {"method": "duo", "certify": LIMIT}, "answers nothing before the last model", ConfigError),
     ("compare", {"texts": "nowhere.parquet"}, "no file nowhere.parquet", DataError),
     ("sweep", {"methods": ["routellm-bert"]}, "trains a model on texts", ConfigError),
@@ -91,6 +93,8 @@ BOTH_DOORS = [
     ("evaluate", {"policy": "pipe"}, "no policy file", PolicyError),
     ("run", {"pool": "unknown-key.yaml"}, "stgaes", ConfigError),
     ("run", {}, "needs a column 'x'", DataError),
+    ("run", {"input": "absent"}, "unknown dataset 'absent'", ConfigError),
+    ("run", {"pool": "good.yaml"}, "unknown stage 'small'", ConfigError),
     # Data to collect on.
     ("collect", {"pool": "kind.yaml"}, "pyhton", ConfigError),
     ("collect", {"dataset": "mmlu=absent"}, "absent", DataError),
@@ -101,6 +105,7 @@ BOTH_DOORS = [
     ("collect", {"out": "text.txt"}, "text.txt", CaucError),
     ("collect", {"out": ""}, "a path is ", ConfigError),
     ("collect", {"split": "tset"}, "tset", CaucError),
+    ("collect", {"models": ["lnog"]}, "lnog", ConfigError),
     ("collect", {"embedding": "org/longest"}, "both named 'longest'", ConfigError),
     # Models that must be known to serve before Ray starts or weights are loaded.
     *(
@@ -118,10 +123,8 @@ BOTH_DOORS = [
     ("plan", {"rate": 0}, "rate", ConfigError),
     ("plan", {"rate": 1e12}, "requests a second", ConfigError),
     ("plan", {"policy": "moved.json"}, "how often its stages defer", CaucError),
-    ("plan", {"pool": "x.yaml", "policy": "expecting-two.json"}, "seconds of stage 'small'", ConfigError),
-    ("plan", {"pool": "untimed.yaml"}, "take no time", ConfigError),
-    ("plan", {"ledger": "run", "input": "text.txt"}, "ledger", ConfigError),
-    ("plan", {"input": "text.txt"}, "text.txt", DataError),
+    ("plan", {"pool": "x.yaml", "policy": "expecting-two.json"}, "no timing for stage 'small'", ConfigError),
+    ("plan", {"pool": "untimed.yaml"}, "declares no seconds", ConfigError),
     # Reports.
     ("report", {"folder": "empty"}, "has no policy.json", DataError),
     ("report", {"folder": "several"}, "holds 2 policies (several/policies/first.json, several/pol", ConfigError),
@@ -269,7 +272,6 @@ def cauc(home, command, monkeypatch):
         raise AssertionError("Ray starts")
 
     monkeypatch.setattr(ray, "init", started)
-    monkeypatch.setattr("cauc_ray.planning.measuring.time_router", RouterSeconds)  # which takes seconds
     monkeypatch.chdir(home)
 
     def refused(words, *arguments):

@@ -1,8 +1,6 @@
 """The images of a cluster's nodes and of an edge box, their locked packages, and the edge box's systemd unit."""
 
-import ast
 import configparser
-import importlib.metadata
 import re
 import shlex
 import shutil
@@ -93,7 +91,7 @@ def locked_extras(path):
     return re.findall(r"--extra (\S+)", path.read_text().splitlines()[1])
 
 
-@pytest.mark.parametrize("name", ["requirements", "edge/requirements", "edge/fleet", "edge/build"])
+@pytest.mark.parametrize("name", ["requirements", "edge/requirements", "edge/build"])
 def test_lock_file_satisfies_its_requirements(name):
     path, lines = NODES / f"{name}.txt", (NODES / f"{name}.in").read_text().splitlines()
     if extras := locked_extras(path):
@@ -105,33 +103,18 @@ def test_lock_file_satisfies_its_requirements(name):
 
 
 def test_node_image_has_every_extra_except_those_for_development_and_edge_boxes():
-    excluded = {"demo", "examples", "docs", "dev", "vllm", "fleet", "remote"}
+    excluded = {"demo", "examples", "docs", "dev", "vllm", "remote"}
     assert set(locked_extras(NODES / "requirements.txt")) == EXTRAS.keys() - excluded
-
-
-def test_node_image_has_what_jobs_import():
-    nodes = [node for path in (ROOT / "jobs").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
-    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
-    # The benchmark of vLLM is skipped in the image, since vLLM pins a PyTorch of its own.
-    packages = {name.split(".")[0] for name in modules} - {*sys.stdlib_module_names, "jobs", "cauc_ray", "vllm"}
-    locked, distributions = pins(NODES / "requirements.txt"), importlib.metadata.packages_distributions()
-    assert packages
-    assert {
-        name for name in packages if not {canonicalize_name(one) for one in distributions[name]} & set(locked)
-    } == set()
 
 
 def test_edge_image_has_the_packages_dependencies_except_those_it_does_not_import():
     local = requirements((EDGE / "requirements.in").read_text().splitlines())
-    fleet = requirements((EDGE / "fleet.in").read_text().splitlines())
     package = requirements(PROJECT["dependencies"])
-    extras = requirements([*EXTRAS["remote"], *EXTRAS["fleet"]])
+    extras = requirements(EXTRAS["remote"])
     assert {name: local[name].specifier for name in package.keys() - NOT_ON_EDGE} == {
         name: package[name].specifier for name in package.keys() - NOT_ON_EDGE
     }
     assert local["httpx2"].specifier == extras["httpx2"].specifier
-    assert fleet["cryptography"].specifier == extras["cryptography"].specifier
     assert not NOT_ON_EDGE & pins(EDGE / "requirements.txt").keys()
 
 

@@ -16,7 +16,6 @@ import pytest
 import ray
 import yaml
 from asking import http, infer, outputs_of
-from fleet_source import Key, Source, with_fleet
 from ray._private.ray_constants import PROMETHEUS_SERVICE_DISCOVERY_FILE
 from runs import pool_of, python_model, saved_model, write_pool
 from synthetic import chain
@@ -158,8 +157,7 @@ class Prometheus:
 class Chain:
     """A watched pool of three stages, the last of which can be made to fail or to hang; and an edge before it.
 
-    The service compares two policies and logs its rows. The edge asks it for the last stage, follows a policy that is
-    signed, and reports to it.
+    The service compares two policies and logs its rows. The edge asks it for the last stage.
     """
 
     def __init__(self, folder):
@@ -189,20 +187,12 @@ class Chain:
     @contextmanager
     def edge(self, service):
         """Run the edge before a service."""
-        folder, source = self.folder / "edge", Source()
-        key = Key(folder)
-        source.files = key.signed(self.policy)
         models = {name: saved_model(name, self.folder / "LOGITS") for name in self.policy.models[:2]}
         models[self.policy.models[2]] = {"kind": "remote", "url": service.url, "model": "six"}
         stages = [{"name": name, "model": model} for name, model in models.items()]
-        pool = write_pool(folder, stages, on_failure="degrade")
-        report = f"{service.url}/v2/models/six/fleet"
-        pool = with_fleet(pool, policy=f"{source.url}/policy.json", public_key="public.pem", report=report, every_s=0.5)
-        try:
-            with cauc_ray.serve(pool, self.policy, port=0, name="six", local=True) as edge:
-                yield edge
-        finally:
-            source.close()
+        pool = write_pool(self.folder / "edge", stages, on_failure="degrade")
+        with cauc_ray.serve(pool, self.policy, port=0, name="six", local=True) as edge:
+            yield edge
 
     def ask(self, service, start, stop):
         """Ask for rows, and give feedback on their answers if there are any."""

@@ -15,7 +15,7 @@ from pages import BLOCK, ROOT
 from sklearn.datasets import make_classification
 
 UV = Path(sys.executable).parent / "uv"
-CORE = "demo,sklearn,serve,grpc,fleet,remote,openai,onnx"
+CORE = "demo,sklearn,serve,grpc,remote,openai,onnx"
 SMOKE = """
 import cauc_ray
 from sklearn.datasets import load_digits

@@ -106,7 +106,7 @@ def ghosts(text, code="", folder=ROOT):
     for variable in re.findall(r"\bCAUC_[A-Z_]+\b", f"{text}\n{code}"):
         if variable not in words():
             yield variable
-    for verb in re.findall(r"`cauc ([a-z]+(?: (?:set|sign))?)\b", text):
+    for verb in re.findall(r"`cauc ([a-z]+(?: set)?)\b", text):
         if verb not in SUMMARIES and verb != "policy":
             yield f"cauc {verb}"
     for span in spans:

@@ -279,30 +279,7 @@ def test_models_run_side_by_side_as_resources_allow(tmp_path):
     assert sum(last[name] < max(first.values()) for name in "abc") >= 1
 
 
-# Stages, what else differs, and the error that names it.
 GOOD = [stage("long", "longest")]
-OTHER_UNIT = stage("b", "longest", cost={"params_b": 1})
-FAULTS = {
-    "another task": (GOOD, {"task": IMAGES}, DataError, r"q\.parquet has no column 'image'.*image-classification"),
-    "no such stage": (GOOD, {"models": ["lnog"]}, ConfigError, "lnog"),
-    "no such dataset": (GOOD, {"dataset": "mmul"}, ConfigError, "mmul.*mmlu"),
-    "no such split": (GOOD, {"split": "tset"}, ConfigError, "tset.*test"),
-    "no room": ([stage("huge", "longest", resources={"num_cpus": 4000})], {}, ExecutionError, "stage 'huge'"),
-    "two units": ([*GOOD, OTHER_UNIT], {}, ConfigError, "stage 'long' has s, stage 'b' has B"),
-    "a file": (GOOD, {"out": "q.parquet"}, ConfigError, "is not a folder"),
-    "an embedding of one": (GOOD, {"embedding": "long", "models": ["long"]}, ConfigError, "models"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_reported_before_anything_starts(tmp_path, fault):
-    write_questions(tmp_path / "q.parquet", 40)
-    stages, changes, kind, words = FAULTS[fault]
-    options = {"task": "multiple-choice", "dataset": tmp_path / "q.parquet", "out": "L", **changes}
-    path, dataset = pool(tmp_path, *stages, task=options.pop("task")), options.pop("dataset")
-    with pytest.raises(kind, match=words):
-        cauc_ray.collect(path, dataset, tmp_path / options.pop("out"), **options)
-    assert not (tmp_path / "L").exists()
 
 
 @pytest.mark.soak("full")

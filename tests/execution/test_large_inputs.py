@@ -15,7 +15,6 @@ import ray
 from cauc_ray.data.blocks import InputBlock
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.run_controller import RunController
-from cauc_ray.execution.user_code import import_paths
 from cauc_ray.models.pool import StageSpec, load_pool
 
 TESTS = Path(__file__).parents[1]
@@ -91,8 +90,8 @@ def test_the_controllers_memory_does_not_grow_with_the_blocks(tmp_path):
     from runs import python_pool, two_model_policy  # not where the reading tasks import this module
 
     stages = load_pool(python_pool(tmp_path, [("by_x", {})] * 2)).stages
-    sink, paths = Allocated(), import_paths(stages)
-    plan = RunPlan("run", stages, two_model_policy(), ManyBlocks(25), sink, 2500, 0, 1, {}, paths)
+    sink = Allocated()
+    plan = RunPlan("run", stages, two_model_policy(), ManyBlocks(25), sink, 2500, 0, 1, {})
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
     tracemalloc.start()
     try:
@@ -107,5 +106,5 @@ def test_the_controllers_memory_does_not_grow_with_the_blocks(tmp_path):
 def test_the_queues_of_all_stages_fill_a_fifth_of_the_store_at_most(n_stages):
     model = {"kind": "python", "factory": "user_models:by_x"}
     stages = tuple(StageSpec(name=f"m{n}", model=model, replicas={"min": 1, "max": 4}) for n in range(n_stages))
-    limits, _ = RunPlan("r", stages, None, None, None, None, 0, 64, None, import_paths([])).limits(1e9)
+    limits, _ = RunPlan("r", stages, None, None, None, None, 0, 64, None).limits(1e9)
     assert sum(at.queue_bytes for at in limits) <= 0.2 * 1e9

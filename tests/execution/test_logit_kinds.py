@@ -16,11 +16,9 @@ from runs import (
     split_input,
     two_model_policy,
     write_pool,
-    write_questions,
 )
 
 import cauc_ray
-from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import CaucWarning, ConfigError, PolicyError
 
 LOWEST = float(np.finfo(np.float32).min)
@@ -73,30 +71,6 @@ def test_a_live_model_of_undeclared_probabilities_ends_the_run_with_the_remedy(t
     with pytest.raises(ConfigError, match="logit_kind: probabilities"):
         run(tmp_path, pool(tmp_path), policy, split_input(tmp_path, chains["test"]))
     assert not (tmp_path / "out" / "summary.json").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
-def test_what_a_model_declares_is_collected_and_run_as_such(tmp_path):
-    """user_models.softmaxed answers questions with probabilities, of which the last are 0."""
-    questions = tmp_path / "q.parquet"
-    write_questions(questions, 120)
-    small = {**python_model("softmaxed"), "logit_kind": "probabilities"}
-    stages = [
-        {"name": name, "model": model, "cost": {"gflops": cost}, "resources": {"num_cpus": 0.5}}
-        for name, model, cost in (("m0", small, 1.0), ("m1", python_model("longest"), 4.0))
-    ]
-    path = write_pool(tmp_path, stages)
-    cauc_ray.collect(path, questions, tmp_path / "LOGITS")
-    info = LogitTable(tmp_path / "LOGITS").info
-    assert [(model.name, model.logit_kind) for model in info.models] == [("m0", "probabilities"), ("m1", "raw")]
-    with pytest.warns(CaucWarning, match="'m0': probabilities are 0"):
-        policy = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method="rf", threshold=0.6)
-    run(tmp_path, path, policy, questions)
-    live = answers_of(tmp_path / "out")
-    assert len(live) == 120
-    replayed = by_example(cauc_ray.evaluate(tmp_path / "LOGITS", policy).to_arrow())
-    assert {name: live[name] for name in replayed} == replayed
 
 
 def python_stage(name, cost=None, **model):

@@ -82,24 +82,6 @@ def test_rows_come_in_order_in_blocks_with_tensors(lazy):
 
 
 @pytest.mark.slow
-def test_done_blocks_are_left_out_unconverted():
-    labels = [-5] * 4 + [1] * 6
-    data = ray_data().from_arrow(pa.table({"example_id": [str(row) for row in range(10)], "label": labels}))
-    opened = dataset_input(data)
-    assert opened.n_rows == 10
-    assert opened.row_bytes > 1
-    blocks = opened.blocks(4).blocks(0, [0])
-    contents = {
-        number: (block.example_ids, None if block.labels is None else block.labels.tolist()) for number, block in blocks
-    }
-    assert contents == {0: (list("0123"), None), 1: (list("4567"), [1] * 4), 2: (list("89"), [1] * 2)}
-    with pytest.raises(DataError, match=r"other rows .*block 3.*start a new run"):
-        list(opened.blocks(4).blocks(0, [0, 3]))
-    with pytest.raises(DataError, match="the Ray dataset, row 0: label -5"):
-        list(opened.blocks(4).blocks(0))
-
-
-@pytest.mark.slow
 def test_datasets_that_do_not_serve_are_refused():
     data = ray_data()
     with pytest.raises(DataError, match="has no column 'example_id'; it has x, y"):

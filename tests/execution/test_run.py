@@ -4,7 +4,6 @@ import json
 from collections import Counter
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
@@ -18,24 +17,21 @@ from runs import (
     by_example,
     numbered_input,
     pool_of,
-    python_model,
     python_pool,
     ranked,
     read_all,
     rows_of,
     run,
     saved_model,
-    saved_pool,
     split_input,
     two_model_policy,
-    write_pool,
 )
 from stored import damage, write
 from synthetic import write_table
 from user_models import by_x
 
 import cauc_ray
-from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
+from cauc_ray.errors import CaucError, ConfigError, ExecutionError
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -301,23 +297,6 @@ def test_a_stage_that_fits_nowhere_is_reported_before_anything_starts(tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-def test_faults_of_the_call_are_reported_before_ray_is_asked(tmp_path):
-    inputs, policy, pool = numbered_input(tmp_path), two_model_policy(), python_pool(tmp_path)
-    full = write(tmp_path / "full" / "mine.jsonl", [{"keep": 1}]).parent
-    for options, words in (({}, "not an empty folder"), ({"resume": True}, "has no run to resume")):
-        with pytest.raises(ConfigError, match=words):
-            cauc_ray.run(pool, policy, inputs, full, **options)
-    assert [path.name for path in full.iterdir()] == ["mine.jsonl"]
-    with pytest.raises(DataError, match="there is no file"):
-        run(tmp_path, pool, policy, tmp_path / "absent")
-    vision = {"kind": "torchvision", "arch": "resnet18"}
-    with pytest.raises(DataError, match=r"stage 'small' needs a column 'image', .*input\.parquet has only example_id"):
-        run(tmp_path, pool_of(tmp_path, {"small": vision, "large": vision}), policy, inputs)
-    with pytest.raises(ConfigError, match="unknown stage 'small'; did you mean 'smal'"):
-        run(tmp_path, write_pool(tmp_path, [{"name": "smal", "model": python_model("by_x")}]), policy, inputs)
-    assert not (tmp_path / "out").exists()
-
-
 LACKING = {
     "onnx": {"model": "absent.onnx", "columns": ["x"]},
     "torchvision": {"arch": "resnet18", "weights": "absent.pth"},
@@ -357,17 +336,6 @@ def test_a_ray_that_does_not_start_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(ExecutionError, match=r"^[^\n]*timed out during startup\.$"):
         run(tmp_path, python_pool(tmp_path), two_model_policy(), numbered_input(tmp_path))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_a_saved_stage_names_an_example_that_it_lacks_and_a_block_without_answers_is_committed(tmp_path):
-    write_table(tmp_path / "LOGITS", n=60)
-    policy = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method="base")
-    pq.write_table(pa.table({"example_id": ["stranger"]}), tmp_path / "input.parquet")
-    summary = run(tmp_path, saved_pool(tmp_path), policy, tmp_path / "input.parquet")
-    answered, failed = rows_of(tmp_path / "out")
-    assert (summary["n"], summary["n_failed"], summary["stages"][0]["failed"], answered) == (1, 1, 1, {})
-    assert "example 'stranger' is not in" in failed["stranger"]["reason"]
 
 
 def test_a_batch_is_prepared_while_the_one_before_is_computed(tmp_path):

@@ -1,9 +1,7 @@
 """Fits and replays by shards are those of one process, in whatever order the files hold the rows."""
 
-import itertools
 import json
 import os
-import warnings
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -18,13 +16,10 @@ from masked import softmax
 from synthetic import SPLITS, planted, write_table
 
 import cauc_ray
-from cauc_ray.api.offline import fit_shards
-from cauc_ray.api.options import FitOptions
 from cauc_ray.data.writing import logit_columns
-from cauc_ray.errors import CaucWarning, ConfigError, DataError, ExecutionError, GuardError
+from cauc_ray.errors import ConfigError, DataError, ExecutionError, GuardError
 from cauc_ray.execution import session, sharded
 from cauc_ray.execution.sharded import ShardActor, Shards, ShardsWatched, cut_rows
-from cauc_ray.numbers.chain import digest_of_rows
 
 MODELS = ("m0", "m1", "m2")
 COSTS = (1.0, 4.0, 15.0)
@@ -133,23 +128,6 @@ def test_any_cut_of_rows_in_any_order_is_the_whole_table(tmp_path_factory, in_pr
         assert cut.measures == whole.measures
 
     check()
-
-
-def test_files_may_take_turns_in_the_order_of_ids(tmp_path, in_process):
-    """A shard then has none of the rows that a large fit takes as a sample, or all of them."""
-    n, turns = 9 * 512, 9
-    labels, logits = planted(np.random.default_rng(0), n, 4, (1.0, 1.7))
-    for model, split in itertools.product(range(2), SPLITS[:2]):
-        folder = tmp_path / f"model={MODELS[model]}" / f"split={split}"
-        folder.mkdir(parents=True)
-        for turn in range(turns):
-            rows = range(turn, n, turns)
-            table = logit_columns([f"{split}-{row:05d}" for row in rows], labels[rows], list(logits[model][rows]), None)
-            pq.write_table(table, folder / f"{turn}.parquet")
-    in_process.n = turns
-    for method in ("base", "rf"):
-        options = {"models": MODELS[:2], "costs": COSTS[:2], "method": method}
-        assert_same(*(cauc_ray.fit(tmp_path, **options, shards=n) for n in (turns, None)), rel=1e-6)
 
 
 # Fits of models too alike to be worth a cascade, and one of so many logits that it is done in float32.
@@ -261,17 +239,6 @@ def test_shards_on_a_cluster_fit_and_answer_as_one_process(table, ray_session, c
 
 
 @pytest.mark.slow
-def test_shards_on_a_cluster_are_as_many_as_the_smallest_split_has_rows(ray_session, tmp_path):
-    table = write_scattered(tmp_path, 11, n_validation=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaucWarning)
-        expected = cauc_ray.fit(table, models=MODELS)
-        fitted = fit_shards(table, FitOptions.of({"models": MODELS, "shards": 4}))
-    assert len(fitted.shards.nodes) == 1
-    assert_same(fitted.policy, expected)
-
-
-@pytest.mark.slow
 def test_shards_on_a_cluster_refuse_bad_rows_and_resources_that_nobody_has(ray_session, tmp_path):
     write_table(tmp_path, n=60)
     for options, words in (
@@ -287,16 +254,3 @@ def test_shards_on_a_cluster_refuse_bad_rows_and_resources_that_nobody_has(ray_s
 def test_options_of_shards_need_shards(table):
     with pytest.raises(ConfigError, match="shards"):
         cauc_ray.fit(table, models=MODELS, deadline_s=3.0)
-
-
-def test_parts_in_any_order_make_up_the_digest_of_the_whole():
-    rng = np.random.default_rng(0)
-    logits, ranks = rng.standard_normal((50, 7)).astype(np.float32), np.arange(50)
-    whole, parts = digest_of_rows(logits, ranks), np.array_split(rng.permutation(50), 4)
-    assert sum(digest_of_rows(logits[part], ranks[part]) for part in parts) % 2**64 == whole
-    assert digest_of_rows(np.pad(logits, ((0, 0), (0, 2)), constant_values=-np.inf), ranks) == whole
-    swapped, nudged = logits.copy(), logits.copy()
-    swapped[[3, 4]] = logits[[4, 3]]
-    nudged[9, 2] = np.nextafter(nudged[9, 2], np.float32(9))
-    different = (swapped, nudged, np.pad(logits, ((0, 0), (0, 1))), logits[:, ::-1])
-    assert len({whole, *(digest_of_rows(rows, ranks) for rows in different)}) == 5

@@ -1,19 +1,16 @@
-"""A user's own modules: next to the pool file, in a folder that no worker has ever seen."""
+"""A user's own modules: next to the pool file, or in the working directory of Ray's runtime environment."""
 
-import os
-import pickle
-from contextlib import contextmanager
+import json
+import subprocess
+import sys
 
 import pytest
-import ray
 from runs import numbered_input, rows_of, two_model_policy, write_pool
 
 import cauc_ray
-from cauc_ray.execution.user_code import import_paths
-from cauc_ray.models.pool import load_pool
 
 MODEL = """
-import json, own_layers.twofold
+import own_layers.twofold
 
 def load(factor):
     return own_layers.twofold.logits(factor)
@@ -23,72 +20,54 @@ import numpy as np
 from .size import SIZE
 
 def logits(factor):
-    def answer(batch):
-        x = batch["x"] if "x" in batch else batch["image"][:, 0]
-        return np.stack([factor * x, np.zeros(len(x))], axis=1)[:, :SIZE]
-    return answer
+    return lambda batch: np.stack([factor * batch["x"], np.zeros(len(batch["x"]))], axis=1)[:, :SIZE]
 """
+# Runs and serves a pool whose folder is at a path that leads elsewhere, or nowhere, in every other process.
+ON_A_CLUSTER = """
+import os, sys, cauc_ray, ray
 
-
-@contextmanager
-def seen_here_alone(folder):
-    """Yield a path of a folder that leads elsewhere, or nowhere, in every other process."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
+folder, inputs, out = sys.argv[1:]
+pool = f"/proc/self/fd/{os.open(folder, os.O_RDONLY | os.O_DIRECTORY)}/pool.yaml"
+ray.init(num_cpus=4, include_dashboard=False, runtime_env={"working_dir": folder})
+cauc_ray.run(pool, f"{folder}/policy.json", inputs, out)
+with cauc_ray.serve(pool, f"{folder}/policy.json", port=0):
+    pass  # both stages have loaded their models
+"""
 
 
 @pytest.fixture
 def written(tmp_path):
-    """Write a pool and its modules into a folder."""
+    """Write a pool, its policy and its modules into a folder."""
     folder = tmp_path / "code"
     (folder / "own_layers").mkdir(parents=True)
     (folder / "own_model.py").write_text(MODEL)
     (folder / "own_layers" / "twofold.py").write_text(TWOFOLD)
     (folder / "own_layers" / "size.py").write_text("SIZE = 2\n")
-    (folder / "unrelated.py").write_text("SIZE = 3\n")
-    resources, stages = {"num_cpus": 0.5, "memory": "64MiB"}, []
+    stages = []
     for name, factor, cost in (("small", 1.0, 1.0), ("large", 3.0, 4.0)):
         model = {"kind": "python", "factory": "own_model:load", "kwargs": {"factor": factor}}
-        stages.append({"name": name, "model": model, "cost": {"gflops": cost}, "resources": resources})
-    write_pool(folder, stages, "image-classification")
+        stages.append({"name": name, "model": model, "cost": {"gflops": cost}, "resources": {"num_cpus": 0.5}})
+    write_pool(folder, stages, "classification")
+    two_model_policy().save(folder / "policy.json")
     return folder
 
 
-@pytest.mark.usefixtures("ray_session")
-def test_a_run_takes_its_modules_along(written, tmp_path):
-    inputs = numbered_input(tmp_path)
-    with seen_here_alone(written) as folder:
-        cauc_ray.run(f"{folder}/pool.yaml", two_model_policy(), inputs, tmp_path / "out")
-    rows, failed = rows_of(tmp_path / "out")
+def require_answers(folder):
+    rows, failed = rows_of(folder)
     assert [rows[f"row-{row}"]["prediction"] for row in range(40)] == [1] * 20 + [0] * 20
     assert not failed
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_a_service_takes_its_modules_along(written):
-    with (
-        seen_here_alone(written) as folder,
-        cauc_ray.serve(f"{folder}/pool.yaml", two_model_policy(), port=0) as service,
-    ):
-        assert service.model == "test"
-        assert ray.cluster_resources()["memory"] - ray.available_resources()["memory"] == 2 * (64 << 20)
+def test_modules_next_to_the_pool_file_are_imported_on_the_workers(written, tmp_path):
+    cauc_ray.run(written / "pool.yaml", written / "policy.json", numbered_input(tmp_path), tmp_path / "out")
+    require_answers(tmp_path / "out")
 
 
-def test_modules_that_have_arrived_by_themselves_are_used_as_they_are(written):
-    sent = import_paths(load_pool(written / "pool.yaml").stages)
-    assert sorted(sent.files) == ["own_layers/size.py", "own_layers/twofold.py", "own_model.py"]
-    assert sent == (str(written), os.getcwd())
-    assert pickle.loads(pickle.dumps(sent)) == sent
-
-
-def test_other_modules_of_the_same_names_do_not_take_their_places(written):
-    bytes_sent = pickle.dumps(import_paths(load_pool(written / "pool.yaml").stages))
-    (written / "own_model.py").write_text("raise SystemExit\n")
-    first, *paths = pickle.loads(pickle.dumps(pickle.loads(bytes_sent)))  # sent on by one who has them only unpacked
-    assert paths == [str(written), os.getcwd()]
-    with open(os.path.join(first, "own_model.py")) as file:
-        assert file.read() == MODEL
+@pytest.mark.slow
+def test_rays_runtime_environment_brings_modules_to_runs_and_services(written, tmp_path):
+    command = [sys.executable, "-c", ON_A_CLUSTER, written, numbered_input(tmp_path), tmp_path / "out"]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["n"] == 40
+    require_answers(tmp_path / "out")

@@ -13,10 +13,8 @@ from synthetic import write_table
 import cauc_ray
 from cauc_ray.errors import CaucWarning
 from cauc_ray.planning import simulation
-from cauc_ray.planning.stages import RouterSeconds
 
 RATE, MOST = 20.0, 8
-ROUTER = RouterSeconds(per_request=0.001, per_call=0.003)
 # Seconds of a call and of a row, and what a replica occupies.
 TAKES = {"m0": (0.1, 0.01), "m1": (0.2, 0.05), "m2": (0.5, 0.2)}
 RESOURCES = {
@@ -46,11 +44,10 @@ def pool_content(most):
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_plans():
-    """Let the router take known seconds (test_measuring times a real one), and simulate few requests."""
+    """Simulate few requests."""
     with pytest.MonkeyPatch.context() as patch:
         for name, least in (("LEAST_ROWS", 1000), ("LEAST_LAST_ROWS", 100), ("LEAST_CALLS", 20)):
             patch.setattr(simulation, name, least)
-        patch.setattr("cauc_ray.planning.measuring.time_router", lambda: ROUTER)
         yield
 
 

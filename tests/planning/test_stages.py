@@ -19,7 +19,7 @@ calls = st.lists(st.tuples(st.integers(1, 300), st.floats(1e-4, 10.0)), min_size
 @given(calls=calls)
 def test_the_fit_is_the_best_line_without_a_negative_share(calls):
     rows, seconds = np.array([n for n, _ in calls]), np.array([s for _, s in calls])
-    timing = fit_seconds(rows, seconds, "ledger")
+    timing = fit_seconds(rows, seconds)
     assert timing.seconds.per_call >= 0
     assert timing.seconds.per_row >= 0
     assert (timing.n_calls, timing.least_rows, timing.most_rows) == (len(rows), rows.min(), rows.max())

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from planted import changed, problem
 
-from cauc_ray.policies.cascade_routing import sets_of
 from cauc_ray.policies.methods import METHODS
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
@@ -69,9 +68,3 @@ def test_a_model_that_is_a_poor_deal_is_left_out_for_each_row():
     answers = fitted.answers(costing(test), 8.0)
     assert 0.2 < answers.calls[:, 2].mean() < 0.8
     assert answers.calls[:, 1].mean() < 0.1
-
-
-def test_sets_of_calls_are_bounded_for_many_models():
-    assert len(sets_of(7)) == 2**7
-    assert [len(sets_of(8)), len(sets_of(8)[-1])] == [1 + 8 + 28 + 56, 3]
-    assert len(sets_of(200)) == 201

@@ -96,11 +96,6 @@ def test_validation_chooses_nothing_but_what_is_certified(method):
     assert policies[0].arrays == policies[1].arrays
 
 
-def test_a_method_that_always_asks_the_last_model_has_no_early_answer_to_certify():
-    with pytest.raises(ConfigError, match="duo answers nothing before the last model"):
-        fit_method("duo", drawn(1, 100)[0], ThresholdRule(certify=RiskLimit(0.5, 0.5)))
-
-
 def test_answers_of_a_router_are_early_if_they_are_of_all_but_the_most_expensive_model():
     fitting = planted.changed(drawn(1)[0], lambda split: split.of_models([2, 0, 1]))
     with pytest.raises(ConfigError, match="give the models by rising cost"):

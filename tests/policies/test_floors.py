@@ -98,28 +98,12 @@ def test_zeros_cost_no_more_than_the_best_floor_and_temperature_do(seen, n):
     assert error < 0.05
 
 
-def test_one_hot_answers_get_the_accuracy_as_their_confidence():
-    p, labels = calibrated(4000, 5)
-    shown = votes(p, 1)
-    with zeros_are_reported:
-        policy = fit(shown, labels)
-    predictions = policy.predict({"m": shown})
-    accuracy = (predictions.prediction == labels).mean()
-    np.testing.assert_allclose(predictions.confidence, accuracy, atol=1e-3)
-    assert 0.3 < policy.stages[0].temperature < 3
-
-
 def test_probabilities_without_zeros_and_steps_are_read_as_their_logarithms_are():
     p, labels = calibrated(500, 4, scale=1.0)
     policy = fit(p, labels)
     assert policy.stages[0].floor is None
     logs = as_logits(p.astype(np.float32), "probabilities")
     assert policy.stages[0].temperature == fit_temperature(logs, labels).temperature
-    content = policy.packed()
-    for stage in content["stages"]:
-        del stage["floor"]  # as in files of earlier versions
-    earlier = Policy.of(content)
-    assert (earlier, earlier.id) == (policy, policy.id)
     bounded = policy.model_copy(update={"stages": (policy.stages[0].model_copy(update={"floor": 0.01}),)})
     assert bounded.id != policy.id
     assert Policy.of(bounded.packed()) == bounded

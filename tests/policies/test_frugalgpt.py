@@ -1,13 +1,12 @@
 """FrugalGPT: the search for solutions against brute force, its scorer against scikit-learn."""
 
-from dataclasses import replace
 from itertools import permutations, product
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planted import changed, problem
+from planted import problem
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
@@ -65,17 +64,6 @@ def test_on_a_small_table_the_best_within_every_budget_is_that_of_brute_force(se
         assert max(n_right for cost, n_right in solutions if cost <= budget + 1e-9) == best
 
 
-def test_many_solutions_are_thinned_but_keep_both_ends(monkeypatch):
-    data = table(3, 300, 3, levels=1000)
-    everything = searched(data)
-    monkeypatch.setattr(frugalgpt, "MOST_SOLUTIONS", 10)
-    few = searched(data)
-    assert len(everything) > 20
-    assert len(few) == 10
-    assert set(few) <= set(everything)
-    assert (few[0], few[-1]) == (everything[0], everything[-1])
-
-
 def test_a_distance_equal_to_the_threshold_goes_on_and_the_last_model_answers_whatever_its_distance():
     distances = np.array([[0.3, 1.0], [0.2, 0.0]])
     takers, calls = Solution((0, 1), (0.3,)).replay(distances)
@@ -113,20 +101,3 @@ def test_scores_are_the_likeliest_of_the_penalties_on_validation():
             fit = LogisticRegression(C=c, max_iter=1000).fit(scaler.transform(rows[0]), right[0])
             losses.append(log_loss(right[1], fit.predict_proba(scaler.transform(rows[1]))))
         assert log_loss(right[1], 1 - distances[:, model]) == pytest.approx(min(losses), abs=1e-4)
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_a_model_that_is_always_right_or_never(right):
-    fitting, test = problem(6, n=100, n_test=50)
-
-    def made(part):
-        answers = part.chain.labels if right else (part.chain.labels + 1) % 4
-        logits = (part.chain.logits[0], np.float32(answers[:, None] == np.arange(4)))
-        return replace(part, chain=replace(part.chain, logits=logits))
-
-    fitted = fit_frugalgpt(changed(fitting, made))
-    distances = distances_of(fitted.unsolved, made(test))[:, 1]
-    assert (distances == distances[0]).all()
-    assert distances[0] == pytest.approx(0.0 if right else 1.0, abs=0.01)
-    answers = fitted.answers(made(test).without_labels(), fitted.default)
-    assert answers.calls[:, 1].any() == right

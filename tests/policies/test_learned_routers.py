@@ -12,11 +12,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import adjusted_rand_score
 from synthetic import seeds, softmax
 
-from cauc_ray.numbers.chain import Costs
 from cauc_ray.policies.baselines import model_vectors
 from cauc_ray.policies.baselines.graphrouter import Graph, Network
 from cauc_ray.policies.baselines.model_vectors import (
-    Neighbours,
     clusters,
     fit_embedllm,
     sample_model_loss,
@@ -65,25 +63,6 @@ def test_equal_losses_a_warm_up_and_a_gradient_norm(loss, schedule, options, exp
     weight, losses = walk(loss, schedule, **options)
     assert weight == pytest.approx(expected, abs=1e-5)
     assert len(losses) == n_checks
-
-
-@given(st.integers(1, 10))
-def test_a_batch_in_parts_has_the_gradient_of_the_batch(size):
-    target = torch.arange(10.0) ** 2
-
-    def trained(**how):
-        layer = torch.nn.Linear(1, 1)
-        torch.nn.init.zeros_(layer.weight)
-        torch.nn.init.zeros_(layer.bias)
-
-        def loss(rows):
-            return ((layer(rows[:, None] / 10.0)[:, 0] - target[rows]) ** 2).mean()
-
-        optimiser = torch.optim.SGD(layer.parameters(), lr=0.1)
-        train(layer, optimiser, loss, lambda: 0.0, 10, Schedule(7, 6, 6, 1), generator(), **how)
-        return layer.weight.item(), layer.bias.item()
-
-    assert trained(split=lambda rows: rows.split(size)) == pytest.approx(trained(), rel=1e-5)
 
 
 def test_embeddings_have_length_one_whatever_their_encoder_gives():
@@ -147,14 +126,6 @@ def test_clusters_that_lie_apart_are_separated_and_few_queries_make_few(n, d, ex
     assert adjusted_rand_score(truth, clusters(vectors.astype(np.float32), 0)) == 1.0
 
 
-def test_every_neighbour_has_the_same_chance():
-    of_cluster = np.array([0, 1, 0, 2, 1, 1])
-    drawn = Neighbours(of_cluster, torch.Generator().manual_seed(0)).draw(torch.full((30_000,), 1)).numpy()
-    same, rest = (np.bincount(part.ravel(), minlength=6) for part in (drawn[:, 0], drawn[:, 1:]))
-    np.testing.assert_allclose(same, [0, 10_000, 0, 0, 10_000, 10_000], rtol=0.05)
-    np.testing.assert_allclose(rest, [30_000, 0, 30_000, 30_000, 0, 0], rtol=0.05)
-
-
 def message_passing(network, graph, new):
     """Return the scores of edges from new queries, one node and one message at a time, in float64."""
     numbers = {name: value.numpy().astype(np.float64) for name, value in network.state_dict().items()}
@@ -195,31 +166,6 @@ def test_scores_are_those_of_message_passing_with_new_queries_in_the_graph(seed,
     weights, offsets = (numbers.detach().numpy() for numbers in network.linear(graph))
     logits = scaler(new.embeddings) @ weights.T + offsets
     assert 1 / (1 + np.exp(-logits)) == pytest.approx(message_passing(network, graph, scaler(new.embeddings)), abs=1e-4)
-
-
-@given(seeds, st.sampled_from([1, 2, 4]), st.booleans(), st.booleans(), st.booleans())
-@settings(max_examples=15)
-def test_the_graph_has_an_edge_from_each_query_to_each_model(seed, m, ragged, per_call, free):
-    nodes = examples(seed, 0, n=12, m=m, ragged=ragged, per_call=per_call)
-    if free:
-        nodes = replace(nodes, chain=replace(nodes.chain, costs=Costs("USD", np.zeros(m))))
-    graph = Graph.of(nodes, nodes.embeddings)
-    costs = np.broadcast_to(nodes.chain.costs.per_call, (12, m))
-    right = np.array([[z[i].argmax() == nodes.chain.labels[i] for z in nodes.chain.logits] for i in range(12)])
-    right = right.astype(float)
-    edge = 0
-    for query in range(12):
-        for model in range(m):
-            cost = (costs[query, model] - costs.min()) / (np.ptp(costs) or 1.0)
-            assert graph.edges[:, edge].tolist() == [query, model]
-            assert graph.attributes[edge].tolist() == pytest.approx([right[query, model], cost, right[query, model]])
-            assert graph.targets[edge] == (right[query, model] or not right[query].any())
-            edge += 1
-    assert edge == graph.edges.shape[1] == len(graph.targets)
-    for model, (*one_hot, accuracy, cost) in enumerate(graph.models.tolist()):
-        assert one_hot == np.eye(m)[model].tolist()
-        assert accuracy == pytest.approx(right[:, model].mean())
-        assert cost == pytest.approx(costs[:, model].mean() / (costs.mean(axis=0).max() or 1.0))
 
 
 def predicted_gains(fitted, test):

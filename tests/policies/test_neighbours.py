@@ -94,20 +94,3 @@ def test_similarity_weighting_is_the_bradley_terry_regression_of_each_query():
 
         ratings_apart = minimize_scalar(loss, bounds=(-2000, 2000), method="bounded", options={"xatol": 1e-9}).x
         assert probability == pytest.approx(1 - 1 / (1 + 10 ** (ratings_apart / 400)), abs=1e-5)
-
-
-def test_similarities_are_the_same_however_many_queries_come_together():
-    fitting, test = problem(11, n=70, n_test=1100)
-    router = fit_routellm_sw(fitting)
-    whole = values_of(router, test)
-    for rows in (np.arange(1), np.arange(1000, 1100), np.arange(1030)):
-        assert (values_of(router, test.of_rows(rows)) == whole[rows]).all()
-
-
-def test_a_query_that_resembles_none_has_the_share_of_all():
-    fitting, test = problem(12, n=40, n_test=5)
-    ahead = np.abs(fitting.calibration.embeddings)
-    behind = replace(test, embeddings=-np.abs(test.embeddings))
-    fitted = fit_routellm_sw(replace(fitting, calibration=replace(fitting.calibration, embeddings=ahead)))
-    right = fitting.calibration.correct().astype(float)
-    np.testing.assert_allclose(values_of(fitted, behind), np.mean(1 + right[:, 1] - right[:, 0]) / 2, rtol=1e-5)

@@ -10,8 +10,7 @@ from scipy.special import softmax as softmax_of_rows
 from sklearn.isotonic import IsotonicRegression
 from synthetic import chain, fit_bias_corrected, seeds, softmax, splits, steps
 
-from cauc_ray.errors import CaucWarning, ConfigError, DataError, PolicyError
-from cauc_ray.numbers.calibrators import Calibrator, Isotonic
+from cauc_ray.errors import CaucWarning, DataError, PolicyError
 from cauc_ray.numbers.chain import Costs
 from cauc_ray.numbers.logits import log_softmax, top_option
 from cauc_ray.numbers.metrics import calibration_error
@@ -171,20 +170,6 @@ def test_numbers_of_base_are_those_of_the_paper(seed, ragged):
         assert stage.fused == (last or rate > 0)
 
 
-@given(seeds)
-def test_a_fused_answer_is_on_the_last_stages_scale_and_means_cancel(seed):
-    policy, test = with_stages(fit_base(chain(seed, 150)), fused=True), chain(seed, 40, shift=1)
-    weight, total = 0.0, 0.0
-    for stage, logits in zip(policy.stages, test.logits, strict=True):
-        scaled = logits.astype(np.float64) / stage.temperature
-        p = softmax_of_rows(scaled, axis=1).max(axis=1, keepdims=True)
-        weight, total = weight + p, total + p * (scaled - stage.mean) / stage.std
-    *_, step = steps(policy, test.logits)
-    np.testing.assert_allclose(step.scores, total / weight * stage.std + stage.mean, rtol=1e-9, atol=1e-9)
-    *_, shifted = steps(with_stages(policy, mean=lambda stage: stage.mean + 3.0), test.logits)
-    assert (shifted.predictions == step.predictions).all()
-
-
 def replaced(data, place):
     """Return the chain with another model, of another name, in one place."""
     new = np.random.default_rng(place).permutation(chain(99, len(data), strengths=(1.6,)).logits[0])
@@ -257,15 +242,9 @@ UNLABELLED = replace(chain(15, 50), labels=np.where(np.arange(50) == 7, -1, chai
         (lambda: fit_base(UNLABELLED), DataError, "'0-00007' has no label"),
         (lambda: refit(fit_base(chain(13, 100)), chain(14, 100, shift=3), None), PolicyError, "calibration examples"),
         (lambda: replay(fit_base(chain()), chain(strengths=(1.0, 2.0))), PolicyError, "m0, m1, m2"),
-        (lambda: fit_rf(chain()), ConfigError, "validation split"),
-        (lambda: fit_base(chain(), rule=ThresholdRule(objective="macro-f1")), ConfigError, "only with a budget"),
-        (lambda: fit_base(chain(5, ragged=True), calibrator="offsets"), DataError, r"'0-\d+' lacks .*options .*'m0'"),
-        (lambda: fit_base(chain(), calibrator="offset"), ConfigError, "'offset'; did you mean 'offsets'"),
-        (lambda: fit_base(chain(), calibrator="isotonic"), ConfigError, "base with one or two .* with 3"),
-        (lambda: fit_rf(chain(strengths=(1.0, 2.0)), calibrator="isotonic"), ConfigError, "one or two models, got rf"),
     ],
 )
-def test_data_and_options_that_do_not_fit_are_refused(wrong, error, words):
+def test_data_that_do_not_fit_a_policy_are_refused(wrong, error, words):
     with pytest.raises(error, match=words):
         wrong()
 
@@ -309,11 +288,3 @@ def test_base_with_isotonic_maps_accepts_and_reports_how_often_such_answers_are_
     curves = [replace(trace, predictions=traces[1].predictions).frontier(test) for trace in traces]
     np.testing.assert_array_equal(curves[0].cost, curves[1].cost)
     np.testing.assert_array_equal(curves[0].quality, curves[1].quality)
-
-
-def test_maps_that_say_never_and_always_leave_probabilities_finite():
-    certain = Calibrator(1.0, isotonic=Isotonic((0.0, 0.5, 0.6, 1.0), (0.0, 1e-300, 1.0 - 2.0**-53, 1.0)))
-    scores = np.array([[0.0, 0.0], [1.0, 0.0], [60.0, 0.0]])
-    answers, confidences = certain.answers(scores)
-    probabilities = softmax_of_rows(certain.rescaled(scores, answers), axis=1)
-    np.testing.assert_allclose(probabilities[np.arange(3), answers], confidences, atol=1e-12)

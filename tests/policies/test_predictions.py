@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.special import softmax
 from synthetic import chain
 
-from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.errors import DataError
 from cauc_ray.policies.by_method import fit_policy
 from cauc_ray.policies.threshold import ThresholdRule
 
@@ -37,24 +36,6 @@ def test_lists_frames_and_masks_are_as_good_as_arrays():
     frame = predictions.to_pandas()
     assert frame.columns.tolist() == ["example_id", "prediction", "confidence", "stage", "cost"]
     assert frame.example_id.tolist() == [str(row) for row in range(len(data))]
-
-
-@pytest.mark.parametrize(
-    ("bad", "error", "words"),
-    [
-        (lambda z: None, ConfigError, "m1"),
-        (lambda z: z[:-1], DataError, "shape"),
-        (lambda z: np.where(np.arange(5) == 3, np.nan, z), DataError, "example '0'"),
-        (lambda z: softmax(z, axis=1), DataError, "--logit-kind"),
-    ],
-)
-def test_arrays_that_are_not_logits_are_refused_in_one_line(bad, error, words):
-    logits = arrays(chain(shift=2))
-    logits["m1"] = bad(logits["m1"])
-    with pytest.raises(error) as raised:
-        policy_of().predict({name: z for name, z in logits.items() if z is not None})
-    assert words in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 def test_notebooks_show_policies_and_predictions_with_names_escaped():

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from synthetic import seeds, splits
 
-from cauc_ray.errors import BudgetError, ConfigError, DataError
+from cauc_ray.errors import BudgetError
 from cauc_ray.numbers.chain import Costs
 from cauc_ray.numbers.intervals import signs_of
 from cauc_ray.numbers.metrics import macro_f1
@@ -121,12 +121,3 @@ def test_a_safe_policy_stays_safe_when_it_is_refitted_and_its_file_is_read(seed,
         assert again == policy
     assert type(policy).of(policy.model_dump(mode="json")) == policy
     assert policy.with_threshold(policy.threshold + 0.5).safe is None
-
-
-def test_a_safe_policy_needs_labels_to_compare_on():
-    calibration, validation = splits(0, 150, strengths=(1.0, 2.0))
-    with pytest.raises(ConfigError, match="validation split"):
-        fit_policy("rf", calibration, None, ThresholdRule(threshold=0.5), NAMES, safe=True)
-    unlabelled = replace(validation, labels=validation.labels * 0 - 1)
-    with pytest.raises(DataError, match="has no label"):
-        fit_policy("rf", calibration, unlabelled, ThresholdRule(), NAMES, safe=True)

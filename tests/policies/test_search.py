@@ -1,7 +1,6 @@
 """The search for the best sub-chain of a pool, against fits of all of them."""
 
 import warnings
-from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -10,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from synthetic import splits
 
-from cauc_ray.errors import BudgetError, CaucWarning, ConfigError, DataError
+from cauc_ray.errors import BudgetError, CaucWarning
 from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.policies.by_method import fit_policy
 from cauc_ray.policies.search import search_chains
@@ -106,23 +105,3 @@ def test_held_out_figures_are_a_chain_s_own_where_nothing_is_chosen():
     full = search_chains("rf", Examples(calibration), Examples(validation), rule, "validation").full
     # Every example is held out equally often, in halves of equal size.
     assert (full.holdout_quality, full.holdout_cost) == pytest.approx((full.quality, full.cost))
-
-
-@pytest.mark.parametrize(
-    ("error", "words", "asked"),
-    [
-        (BudgetError, "0.5 GFLOPs .* 1 GFLOPs .*'m0'", {"rule": {"budget": 0.5}}),
-        (ConfigError, "validation split", {"validation": lambda data: None}),
-        (ConfigError, "only with a budget", {"method": "base", "rule": {"objective": "macro-f1"}}),
-        (ConfigError, "up to 12 models, got 13", {"calibration": lambda data: data.of_models([0] * 13)}),
-        (DataError, "a chain needs labels", {"validation": lambda data: replace(data, labels=np.full(150, -1))}),
-    ],
-)
-def test_what_cannot_be_searched_is_refused(error, words, asked):
-    calibration, validation = (
-        asked.get(name, lambda data: data)(data) for name, data in zip(NAMES, pool(), strict=True)
-    )
-    rule = ThresholdRule(**asked.get("rule", {}))
-    pool_splits = Examples(calibration), None if validation is None else Examples(validation)
-    with pytest.raises(error, match=words):
-        search_chains(asked.get("method", "rf"), *pool_splits, rule, "v")

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from synthetic import chain, chain_of
 
-from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.policies.by_method import fit_policy, refit
 from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.stacking import variants_of
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import replay, steps_of, trace_policy
+from cauc_ray.policies.trace import replay, trace_policy
 
 NAMES = ("calibration", "validation")
 
@@ -62,20 +61,6 @@ def test_where_labels_are_confused_it_is_better_and_its_biases_are_part_of_the_i
     assert Policy.of(moved).id != stacked.id
 
 
-@pytest.mark.parametrize(("m", "ragged"), [(1, False), (2, True), (3, False), (3, True)])
-def test_every_variant_in_batches_of_any_order_is_the_replay(m, ragged):
-    calibration, validation = confused(2, 400, m=m, ragged=ragged), confused(2, 400, m=m, ragged=ragged, shift=1)
-    for variant in variants_of(calibration, validation):
-        policy = variant.with_threshold(0.6)
-        whole = replay(policy, validation)
-        order = np.random.default_rng(0).permutation(len(validation))
-        for batch in np.array_split(order, 60):
-            for stage, at, step in steps_of(policy, batch, lambda s, rows: validation.logits[s][rows]):
-                done = at[step.accepted]
-                assert np.array_equal(step.predictions[step.accepted], whole.predictions[done])
-                assert np.array_equal(whole.stages[done], np.full(len(done), stage))
-
-
 def test_expected_gains_decide_by_what_later_stages_cost():
     calibration, validation = confused(5, 500, m=3), confused(5, 500, m=3, shift=1)
     policy = variants_of(calibration, validation)[-1]
@@ -85,13 +70,3 @@ def test_expected_gains_decide_by_what_later_stages_cost():
     assert ((worth > 0) & (worth < 1)).all()
     assert worth[-1] > worth[20]  # the sure are worth more where they are
     assert policy.stages[-1].gain is None
-
-
-def test_options_of_other_methods_and_options_that_were_not_fitted_are_refused():
-    calibration, validation = confused(1), confused(1, shift=1)
-    wider = np.pad(calibration.logits[0][:2], ((0, 0), (0, 1)))
-    with pytest.raises(DataError, match="more options"):
-        variants_of(calibration, calibration)[1].step(0, wider, None)
-    for options in ({"safe": True}, {"calibrator": "offsets"}):
-        with pytest.raises(ConfigError, match="stacked"):
-            fit_policy("stacked", calibration, validation, ThresholdRule(budget=8.0), NAMES, **options)

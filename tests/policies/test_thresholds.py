@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import beta, binom
 from synthetic import chain, seeds, splits
 
-from cauc_ray.errors import BudgetError, ConfigError, DataError, PolicyError, RiskError
-from cauc_ray.numbers.chain import UNKNOWN_LABEL
+from cauc_ray.errors import BudgetError, PolicyError
 from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.policies.by_method import refit
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS
@@ -32,10 +31,6 @@ def two_splits(seed, n=45, **options):
 
 def without_expectation(policy):
     return policy.model_copy(update={"expected": None, "offline": None, "guards": (), "reference": None})
-
-
-def quality(measures, objective):
-    return measures.macro_f1 if objective == "macro-f1" else measures.accuracy.value
 
 
 @given(seeds, fits, objectives, budgets, budgets, st.booleans())
@@ -144,42 +139,3 @@ def test_the_certificate_is_of_the_replay_of_validation_and_of_no_other_threshol
     new = [replace(data, models=("m0", "new", "m2"), logits=(data.logits[0], data.logits[1] * 2, data.logits[2]))
            for data in large_splits]  # fmt: skip
     assert refit(policy, *new) == fit(*new, TENTH)
-
-
-@methods
-def test_a_threshold_that_cannot_be_chosen_is_refused_in_one_line(fit, large_splits):
-    calibration, validation = large_splits
-    partly = replace(validation, labels=np.where(np.arange(2000) == 5, UNKNOWN_LABEL, validation.labels))
-    one = [data.of_models([2]) for data in large_splits]
-    for error, words, *asked in (
-        (RiskError, "no threshold is certified: at ", *large_splits, ThresholdRule(certify=RiskLimit(0.0001, 0.95))),
-        (ConfigError, "needs a validation split", calibration, None, TENTH),
-        (ConfigError, "needs a validation split", calibration, None, ThresholdRule(budget=9.0)),
-        (DataError, "has no label; choosing a threshold needs labels", calibration, partly, TENTH),
-        (ConfigError, "need two models or more", *one, TENTH),
-    ):
-        with pytest.raises(error, match=words) as refused:
-            fit(*asked)
-        assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("rule", "words"),
-    [
-        ({"threshold": 0.5, "budget": 1.0}, "not both"),
-        ({"objective": "f2"}, "unknown objective"),
-        ({"threshold": 0.5, "objective": "macro-f1"}, "not with a threshold"),
-        ({"budget": 3.0, "certify": RiskLimit(0.1, 0.9)}, "each decides it alone"),
-        ({"threshold": 0.5, "certify": RiskLimit(0.1, 0.9)}, "each decides it alone"),
-        ({"objective": "macro-f1", "certify": RiskLimit(0.1, 0.9)}, "or a risk to certify"),
-        *(({"threshold": number}, "a threshold must be a finite number") for number in (np.nan, np.inf, -np.inf)),
-        *(({"budget": number}, "a budget must be a finite number") for number in (np.nan, np.inf, -np.inf)),
-    ],
-)
-def test_rules_that_contradict_themselves_are_refused(rule, words):
-    with pytest.raises(ConfigError, match=words):
-        ThresholdRule(**rule)
-    if len(rule) == 1 and "objective" not in rule:
-        ((name, number),) = rule.items()
-        with pytest.raises(ConfigError, match=words):
-            getattr(fit_rf(*splits(2)), f"with_{name}")(number)

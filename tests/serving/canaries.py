@@ -83,8 +83,8 @@ def policies(service):
     """Return what the service says of its policies, but for their content."""
     content = json.loads(http("GET", f"{service.url}/v2/models/six/policy")[1])
     del content["policy"]
-    for candidate in content["candidates"]:
-        del candidate["policy"]
+    if content["candidate"] is not None:
+        del content["candidate"]["policy"]
     return content
 
 

@@ -1,5 +1,6 @@
 """What a service answers over HTTP, asked in this process; the shell on Ray Serve has the same face."""
 
+import gzip
 import json
 import re
 import warnings
@@ -144,6 +145,22 @@ def test_requests_are_counted_and_their_ids_echoed(chain, service):
     text = http("GET", f"{service.url}/metrics")[1].decode()
     for name in ("requests_total", "rows_total", "call_seconds_count", "policy"):
         assert re.search(rf'^cauc_serve_{name}{{.*model="six".*}} [1-9]', text, re.M), name
+
+
+def test_long_answers_are_compressed_for_clients_that_accept_it(chain, service):
+    url = f"{service.url}/v2/models/six/infer"
+    for n, accepted, expected in (
+        (200, "gzip", "gzip"),
+        (200, "deflate, gzip;q=0.5", "gzip"),
+        (200, "gzip;q=0", None),
+        (200, "br", None),
+        (1, "gzip", None),
+    ):
+        inputs = [{"name": "example_id", "shape": [n], "datatype": "BYTES", "data": chain.ids[:n].tolist()}]
+        status, content, headers = http("POST", url, {"inputs": inputs}, **{"Accept-Encoding": accepted})
+        assert (status, headers["Content-Encoding"]) == (200, expected)
+        text = gzip.decompress(content) if expected else content
+        assert json.loads(text)["outputs"][0]["shape"] == [n]
 
 
 def test_long_requests_are_read_and_written_in_another_process_alike(chain, service, monkeypatch):

@@ -1,13 +1,10 @@
 """What tensors become before models see them, for every kind of pool, without any model."""
 
 import json
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cauc_ray.models.pool import pool_of
 from cauc_ray.protocol.tensors import DATATYPES, RequestError, Tensor
@@ -118,47 +115,3 @@ def test_tensors_that_no_model_reads_are_refused_in_one_line(name, tensors, reas
         columns(name, *tensors)
     assert reason in error.value.message
     assert "\n" not in error.value.message
-
-
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=5,
-)
-choices = st.lists(st.text(max_size=4), max_size=4)
-questions = st.fixed_dictionaries(
-    {"question": st.text(max_size=4) | anything, "choices": choices | anything},
-    optional={"context": st.text() | anything, "subject": st.text(), "task": st.none(), "other": st.text()},
-)
-elements = (anything | choices | questions).map(json.dumps).map(str.encode) | st.binary(max_size=6)
-
-
-@st.composite
-def any_tensors(draw, n):
-    name = draw(st.sampled_from(["question", "choices", "context", "subject", "image", "example_id", "x", "\n"]))
-    rows = draw(st.sampled_from([n, n, n, n, 0, 1, 5000]))
-    shape = draw(st.sampled_from([(rows,), (rows,), (rows, 1), (rows, 2), (rows, 0), (rows, 4, 4, 3), ()]))
-    datatype = draw(st.sampled_from(["BYTES", "BYTES", "BYTES", *DATATYPES]))
-    if datatype != "BYTES":
-        return Tensor(name, datatype, np.zeros(shape, DATATYPES[datatype]))
-    few, size = draw(st.lists(elements, min_size=1, max_size=3)), int(np.prod(shape))
-    return texts(name, *(few * size)[:size], shape=shape)
-
-
-@given(
-    st.sampled_from(list(INPUTS)), st.integers(1, 3).flatmap(lambda n: st.lists(any_tensors(n), min_size=1, max_size=4))
-)
-def test_tensors_become_columns_of_rows_or_are_refused(name, tensors):
-    inputs = INPUTS[name]
-    with suppress(RequestError):
-        read, n = inputs.columns({tensor.name: tensor for tensor in tensors})
-        assert 1 <= n <= 4096
-        assert all(len(column) == n for column in read.values())
-        assert inputs.takes_any or set(read) <= {*inputs.names, "choices"}
-        for own in read.get("choices", ()):
-            assert len(own) >= 2
-            assert all(isinstance(choice, str) for choice in own)
-        if name == "questions":
-            assert all(isinstance(question, str) for question in read["question"])
-            for optional in {"context", "subject", "task"} & set(read):
-                assert all(isinstance(one, str | None) for one in read[optional])

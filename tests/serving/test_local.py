@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
 import pytest
-from asking import DEADLINE_S, Command, infer, until
+import yaml
+from asking import DEADLINE_S, Command, in_force, until
 from runs import python_pool, two_model_policy
 
 import cauc_ray
-from cauc_ray.errors import ExecutionError
+from cauc_ray.errors import ConfigError, ExecutionError
 from cauc_ray.models.pool import load_pool
+from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.local import LocalClient
 
 
@@ -42,6 +44,26 @@ def test_a_signal_answers_open_requests_and_ends_with_0(home, command):
         code, out, err = service.ended(signal.SIGTERM, group=True)
         assert (code, out, answer.result()) == (0, "", 200)
     assert [json.loads(line)["status"] for line in err.splitlines()] == [200]
+
+
+def test_a_policy_file_is_read_again_and_a_bad_one_leaves_the_active_policy(home):
+    python_pool(home, [("by_x", {})] * 2)
+    pool = yaml.safe_load((home / "pool.yaml").read_text())
+    (home / "pool.yaml").write_text(yaml.safe_dump({**pool, "serving": {"policy_every_s": 0.05}}))
+    policy = Policy.load(home / "policy.json")
+    second, third = (policy.with_threshold(threshold) for threshold in (0.7, 0.8))
+    with pytest.raises(ConfigError, match="--local"):
+        cauc_ray.serve(home / "pool.yaml", home / "policy.json", port=0)
+    with cauc_ray.serve(home / "pool.yaml", home / "policy.json", port=0, local=True, name="six") as service:
+        assert in_force(service) == policy.id
+        second.save(home / "policy.json")
+        until(lambda: in_force(service) == second.id)
+        (home / "policy.json").write_text("{")
+        cauc_ray.set_policy(url=service.url, threshold=0.9)
+        (home / "policy.json").unlink()
+        assert in_force(service) == policy.with_threshold(0.9).id
+        third.save(home / "policy.json")
+        until(lambda: in_force(service) == third.id)
 
 
 def test_models_are_closed_when_a_service_ends(home, command):
@@ -81,15 +103,6 @@ def test_a_call_that_hangs_costs_its_own_request_and_ends_with_the_process(home,
     assert service.ask(99.0) in (422, 503)
     until(lambda: service.ask(9.0) == 200)
     assert service.ended(signal.SIGINT)[0] == 0
-
-
-def test_a_batch_is_prepared_while_the_one_before_is_computed(home):
-    """Here no batch is answered before the next one is being prepared."""
-    python_pool(home, [("waits_for_the_next", {"n_batches": 3}), ("by_x", {})])
-    running = cauc_ray.serve(home / "pool.yaml", home / "policy.json", port=0, local=True)
-    with running as service, ThreadPoolExecutor(3) as clients:
-        statuses = clients.map(lambda _: infer(service.url, "test", {"x": [9.0] * 8})[0], range(3))
-        assert list(statuses) == [200] * 3
 
 
 def threads_of_models():

@@ -106,22 +106,6 @@ def test_answers_are_degraded_at_once_during_an_outage_and_whole_after_it(fault,
     assert cloud.n_started == n_replicas  # another one would find the same
 
 
-def test_a_link_that_resets_a_third_of_all_calls_does_not_mark_its_stage_down():
-    rng = np.random.default_rng(0)
-
-    class FlakyCloud(Cloud):
-        async def reached(self, call, batch):
-            self.fault = "refuses" if rng.random() < 0.3 else None
-            await super().reached(call, batch)
-
-    async def main():
-        cascade, _ = cascade_of(a_pool(DATA.models, "degrade", timeout_s=TIMEOUT_S), [Stage("logits0"), FlakyCloud()])
-        return await asyncio.gather(*(timed_answer(cascade, at / PER_S, at % 240) for at in range(60 * PER_S)))
-
-    degraded = [bool(answer.degraded[0]) for row, _, answer, _ in run_virtually(main()) if EXPECTED.stages[row] > 0]
-    assert np.mean(degraded) < 0.1  # each row is asked for three times
-
-
 def test_no_row_waits_for_a_stage_whose_model_cannot_be_loaded():
     async def main():
         cloud = Cloud(n_replicas=0)

@@ -1,10 +1,8 @@
 """`cauc serve` and `cauc policy set` as processes of their own, as people and process managers run them."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
 import tempfile
 from contextlib import closing
 from pathlib import Path
@@ -13,8 +11,8 @@ import numpy as np
 import pytest
 import synthetic
 import tritonclient.grpc as over_grpc
-from asking import CAUC, Command, http, infer, until
-from runs import MODELS, python_pool, saved_pool, two_model_policy
+from asking import Command, http, infer
+from runs import MODELS, saved_pool, two_model_policy
 from tritonclient.utils import InferenceServerException
 
 from cauc_ray.cli.command import main
@@ -160,41 +158,6 @@ def test_a_service_on_ray_asks_for_its_token_over_http_and_grpc_and_logs_none(ru
         assert POLICY_TOKEN.encode() not in content, path
 
 
-def python_service(folder, ray_folder, *factories):
-    """Start a service of python models on Ray, whose standard error goes to a file."""
-    python_pool(folder, list(factories))
-    two_model_policy().save(folder / "policy.json")
-    with open(folder / "errors", "w") as errors:
-        return Command(folder, "--port", "0", errors=errors, RAY_TMPDIR=str(ray_folder))
-
-
-def errors_of(folder):
-    """Return what a service has written to its standard error, but what it waits for on a busy machine."""
-    lines = (folder / "errors").read_text().splitlines()
-    return [line for line in lines if not line.startswith("cauc: starting: ")]
-
-
-@pytest.mark.soak("full")
-def test_what_models_print_is_logged_with_the_name_of_their_stage(tmp_path, ray_folder):
-    service = python_service(tmp_path, ray_folder, *[("talkative", {"seconds": 0.0})] * 2)
-    with closing(service):
-        assert infer(service.url, "test", {"x": [0.1] * 3})[0] == 200
-        until(lambda: all(f"stage '{name}': a batch of 3 rows" in errors_of(tmp_path) for name in ("small", "large")))
-        service.ended(signal.SIGTERM)
-    for name in ("small", "large"):
-        first, *later = [line for line in errors_of(tmp_path) if line.startswith(f"stage '{name}': ")]
-        assert "loaded in process" in first
-        assert later == [f"stage '{name}': a batch of 3 rows"]
-
-
-@pytest.mark.soak("faults")
-def test_a_stage_that_cannot_load_ends_the_command_with_one_line(tmp_path, ray_folder):
-    code, out, _ = python_service(tmp_path, ray_folder, ("by_x", {}), ("cannot_load", {})).ended()
-    assert (code, out) == (2, "")
-    error = "cauc: error: the service does not start: stage large: OSError: weights.pt is not there"
-    assert errors_of(tmp_path) == [error]
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -205,7 +168,7 @@ def test_a_stage_that_cannot_load_ends_the_command_with_one_line(tmp_path, ray_f
         (["serve", "pool.yaml", "--policy", "rf.json", "--port", "65536"], "cannot listen at 127.0.0.1:65536"),
         (["serve", "pool.yaml", "--policy", "rf.json", "--host", ""], "give a host to listen at"),
         (["serve", "pool.yaml", "--policy", "rf.json", "--local", "--address", "auto"], "local"),
-        (["policy", "set"], "give a policy, a threshold or a budget"),
+        (["policy", "set"], "a policy, a threshold or a budget"),
         (["policy", "set", "rf.json", "--url", "http://127.0.0.1:1"], "cannot be reached: Connection refused"),
         (["policy", "set", "rf.json", "--url", "file:///etc/hostname"], "is not an http address"),
         (["policy", "set", "rf.json", "--url", "http://[::1"], "cannot be reached"),
@@ -215,13 +178,3 @@ def test_invalid_arguments_end_with_one_line_and_exit_code_2(cauc, arguments, re
     code, out, err = cauc(*arguments)
     assert (code, out) == (2, "")
     assert reason in err
-
-
-@pytest.mark.slow
-def test_a_cluster_that_does_not_exist_is_reported_in_one_line(home):
-    # In a process of its own: this one may have a Ray session, which would be used instead.
-    command = [CAUC, "serve", "pool.yaml", "--policy", "rf.json", "--port", "0", "--address", "localhost:1"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CAUC_")}
-    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "cauc: error: no Ray cluster at 'localhost:1': Connection refused\n"

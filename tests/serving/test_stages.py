@@ -1,90 +1,24 @@
-"""A replica of a stage by itself: when it has Serve replace it."""
+"""Replicas of a stage on Serve: loaded again until they can be, and as many as routers need."""
 
 import asyncio
 import os
-import threading
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from asking import until
-from completion_server import Fault, scripted_server
-from synthetic import chain
-from user_models import hanging
 
-from cauc_ray.cascade.bundles import Part
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import StageSpec
-from cauc_ray.policies.fitting import ThresholdRule, fit_base
 from cauc_ray.serving import scaling
 from cauc_ray.serving.on_serve import StageServer
-from cauc_ray.serving.request_state import StageCall
-
-TIMEOUT_S = 0.02
-DATA = chain(2, n=40)
-POLICY = fit_base(DATA, DATA, ThresholdRule(threshold=0.5))
-
-
-class EndedError(Exception):
-    """The replica has ended its process."""
 
 
 @pytest.fixture(autouse=True)
 def replica(monkeypatch):
-    """Stand in for Serve's process of the replica, whose environment it may set and which it may end."""
+    """Stand in for Serve's process of the replica, whose environment it may set."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="one"))
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
-
-    def ends(code):
-        raise EndedError(code)
-
-    monkeypatch.setattr("os._exit", ends)
-
-
-def answered_while_asked_for_health(model, batch, entered, leave):
-    """Have a replica answer; return what its health says once the call takes longer than twice its timeout."""
-    spec = StageSpec.model_validate({"name": "one", "model": model, "serving": {"timeout_s": TIMEOUT_S}})
-
-    async def main():
-        server = StageServer(spec, 0, [])
-        n = len(next(iter(batch.values())))
-        call = asyncio.create_task(server.answer(StageCall(batch, [Part(0, slice(0, n))], {"": POLICY})))
-        try:
-            assert await asyncio.to_thread(entered.wait, 60)
-            await asyncio.sleep(3 * TIMEOUT_S)
-            server.check_health()
-        finally:
-            leave.set()
-            await call
-
-    asyncio.run(main())
-
-
-def test_a_remote_server_that_does_not_answer_costs_no_replica():
-    """Another replica would ask the same server: to replace it is an outage of its own."""
-    entered, leave = threading.Event(), threading.Event()
-
-    def script(prompt, before):
-        entered.set()
-        assert leave.wait(60)
-        return Fault(400, {"error": {"message": "no"}})
-
-    with scripted_server(script) as server:
-        model = {"kind": "openai", "model": "m", "base_url": server.url, "max_retries": 0}
-        batch = {"question": np.array(["which?"], dtype=object), "choices": np.array([["a", "b"]], dtype=object)}
-        answered_while_asked_for_health(model, batch, entered, leave)
-
-
-def python_model(name, **kwargs):
-    return {"kind": "python", "factory": f"user_models:{name}", "kwargs": kwargs}
-
-
-@pytest.mark.parametrize("model", [python_model("hanging"), python_model("prepared", factory="hanging")])
-def test_a_model_of_our_own_that_hangs_does(model):
-    entered, leave = hanging.entered, hanging.leave = threading.Event(), threading.Event()
-    with pytest.raises(EndedError):
-        answered_while_asked_for_health(model, {"x": np.zeros(1)}, entered, leave)
 
 
 def test_a_model_that_can_wait_is_loaded_again_until_it_can_be(tmp_path):
@@ -93,8 +27,8 @@ def test_a_model_that_can_wait_is_loaded_again_until_it_can_be(tmp_path):
     model = {"kind": "python", "factory": "user_models:loads_unless", "kwargs": {"path": str(gone)}}
     spec = StageSpec.model_validate({"name": "one", "model": model})
     with pytest.raises(OSError, match="not now"):
-        StageServer(spec, 1, [])
-    server = StageServer(spec, 1, [], can_wait=True)
+        StageServer(spec, 1)
+    server = StageServer(spec, 1, can_wait=True)
     name, why = asyncio.run(server.facts())
     assert "not now" in why
     gone.unlink()

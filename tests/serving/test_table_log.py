@@ -289,16 +289,3 @@ def test_an_object_store_takes_a_log(s3, tmp_path, policy):
         traffic(service, np.arange(600.0))
         until(lambda: (len(logged(to)), n_labels(to)) == (600, 600))
     assert fitted(to, "rf").calibration.n == 300
-
-
-@pytest.mark.soak("full")
-def test_two_routers_log_into_one_table(tmp_path, policy, ray_session):
-    to = tmp_path / "LOG"
-    router = {"replicas": {"min": 2}, "resources": {"num_cpus": 0.5}}
-    with cauc_ray.serve(pool_in(tmp_path, to, router=router, flush_s=1.0), policy, port=0) as service:
-        by_id = traffic(service, np.arange(600.0))
-        until(lambda: (len(logged(to)), n_labels(to)) == (600, 600))
-        late = traffic(service, np.arange(600.0, 640.0))
-    # What was left as they ended, too.
-    assert set(logged(to)) == {*by_id, *late}
-    assert fitted(to, "rf").calibration.n == 320

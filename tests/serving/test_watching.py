@@ -90,19 +90,6 @@ def test_all_early_answers_are_compared_with_what_the_whole_cascade_makes_of_the
     assert np.array_equal(predictions, EXPECTED.predictions)
 
 
-def test_a_share_is_chosen_at_random_and_always_the_same():
-    counts, recorder, _, _ = shadowed(0.25)
-    n_early = int((EXPECTED.stages < 2).sum())
-    n = counts.of("shadow_rows")["compared"]
-    assert abs(n - n_early / 4) < 4 * (n_early * 0.25 * 0.75) ** 0.5
-    again, recorder_again, _, _ = shadowed(0.25)
-    assert (again.of("shadow_rows"), recorder_again.agreed) == (counts.of("shadow_rows"), recorder.agreed)
-    none, recorder, n_rows, _ = shadowed(0.0)
-    assert none.of("shadow_rows") == {}
-    assert n_rows[0] == len(DATA)
-    assert n_rows[2] == (EXPECTED.stages == 2).sum()
-
-
 class Log:
     """Remembers what it takes."""
 
@@ -225,27 +212,6 @@ def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_ane
     assert watch.settle().watched.holds
 
 
-def test_answers_from_before_a_policy_had_a_reference_are_not_watched():
-    without = POLICY.model_copy(update={"reference": None})
-    early = answered(np.arange(50), policy=without)
-    watch = Watching(without, without.id, Recorder(), 1, MemoryStore(), "alarm")
-    watch.begin(POLICY, POLICY.id)
-    assert without.id == POLICY.id
-    tell(watch, early, without.id)
-    tell(watch, answered(np.arange(20)))
-    assert sum(sums.n for sums in watch.settle().watched.stages) == 20
-
-
-def test_a_flood_is_watched_in_part():
-    watch = Watching(POLICY, POLICY.id, Recorder(), 1, MemoryStore(), "alarm")
-    answer = answered(np.arange(len(DATA)))
-    for _ in range(20):
-        tell(watch, answer)
-    assert sum(sums.n for sums in watch.settle().watched.stages) == watching.MOST_KEPT
-    tell(watch, answer)
-    assert sum(sums.n for sums in watch.settle().watched.stages) == watching.MOST_KEPT + len(DATA)
-
-
 @pytest.mark.parametrize("fault", ["hangs", "down"])
 def test_an_outage_of_a_stage_is_no_drift(fault):
     """Only early answers are the policy's own meanwhile, and they come before those that were asked for with them."""
@@ -291,25 +257,6 @@ def test_an_outage_of_a_stage_is_no_drift(fault):
 def body(**changes):
     whole = {"policy_id": "p", "prediction": [1, 2], "confidence": [0.99, 0.3], "stage": [0, 0], "label": [1, 1]}
     return json.dumps({**whole, **changes}).encode()
-
-
-def test_feedback_is_read_and_answers_that_were_cut_short_are_separated():
-    feedback = Feedback.read(body(), POLICY, 10)
-    assert (len(feedback), feedback.policy_id, feedback.correct.tolist()) == (2, "p", [True, False])
-    assert feedback.given_by(POLICY).confidences.tolist() == [0.99]
-    last = Feedback.read(body(stage=[0, 2]), POLICY, 10)
-    assert len(last.given_by(POLICY)) == 2
-    # The answers of a replay are all its own, also as the float32 that a client is given.
-    feedback = Feedback(
-        POLICY.id,
-        "",
-        np.arange(len(DATA)),
-        EXPECTED.stages,
-        EXPECTED.confidences.astype(np.float32).astype(float),
-        DATA.labels > 0,
-        DATA.labels,
-    )
-    assert len(feedback.given_by(POLICY)) == len(DATA)
 
 
 def test_feedback_of_a_row_counts_once_at_whichever_router(monkeypatch):

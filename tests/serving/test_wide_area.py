@@ -71,7 +71,7 @@ class Deployment:
         large.with_threshold(0.4).save(folder / "canary.json")
         table = {"logits": str(self.folder / "LOGITS" / "model=m2" / "split=test"), "log": str(self.computed)}
         stage = {"name": "m2", "model": python_model("saved_and_logged", **table), "batch_size": 64}
-        serving = {"policies": [{"file": "canary.json", "share": 0.3}]}
+        serving = {"candidate": {"file": "canary.json", "share": 0.3}}
         inputs = {"example_id": {"datatype": "BYTES"}}
         write_pool(folder, [stage], task="classification", inputs=inputs, serving=serving)
         return self.started(folder, "--name", "large", *self.shell)

@@ -128,7 +128,7 @@ class Solved:
         stages, curve = (*encoder, *(models[model] for model in order)), curve_points(points.some(on_curve))
         chosen: dict[str, Any] = {
             "stages": stages,
-            "logit_kind": joint_kind([stage.logit_kind or "raw" for stage in stages[len(encoder) :]]),
+            "logit_kind": joint_kind([stage.logit_kind for stage in stages[len(encoder) :]]),
             "threshold": float(points.settings[point]),
             "threshold_choice": choice,
             "budget": rule.budget,
