@@ -19,7 +19,7 @@ from itertools import chain, groupby
 from math import inf
 
 from cauc_ray.cascade.rows import Call, CallResult, Rows, Trouble
-from cauc_ray.cascade.stage_health import DOWN_AFTER_S, ServiceTime, StageHealth, Suspects
+from cauc_ray.cascade.stage_health import DOWN_AFTER_S, ServiceTime, StageHealth, Suspects, Verdict
 from cauc_ray.cascade.stage_queue import CALLS_PER_REPLICA, FAILURES_TO_REPLACE, StageLimits, StageQueue
 
 # Each replica of a paused stage is probed every so many seconds, one at a time; a probe is given up after so many, or
@@ -35,7 +35,7 @@ CROWDED = 2.5
 # An isolated call that has computed for less than this does not hang.
 HANGS_S = 1.0
 # Suspected rows wait for this share of their time where others wait for the only replica; where there are several,
-# until two of them run, so that one is left for the others, or for so much.
+# those that may hang wait until two of them work, or for so much. Those that may end the last one never go there.
 HOLD, HOLD_FOR_OTHERS = 0.35, 0.75
 # A bad replica is replaced only so long after the last one where no other answers: then it may be the stage.
 REPLACE_PAUSE_S = 30.0
@@ -131,20 +131,22 @@ class RequestQueue(StageQueue):
 
     def set_apart(self, rows: list[Rows], now: float) -> None:
         """Have one owner's rows wait for a call of their own."""
-        self.try_again(Call(self.stage, rows, now, isolated=True, suspected_at=now))
+        known = self.suspects.of(rows[0].owner, now)
+        since, deadly = (now, True) if known is None else (known.since, known.deadly)
+        self.try_again(Call(self.stage, rows, now, isolated=True, suspected_at=since, deadly=deadly))
 
-    def take_alike(self, rows: Rows, now: float) -> list[Rows]:
-        """Take all that waits of the same input, which has become suspected or guilty."""
-        verdict, alike = self.suspects.verdict(rows.owner, now), []
-        for own in self._take_queue():
-            if self.suspects.verdict(own.owner, now) == verdict and own.owner.fingerprint() == rows.owner.fingerprint():
-                alike.append(own)
+    def take_alike(self, digest: bytes | None, verdict: Verdict) -> list[Rows]:
+        """Take all that waits of an input, by its digest, which has become suspected or guilty."""
+        alike = []
+        for rows in self._take_queue():
+            if rows.owner.fingerprint() == digest is not None:
+                alike.append(rows)
             else:
-                StageQueue.push(self, own)
+                StageQueue.push(self, rows)
         if verdict == "guilty":
             again, self._again = self._again, []
             for call in again:
-                same = call.isolated and call.rows[0].owner.fingerprint() == rows.owner.fingerprint()
+                same = call.isolated and call.rows[0].owner.fingerprint() == digest is not None
                 alike += call.rows if same else []
                 self._again += [] if same else [call]
         return alike
@@ -286,20 +288,24 @@ class RequestQueue(StageQueue):
         return 1 if self.service_time.call_s > CROWDED * self.service_time.compute_s > 0 else CALLS_PER_REPLICA
 
     def _replica_apart(self, call: Call, avoided: Set[int], now: float) -> int | None:
-        if any(own.isolated for own in self.calls()):  # one is risked at a time
-            return None
-        others_wait = self.health.most_replicas < 2 and (self._queue or self.in_flight)
-        if now < self._risked_at(call) and (others_wait or self.health.most_replicas > 1):
+        n_at_risk = sum(own.isolated for own in self.calls())
+        has_others = self.health.most_replicas > 1
+        if self.n_working - n_at_risk >= 2:  # one is left for the others
+            return StageQueue._replica_apart(self, call, avoided, now)
+        if n_at_risk or (now < self._risked_at(call) and (has_others or self._queue or self.in_flight)):
             return None
         return StageQueue._replica_apart(self, call, avoided, now)
 
     def _risked_at(self, call: Call) -> float:
-        """Return when suspected rows may be sent, as far as is known."""
+        """Return when the last replica may be risked for suspected rows."""
         if self.n_working >= 2 or call.suspected_at is None:
             return -inf
-        left_s = min(rows.owner.deadline for rows in call.rows) - call.suspected_at
-        hold = HOLD_FOR_OTHERS if self.health.most_replicas > 1 else HOLD
-        return call.suspected_at + hold * min(left_s, self.limits.timeout_s)
+        has_others = self.health.most_replicas > 1
+        if has_others and call.deadly:
+            return inf
+        since = max(call.suspected_at, min(rows.ready_at for rows in call.rows))
+        left_s = min(rows.owner.deadline for rows in call.rows) - since
+        return since + (HOLD_FOR_OTHERS if has_others else HOLD) * min(left_s, self.limits.timeout_s)
 
     # What comes back
 

@@ -8,8 +8,10 @@ hung are suspected: from then on each request's go in an isolated call, and one 
 from __future__ import annotations
 
 import heapq
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -18,6 +20,7 @@ import numpy as np
 from cauc_ray.cascade.request_queue import PAUSE_S, RequestLimits, RequestQueue
 from cauc_ray.cascade.rows import Call, CallResult, Owner, Rows, Trouble
 from cauc_ray.cascade.scheduler import Scheduler
+from cauc_ray.cascade.stage_health import Verdict
 from cauc_ray.numbers.types import Ints
 
 # The most requests that were open at once are remembered for one to two of these.
@@ -63,6 +66,23 @@ class OpenRequests:
         self._window_ends = now + OPEN_WINDOW_S
 
 
+@dataclass(frozen=True, slots=True)
+class News:
+    """A new verdict on an input of a stage.
+
+    Attributes:
+        stage: The stage.
+        digest: Of the input.
+        verdict: The verdict.
+        deadly: Whether a replica ended, not only hung.
+    """
+
+    stage: int
+    digest: bytes
+    verdict: Verdict
+    deadly: bool
+
+
 # So many replicas are asked for rows that replicas could not answer.
 MOST_ATTEMPTS = 3
 # The rate at which rows come is of so many seconds.
@@ -82,7 +102,8 @@ class RequestScheduler(Scheduler):
         super().__init__([], open_rows=0)
         self.stages = [RequestQueue(stage, limits) for stage, limits in enumerate(stages)]
         self._expects_more = expects_more
-        self._expiries: list[tuple[float, int, Owner, int]] = []
+        # By time: owners that have ended are not kept until then.
+        self._expiries: list[tuple[float, int, weakref.ref[Owner], int]] = []
         self._number = count()
         self._came: deque[tuple[int, Counter[int]]] = deque()  # rows by the stage that they begin at, by the second
         self._reckoned_at, self._reached = -1, [0.0] * len(self.stages)
@@ -129,7 +150,7 @@ class RequestScheduler(Scheduler):
         """Take back the calls whose answers are no longer waited for, for the shell to cancel."""
         for at in self.stages:
             for computed, *behind in at.take_hanging(now):
-                self._suspect(computed, now)
+                self._suspect(computed, now, deadly=False)
                 at.try_again(*(call.again(now) for call in behind))
                 yield from (computed, *behind)
             for call in at.calls():
@@ -142,7 +163,10 @@ class RequestScheduler(Scheduler):
 
     def wait_s(self, now: float) -> float | None:
         """Return the seconds until something is due, None if nothing waits for time."""
-        while self._expiries and not self._expiries[0][2].wants(self._expiries[0][3]):
+        while self._expiries:
+            _, _, owner, stage = self._expiries[0]
+            if (waiting := owner()) is not None and waiting.wants(stage):
+                break
             heapq.heappop(self._expiries)
         wait_s = super().wait_s(now)
         if not self._expiries:
@@ -156,7 +180,7 @@ class RequestScheduler(Scheduler):
             self._leave_out(stage, rows, "timeout", self._late(owner, stage))
             return
         expires_at = min(now + self.stages[stage].limits.timeout_s, owner.deadline)
-        heapq.heappush(self._expiries, (expires_at, next(self._number), owner, stage))
+        heapq.heappush(self._expiries, (expires_at, next(self._number), weakref.ref(owner), stage))
         super()._wait(stage, rows, now)
         at = self.stages[stage]
         for lower in at.take_surplus(owner.priority):
@@ -175,8 +199,8 @@ class RequestScheduler(Scheduler):
         """Give up the rows whose time is over."""
         late: list[tuple[Owner, int]] = []
         while self._expiries and self._expiries[0][0] <= now:
-            _, _, owner, stage = heapq.heappop(self._expiries)
-            if owner.wants(stage) and (owner.at == stage).any():
+            _, _, waiting, stage = heapq.heappop(self._expiries)
+            if (owner := waiting()) is not None and owner.wants(stage) and (owner.at == stage).any():
                 late.append((owner, stage))
         for owner, stage in late:
             self._blame(owner, stage, now)
@@ -212,10 +236,10 @@ class RequestScheduler(Scheduler):
             rows = next((rows for rows in call.rows if rows.owner is owner), None)
             if rows is None or call.probe:
                 continue
-            if at.hangs(call, now):
+            if at.hangs(call, now) and len(call.by_owner()) == 1:
                 self._convict(rows, stage, now)
             elif at.may_hang(call, now) and at.suspects.verdict(owner, now) == "clear":
-                at.suspects.note(owner, "suspected", now)
+                at.suspects.note(owner, "suspected", now, deadly=False)
 
     # What fails
 
@@ -311,7 +335,11 @@ class RequestScheduler(Scheduler):
     def _ended_replica(self, call: Call, reason: str, now: float) -> None:
         at = self.stages[call.stage]
         if not call.isolated:
-            self._suspect(call, now)
+            self._suspect(call, now, deadly=True)
+            return
+        if len(call.by_owner()) > 1:  # now each alone
+            for own in call.by_owner():
+                at.try_again(call.again(now, rows=own))
             return
         (rows, *_), name = call.rows, at.limits.name
         if call.began_at is not None and at.health.succeeded_at > (call.suspected_at or now):
@@ -323,24 +351,57 @@ class RequestScheduler(Scheduler):
         else:
             at.try_again(call.again(now))
 
-    def _suspect(self, call: Call, now: float) -> None:
-        """Have each owner's rows answered in an isolated call, as soon as possible."""
+    def _suspect(self, call: Call, now: float, *, deadly: bool) -> None:
+        """Have the rows of a call answered in isolated calls, as soon as possible.
+
+        Most of them only shared the call with what ended the replica, if anything did: they go to all replicas but one
+        at the same time, in as many calls, and each owner's alone if one of these ends its replica too.
+
+        Args:
+            call: During which a replica ended, or may hang.
+            now: The time.
+            deadly: Whether the replica ended.
+        """
         at = self.stages[call.stage]
-        for rows in call.by_owner():
-            if not rows[0].owner.wants(call.stage):
-                continue
-            at.try_again(call.again(now, rows=rows, isolated=True, suspected_at=now))
-            if at.suspects.verdict(rows[0].owner, now) == "clear":
-                at.suspects.note(rows[0].owner, "suspected", now)
-                for alike in at.take_alike(rows[0], now):
+        owners = [rows for rows in call.by_owner() if rows[0].owner.wants(call.stage)]
+        n_free = at.n_working - 1
+        n_calls = min(len(owners), n_free) if n_free > 1 else len(owners)
+        for first in range(n_calls):
+            together = [rows for own in owners[first::n_calls] for rows in own]
+            at.try_again(call.again(now, rows=together, isolated=True, suspected_at=now, deadly=deadly))
+        for own, *_ in owners:
+            if at.suspects.verdict(own.owner, now) == "clear":
+                at.suspects.note(own.owner, "suspected", now, deadly=deadly)
+                for alike in at.take_alike(own.owner.fingerprint(), "suspected"):
                     at.set_apart([alike], now)
 
     def _convict(self, rows: Rows, stage: int, now: float) -> None:
         """Refuse the input of rows that have ended or hung a replica in an isolated call, wherever it waits."""
         at = self.stages[stage]
         at.suspects.note(rows.owner, "guilty", now)
+        self._refuse_alike(at, rows.owner.fingerprint())
+
+    def _refuse_alike(self, at: RequestQueue, digest: bytes | None) -> None:
         reason = f"this input has ended or hung replicas of stage {at.limits.name!r}"
-        self._give_back(at, at.take_alike(rows, now), "refused", reason)
+        self._give_back(at, at.take_alike(digest, "guilty"), "refused", reason)
+
+    def take_news(self) -> list[News]:
+        """Take the verdicts that are new here, for the routers that share the stages."""
+        news = [News(at.stage, *one) for at in self.stages for one in at.suspects.news]
+        for at in self.stages if news else ():
+            at.suspects.news.clear()
+        return news
+
+    def learn(self, news: Sequence[News], now: float) -> None:
+        """Take verdicts of another router."""
+        for one in news:
+            at = self.stages[one.stage]
+            at.suspects.learn(one.digest, one.verdict, now, deadly=one.deadly)
+            if one.verdict == "guilty":
+                self._refuse_alike(at, one.digest)
+            elif one.verdict == "suspected":
+                for alike in at.take_alike(one.digest, "suspected"):
+                    at.set_apart([alike], now)
 
     def _is_costly(self, call: Call, now: float) -> bool:
         """Return whether a failed call has taken so long, while no other was answered, that a probe is to go next."""

@@ -248,8 +248,8 @@ class Call:
     n_unproven: how often they failed while the stage had never answered any.   probe: whether it asks a replica in
     doubt for a row that the stage has answered before; its answer is not needed.   good_row: one that the stage has
     answered, for a replica that may have none.   handle: the shell's.
-    sent_at, began_at: when it was sent, and when its model is known to have begun.   suspected_at: when a replica ended
-    or hung while it had these rows.
+    sent_at, began_at: when it was sent, and when its model is known to have begun.   suspected_at: when a replica first
+    ended or hung while it had these rows.   deadly: whether it ended.
     """
 
     stage: int
@@ -266,6 +266,7 @@ class Call:
     sent_at: float = 0.0
     began_at: float | None = None
     suspected_at: float | None = None
+    deadly: bool = False
     _n: int = field(init=False)
 
     def __post_init__(self) -> None:

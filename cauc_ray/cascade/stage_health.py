@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from statistics import median
 from typing import Literal, TypeAlias
 
@@ -100,29 +101,65 @@ MOST_REMEMBERED = 1000
 Verdict: TypeAlias = Literal["clear", "suspected", "guilty"]
 
 
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """What is known of an input.
+
+    Attributes:
+        verdict: The verdict.
+        since: When the input was first suspected.
+        until: When it is forgotten.
+        deadly: Whether a replica ended, not only hung.
+    """
+
+    verdict: Verdict
+    since: float
+    until: float
+    deadly: bool
+
+
 class Suspects:
-    """Remembers inputs by their digests.
+    """Remembers inputs of a stage by their digests.
 
     An input is suspected once a replica ended in a call that had it, until it is answered, and guilty once one ended
     while it computed nothing else.
+
+    Attributes:
+        news: New verdicts for other routers: digest, verdict, and whether a replica ended.
     """
 
     def __init__(self) -> None:
-        self._verdicts: dict[bytes, tuple[Verdict, float]] = {}
+        self._known: dict[bytes, Suspicion] = {}
+        self.news: list[tuple[bytes, Verdict, bool]] = []
 
     def verdict(self, owner: Owner, now: float) -> Verdict:
-        """Return what is known of an owner's input."""
-        if not self._verdicts:  # no digest is worked out as long as none is needed
-            return "clear"
-        verdict, until = self._verdicts.get(owner.fingerprint() or b"", ("clear", 0.0))
-        return verdict if now < until else "clear"
+        """Return the verdict on an owner's input."""
+        known = self.of(owner, now)
+        return "clear" if known is None else known.verdict
 
-    def note(self, owner: Owner, verdict: Verdict, now: float) -> None:
-        """Remember what has become known of an owner's input."""
-        if (verdict == "clear" and not self._verdicts) or (digest := owner.fingerprint()) is None:
+    def of(self, owner: Owner, now: float) -> Suspicion | None:
+        """Return what is known of an owner's input, None if it is clear."""
+        if not self._known:  # no digest is worked out as long as none is needed
+            return None
+        known = self._known.get(owner.fingerprint() or b"")
+        return known if known is not None and now < known.until else None
+
+    def note(self, owner: Owner, verdict: Verdict, now: float, *, deadly: bool = True) -> None:
+        """Remember a verdict on an owner's input.   deadly: whether a replica ended, not only hung."""
+        if (verdict == "clear" and not self._known) or (digest := owner.fingerprint()) is None:
             return
-        self._verdicts.pop(digest, None)
+        known = self._known.get(digest)
+        if verdict != ("clear" if known is None else known.verdict):
+            self.news.append((digest, verdict, deadly))
+        self.learn(digest, verdict, now, deadly=deadly)
+
+    def learn(self, digest: bytes, verdict: Verdict, now: float, *, deadly: bool) -> None:
+        """Take a verdict, also of another router."""
+        known = self._known.pop(digest, None)
+        if known is not None and known.verdict == "guilty" and verdict == "suspected":
+            verdict = "guilty"  # what another router has suspected meanwhile
         if verdict != "clear":
-            self._verdicts[digest] = verdict, now + REFUSED_S
-        if len(self._verdicts) > MOST_REMEMBERED:
-            del self._verdicts[next(iter(self._verdicts))]
+            since = now if known is None else known.since
+            self._known[digest] = Suspicion(verdict, since, now + REFUSED_S, deadly)
+        if len(self._known) > MOST_REMEMBERED:
+            del self._known[next(iter(self._known))]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from cauc_ray.cascade.bundles import n_bytes
 from cauc_ray.cascade.request_queue import RequestLimits
-from cauc_ray.cascade.requests import OpenRequests, RequestScheduler
+from cauc_ray.cascade.requests import News, OpenRequests, RequestScheduler
 from cauc_ray.cascade.rows import Call, CallResult, Vector
 from cauc_ray.cascade.worker import MOST_POLICIES
 from cauc_ray.models.answers import Batch, ModelFacts
@@ -105,6 +105,8 @@ class Cascade:
         self._timer_at = inf
         self._pumps = False
         self.shadows = Shadows(pool.serving.shadow, self, metrics, log)
+        # Called with verdicts on inputs, for other routers.
+        self.on_news: Callable[[list[News]], None] = lambda news: None
 
     # Requests
 
@@ -180,6 +182,12 @@ class Cascade:
             known = self._keys[id(policy)] = policy, blake2b(policy.to_json().encode(), digest_size=12).hexdigest()
         return known[1]
 
+    def learn(self, news: Sequence[News]) -> None:
+        """Take verdicts on inputs of another router."""
+        self.scheduler.learn(news, self._loop.time())
+        self._take_done()
+        self.pump_soon()
+
     # Stages
 
     def replicas(self, stage: int, names: Collection[str], why: str | None = None) -> None:
@@ -238,6 +246,8 @@ class Cascade:
             coroutine = self._call(call, self._replica_names[call.replica])
             self._tasks[call] = self._loop.create_task(coroutine, context=Context())
         self._take_done()
+        if news := self.scheduler.take_news():
+            self.on_news(news)
         wait_s = self.scheduler.wait_s(now)
         # One that comes too early does no harm, and to start another for each request takes longer.
         if wait_s is not None and now + wait_s < self._timer_at:

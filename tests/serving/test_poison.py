@@ -102,6 +102,56 @@ def test_an_input_that_ends_or_hangs_replicas_is_found_and_refused(kind, n_repli
     assert kind == "hangs" or 1 <= fleets[0].n_ended <= 2
 
 
+def test_the_rows_of_a_replica_that_ends_are_answered_by_the_others_side_by_side():
+    """Each call takes 1.2 s, whatever is in it: one row after the other would take 38 s."""
+
+    async def main():
+        fleets = [Fleet("logits0", 4, {}), Fleet("logits1", 2, {})]
+        fleets[0].takes_s = 1.2
+        cascade, _ = cascade_of(a_pool(DATA.models, batch_size=32, timeout_s=10.0), fleets)
+        for fleet in fleets:
+            fleet.tell()
+        asyncio.get_running_loop().call_later(0.6, fleets[0].end, fleets[0].replicas[0])
+        return await asyncio.gather(*(answer_at(cascade, 0.0, (row,)) for row in range(128)))
+
+    require_right([(0, (row,)) for row in range(128)], run_virtually(main()), {})
+
+
+@pytest.mark.parametrize("n_replicas", [1, 2])
+def test_of_all_routers_one_learns_which_input_ends_replicas(n_replicas):
+    """Its client asks each second, now one router, now the other; replicas take six seconds to start again."""
+
+    async def main():
+        first, later = Fleet("logits0", n_replicas, {GOOD: "kills"}), Fleet("logits1", 2, {})
+        first.restarts_s = 6.0
+        pool = a_pool(DATA.models, timeout_s=10.0)
+        routers = [cascade_of(pool, [first, later])[0] for _ in range(2)]
+        for router, other in (routers, routers[::-1]):
+            router.on_news = lambda news, other=other: asyncio.get_running_loop().call_later(0.01, other.learn, news)
+
+        async def poll():
+            while True:
+                for router in routers:
+                    for fleet in (first, later):
+                        fleet.cascade = router
+                        fleet.tell()
+                await asyncio.sleep(0.5)
+
+        polling = asyncio.ensure_future(poll())
+        good = [answer_at(routers[n % 2], 0.04 * n, (n % GOOD,)) for n in range(1000)]
+        bad = [answer_at(routers[n % 2], 2.0 + n, (GOOD,)) for n in range(38)]
+        results = await asyncio.gather(*good, *bad)
+        polling.cancel()
+        return results[:1000], results[1000:], first.n_ended
+
+    good, bad, n_ended = run_virtually(main())
+    assert n_ended == 2
+    assert all(isinstance(result, RequestError) for result in bad)
+    assert {result.status for result in bad[15:]} == {422}
+    if n_replicas > 1:  # but for those that were at the same replica with it
+        assert sum(isinstance(result, RequestError) for result in good) <= 2
+
+
 @pytest.mark.parametrize("n_replicas", [2, 3])
 def test_rows_of_a_replica_that_hangs_are_asked_of_another(n_replicas):
     requests = [(0.02 * n, (n % GOOD,)) for n in range(700)]
