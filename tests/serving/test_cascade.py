@@ -11,14 +11,12 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from routed import routed
 from synthetic import chain
 from virtual_time import run_virtually
 
 from cauc_ray.models.answers import Answers
 from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
 from cauc_ray.policies.trace import replay
-from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.inference import Spans
 
 DATA = chain(3, n=240, ragged=True)
@@ -249,47 +247,6 @@ def test_a_request_s_own_timeout_ends_it_and_leaves_the_stage_up(on_failure):
     else:
         assert (impatient.degraded.all(), impatient.stages.max()) == (True, 0)
     assert not patient.degraded.any()
-
-
-# Rows that go to any stage, next to others that take them in turn.
-R_DATA = chain(5, n=300, strengths=(1.0, 1.2, 1.7, 2.4))
-R_FITTED = fit_base(R_DATA, R_DATA, ThresholdRule(threshold=0.9))
-R_NAMES = list(R_DATA.models)
-
-
-@pytest.mark.parametrize("begins", [0, 2])
-def test_rows_of_every_policy_are_answered_as_in_the_replay(begins):
-    policies = [routed(R_FITTED, begins=begins), R_FITTED]
-    rng = np.random.default_rng(begins)
-    requests = [(policies[rng.integers(2)], rng.integers(0, 300, rng.integers(1, 12))) for _ in range(80)]
-
-    async def ask(cascade, policy, rows, after_s):
-        await asyncio.sleep(after_s)
-        return await cascade.answer(policy, columns_of(R_DATA.logits, rows), len(rows))
-
-    async def main():
-        stages = make_stages(4)
-        cascade, _ = cascade_of(a_pool(R_NAMES, batch_wait_s=0.01), stages)
-        answers = await asyncio.gather(*(ask(cascade, *request, rng.uniform(0, 0.1)) for request in requests))
-        return answers, stages
-
-    answers, stages = run_virtually(main())
-    for answer, (policy, rows) in zip(answers, requests, strict=True):
-        expected = replay(policy, R_DATA)
-        for name in ("predictions", "confidences", "stages", "costs"):
-            assert np.array_equal(getattr(answer, name), getattr(expected, name)[rows])
-    assert sum(len(stage.batches) for stage in stages) < 400  # of some 1,000 rows' calls: they share them
-
-
-def test_no_stage_can_be_the_last_one_where_stages_are_not_called_in_turn():
-    async def main():
-        cascade, _ = cascade_of(a_pool(R_NAMES), make_stages(4))
-        columns = columns_of(R_DATA.logits, np.arange(3))
-        return (await together(cascade.answer(routed(R_FITTED), columns, 3, last_stage=1)))[0]
-
-    error = run_virtually(main())
-    assert isinstance(error, RequestError)
-    assert error.status == 422
 
 
 EXPORTER = InMemorySpanExporter()
