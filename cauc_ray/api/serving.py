@@ -31,8 +31,12 @@ HTTP_DEADLINE_S = 30.0
 class Service:
     """A service that runs, until stop() is called or the block of a `with` ends.
 
-    url: where it is.   grpc: where it answers gRPC, HOST:PORT, None for nowhere.   model: its name in URLs.
-    policy_id: of the policy it began with.   require_alive: raises ExecutionError if the service has ended by itself.
+    Attributes:
+        url: Its address.
+        grpc: Its address for gRPC, HOST:PORT, None for nowhere.
+        model: Its name in URLs.
+        policy_id: Id of the policy it began with.
+        require_alive: Raises ExecutionError if the service has ended by itself.
     """
 
     url: str
@@ -63,7 +67,7 @@ def serve(
     name: str | None = None,
     local: bool = False,
     address: str | None = None,
-    on_wait: Callable[[str], None] = lambda says: None,
+    on_wait: Callable[[str], None] = lambda state: None,
 ) -> Service:
     """Serve a policy's chain over HTTP, and return once all stages are ready.
 
@@ -158,9 +162,9 @@ def set_policy(
     """
     SetPolicyOptions.of({**locals(), "policy": None})
     content = None if policy is None else policy_of(policy).packed()
-    own = {"threshold": threshold, "budget": budget, "share": share}
-    given = {"policy": content, **own, "promote": promote, "rollback": rollback}
-    change = PolicyChange.of({key: value for key, value in given.items() if value is not None and value is not False})
+    numbers = {"threshold": threshold, "budget": budget, "share": share}
+    options = {"policy": content, **numbers, "promote": promote or None, "rollback": rollback or None}
+    change = PolicyChange.of({key: value for key, value in options.items() if value is not None})
     url = url.rstrip("/")
     name = name or _only_model(url)
     address = f"{url}/v2/models/{quote(name, safe='')}/policy"
@@ -188,8 +192,8 @@ def _http(method: str, url: str, content: Any = None) -> dict[str, Any]:
         raise PolicyError(f"the service refuses ({error.code}): {_reason(error)}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        said = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
-        raise ExecutionError(f"{url} cannot be reached: {printable(said)}") from error
+        text = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+        raise ExecutionError(f"{url} cannot be reached: {printable(text)}") from error
     if not isinstance(answer, dict):
         raise ExecutionError(f"{url} does not answer as a service of cauc-ray does")
     return answer

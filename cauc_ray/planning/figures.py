@@ -124,7 +124,7 @@ def range_figures(chain: Chain, as_run: Sequence[PlannedStage]) -> dict[str, Any
         "carries_rate": chain.rate <= rate,
         "run_rows_per_s": run.rows_per_s,
         "run_rows": run.n_arrived,
-        "run_busy": {own.stage.name: own.busy for own in run.stages},
+        "run_busy": {stage.stage.name: stage.busy for stage in run.stages},
     }
 
 
@@ -200,35 +200,35 @@ def _router_figures(chain: Chain) -> dict[str, Any]:
 
 def _dearest_alone(chain: Chain, cost: float) -> dict[str, Any]:
     """Return what it takes to answer all requests by the most expensive stage.   cost: of a request in the cascade."""
-    own = [stage.cost for stage in chain.policy.stages]
-    place = max(range(len(own)), key=lambda at: (own[at], at))
+    costs = [stage.cost for stage in chain.policy.stages]
+    place = max(range(len(costs)), key=lambda at: (costs[at], at))
     alone = replace(chain.stages[place], deferral=0.0)
     (n,) = least_counts([alone], chain.rate)
     return {
         "name": alone.name,
         "replicas": n,
         "resources": resources([chain.specs[place]], [n]),
-        "cost": own[place],
-        "relative_cost": cost / own[place] if own[place] > 0 else None,
+        "cost": costs[place],
+        "relative_cost": cost / costs[place] if costs[place] > 0 else None,
     }
 
 
-def show_plan(found: Mapping[str, Any]) -> None:
+def show_plan(plan: Mapping[str, Any]) -> None:
     """Show a plan: its stages, what they occupy and cost, drift, and what the pool's own range can carry."""
-    _stages(found)
-    _goal(found)
-    _resources(found)
-    _drift(found)
-    _range(found)
-    _sources(found)
+    _stages(plan)
+    _goal(plan)
+    _resources(plan)
+    _drift(plan)
+    _range(plan)
+    _sources(plan)
 
 
-def _stages(found: Mapping[str, Any]) -> None:
-    unit = found["total"]["cost_unit"]
+def _stages(plan: Mapping[str, Any]) -> None:
+    unit = plan["total"]["cost_unit"]
     headings = ["stage", "reach", "requests/s", "replicas", "load", "busy", "batch (s)", "fill", "wait (s)"]
-    title = f"{found['pool']} at {amount(found['rate'])} requests a second, policy {found['policy_id']}"
+    title = f"{plan['pool']} at {amount(plan['rate'])} requests a second, policy {plan['policy_id']}"
     table = new_table(title, [*headings, f"cost ({unit})", "share"])
-    for stage in found["stages"]:
+    for stage in plan["stages"]:
         add_row(
             table,
             stage["name"],
@@ -250,11 +250,11 @@ def _stages(found: Mapping[str, Any]) -> None:
     )
 
 
-def _goal(found: Mapping[str, Any]) -> None:
-    goal = f"p99 within {found['slo_p99_s']:g} s" if found["slo_p99_s"] else "the rate"
-    line(f"{goal} {'holds' if found['holds'] else 'does not hold'}: {_latency(found['latency_s'])}")
-    if found["out_of_reach"]:
-        line(found["out_of_reach"])
+def _goal(plan: Mapping[str, Any]) -> None:
+    goal = f"p99 within {plan['slo_p99_s']:g} s" if plan["slo_p99_s"] else "the rate"
+    line(f"{goal} {'holds' if plan['holds'] else 'does not hold'}: {_latency(plan['latency_s'])}")
+    if plan["out_of_reach"]:
+        line(plan["out_of_reach"])
 
 
 def _latency(latency: Mapping[str, float] | None) -> str:
@@ -263,15 +263,15 @@ def _latency(latency: Mapping[str, float] | None) -> str:
     return f"latency p50 {latency['p50']:.3g} s, p99 {latency['p99']:.3g} s, mean {latency['mean']:.3g} s"
 
 
-def _resources(found: Mapping[str, Any]) -> None:
-    router = found["router"]
+def _resources(plan: Mapping[str, Any]) -> None:
+    router = plan["router"]
     line(
         f"router: {router['replicas']:,} at a load of {percent(router['load'])}; it takes "
         f"{1e3 * router['per_request_s']:.2f} ms a request and {1e3 * router['per_call_s']:.2f} ms a call"
     )
-    for stage in found["stages"]:
+    for stage in plan["stages"]:
         line(f"{stage['name']}: {amounts_text(stage['resources'])} in all; each replica {stage['each']}")
-    total, alone = found["total"], found["dearest_alone"]
+    total, alone = plan["total"], plan["dearest_alone"]
     relative = "" if alone["relative_cost"] is None else f", {alone['relative_cost']:.2f} of the most expensive alone"
     line(
         f"in all {total['replicas']:,} replicas, {amounts_text(total['resources'])}; a request costs "
@@ -283,12 +283,12 @@ def _resources(found: Mapping[str, Any]) -> None:
     )
 
 
-def _drift(found: Mapping[str, Any]) -> None:
-    names = [stage["name"] for stage in found["stages"]]
+def _drift(plan: Mapping[str, Any]) -> None:
+    names = [stage["name"] for stage in plan["stages"]]
     table = new_table(
         "if every deferral rate is", ["times", "the plan", "p99 (s)", *(f"load {n}" for n in names), "needed"]
     )
-    for of in found["drift"]:
+    for of in plan["drift"]:
         latency = of["latency_s"]
         add_row(
             table,
@@ -301,31 +301,32 @@ def _drift(found: Mapping[str, Any]) -> None:
     print_table(table)
 
 
-def _range(found: Mapping[str, Any]) -> None:
-    own = found["range"]
+def _range(plan: Mapping[str, Any]) -> None:
+    carried = plan["range"]
     line(
-        f"the pool's replicas (max) carry {amount(own['max_rate'])} requests a second at a load of "
-        f"{percent(found['most_load'])}, {amount(own['saturated_rate'])} at most; the bottleneck is "
-        f"{own['bottleneck']!r}; as a run over {own['run_rows']:,} rows, {amount(own['run_rows_per_s'])} rows a second"
+        f"the pool's replicas (max) carry {amount(carried['max_rate'])} requests a second at a load of "
+        f"{percent(plan['most_load'])}, {amount(carried['saturated_rate'])} at most; the bottleneck is "
+        f"{carried['bottleneck']!r}; as a run over {carried['run_rows']:,} rows, "
+        f"{amount(carried['run_rows_per_s'])} rows a second"
     )
 
 
-def _sources(found: Mapping[str, Any]) -> None:
-    for stage in found["stages"]:
+def _sources(plan: Mapping[str, Any]) -> None:
+    for stage in plan["stages"]:
         seconds = stage["seconds"]
-        own = seconds["seconds"]
-        told = {"ledger": "an earlier run's ledger", "saved": "as the saved stage is told"}
+        batch = seconds["seconds"]
+        source = "an earlier run's ledger" if seconds["source"] == "ledger" else "as the pool file declares"
         fit = f", {seconds['n_calls']:,} calls, off by {percent(seconds['error'])}" if seconds["n_calls"] else ""
         seen = stage["ledger_deferral"]
         defers = f"; defers {percent(stage['deferral'])}" + (
             f", in the ledger {percent(seen)}" if seen is not None else ""
         )
         line(
-            f"{stage['name']}: a batch takes {own['per_call']:.4g} s and {own['per_row']:.4g} s a row "
-            f"({told[seconds['source']]}{fit}){defers}"
+            f"{stage['name']}: a batch takes {batch['per_call']:.4g} s and {batch['per_row']:.4g} s a row "
+            f"({source}{fit}){defers}"
         )
-    simulated = found["simulated"]
+    simulated = plan["simulated"]
     line(
         f"simulated with seed {simulated['seed']}: {simulated['requests']:,} requests, "
-        f"{simulated['window_s']:.3g} s of them measured; planned in {found['elapsed_s']:.1f} s"
+        f"{simulated['window_s']:.3g} s of them measured; planned in {plan['elapsed_s']:.1f} s"
     )

@@ -27,7 +27,7 @@ FAR = 1.5
 
 # Seconds of a router on one core, about.
 ROUTER = RouterSeconds(per_request=0.001, per_call=0.003)
-# Of a rate and of a goal: below this, times could not be told apart.
+# The least rate and goal: times below it are equal.
 LEAST = 1e-6
 
 

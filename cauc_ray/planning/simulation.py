@@ -62,8 +62,14 @@ class Window:
 class StageFigures:
     """What a stage did in a window.
 
-    calls, rows: that began to be computed in it.   busy_s: that replicas computed.   waited_s: from when rows reached
-    the stage to when their calls began.   most_queued: rows in its queue at once, at most.
+    Attributes:
+        stage: The stage.
+        window: The window.
+        calls: Calls that began in it.
+        rows: Rows of these calls.
+        busy_s: Seconds that replicas computed.
+        waited_s: Seconds from when rows reached the stage to when their calls began.
+        most_queued: The most rows in its queue at once.
     """
 
     stage: PlannedStage
@@ -126,10 +132,15 @@ class Latency:
 class Simulation:
     """What a simulated cascade did.
 
-    rows_per_s: answered within the window.   latency: of those, None for a backlog or where none was answered.
-    n_arrived, n_answered, n_left: rows over the whole time.   grows: whether more and more rows wait: a stage's load
-    is 1 or more, or its queue grew.
-    window_s: seconds of the window; of a backlog, from the first call to the end of the last.
+    Attributes:
+        rows_per_s: Rows answered within the window, per second.
+        latency: Latency of those rows; None for a backlog, or where no row was answered.
+        n_arrived: Rows that arrived, over the whole time.
+        n_answered: Rows that were answered, over the whole time.
+        n_left: Rows without an answer at the end.
+        grows: Whether the queue grows without bound: a stage's load is 1 or more, or its queue grew.
+        window_s: Seconds of the window; of a backlog, from the first call to the end of the last.
+        stages: What each stage did.
     """
 
     rows_per_s: float
@@ -160,9 +171,9 @@ def simulate_arrivals(
     rng = np.random.default_rng(seed)
     # A Poisson process of which the number of requests is known: that the rate is just this leaves less to chance.
     times = np.sort(rng.random(max(1, round(rate * window.last)))) * window.last
-    found = simulate_trace(stages, times, _stops(stages, len(times), rng), window, router=router, together=TOGETHER)
+    result = simulate_trace(stages, times, _stops(stages, len(times), rng), window, router=router, together=TOGETHER)
     most_load = max(router.load(stages, rate), *loads(stages, rate))
-    return replace(found, grows=found.grows or bool(most_load >= 1))
+    return replace(result, grows=result.grows or bool(most_load >= 1))
 
 
 def simulate_trace(
@@ -215,8 +226,8 @@ def simulate_backlog(stages: Sequence[PlannedStage], n_rows: int, *, seed: int =
     scheduler.end_input()
     rows = _Arrivals(np.zeros(n_rows), _stops(stages, n_rows, np.random.default_rng(seed)))
     cascade.run(scheduler, iter([rows]), lambda rows: scheduler.submit(rows, [Chunk(None, rows.n, 0.0)], cascade.now))
-    for own in cascade.figures:
-        own.window = Window(0.0, cascade.now)
+    for figures in cascade.figures:
+        figures.window = Window(0.0, cascade.now)
     return Simulation(
         rows_per_s=n_rows / cascade.now if cascade.now else math.inf,
         latency=None,
@@ -263,7 +274,12 @@ class _Arrivals(Owner):
 class _Cascade:
     """A simulation in progress, by the clock of the router: it moves on with all that the router does.
 
-    n_arrived: rows that have come.   latencies: of those answered within the window, in parts.
+    Attributes:
+        now: The clock, in seconds.
+        crowd: Open requests.
+        n_arrived: Rows that have arrived.
+        latencies: Latencies of rows answered within the window, in parts.
+        figures: What each stage did.
     """
 
     def __init__(self, stages: Sequence[PlannedStage], window: Window, router: RouterSeconds) -> None:
@@ -304,8 +320,8 @@ class _Cascade:
 
     def _send(self, scheduler: Scheduler) -> None:
         """Send what can go now: a replica computes its calls one after the other."""
-        for own, at in zip(self.figures, scheduler.stages, strict=True):
-            own.most_queued = max(own.most_queued, at.queued_rows)
+        for figures, at in zip(self.figures, scheduler.stages, strict=True):
+            figures.most_queued = max(figures.most_queued, at.queued_rows)
         while (call := scheduler.next_call(self.now)) is not None:
             n, starts = len(call), max(self.now, self._free_at[call.replica])
             ends = self._free_at[call.replica] = starts + self._stages[call.stage].seconds.of(n)
@@ -315,7 +331,7 @@ class _Cascade:
 
     def _end(self, scheduler: Scheduler, call: Call) -> None:
         """Have a call answered, and forget whoever needs nothing more."""
-        rows = [(cast("_Arrivals", own.owner), own.indices) for own in call.rows]
+        rows = [(cast("_Arrivals", piece.owner), piece.indices) for piece in call.rows]
         accepted = np.concatenate([owner.answered_by[at] for owner, at in rows]) == call.stage
         n, n_answered = len(accepted), int(np.count_nonzero(accepted))
         self.now += self._router.of(0, 1)

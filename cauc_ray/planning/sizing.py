@@ -115,7 +115,7 @@ def most_rate(stages: Sequence[PlannedStage], most_load: float = MOST_LOAD) -> t
 
 
 def run_rows(stages: Sequence[PlannedStage]) -> int:
-    """Return the rows of a run that is long beside its first and last calls."""
+    """Return the rows of a run whose first and last calls take a small share of its time."""
     reached = np.maximum(reaches(stages), 1e-3)
     batches = np.array([stage.batch_size * stage.replicas for stage in stages])
     return int(min(MOST_RUN_ROWS, RUN_BATCHES * (batches / reached).max()))
@@ -159,11 +159,11 @@ def _trimmed(trials: Trials, at: Sizing, least: Sequence[int], slo_p99_s: float)
 
 def _out_of_reach(stages: Sequence[PlannedStage], best: Sizing, slo_p99_s: float) -> str:
     figures = best.simulation.stages
-    own = [
+    batches_s = [
         stage.seconds.of(round(stage.batch_size * (of.fill or 0))) for stage, of in zip(stages, figures, strict=True)
     ]
-    slowest = int(np.argmax(own))
-    takes = ", ".join(f"{stage.name} {seconds:.3g} s" for stage, seconds in zip(stages, own, strict=True))
+    slowest = int(np.argmax(batches_s))
+    takes = ", ".join(f"{stage.name} {seconds:.3g} s" for stage, seconds in zip(stages, batches_s, strict=True))
     return (
         f"no number of replicas keeps p99 within {slo_p99_s:g} s: with replicas to spare it is {best.p99_s:.3g} s, "
         f"since a batch alone takes {takes}; lower the batch_size of {stages[slowest].name!r}, or raise the goal"

@@ -33,10 +33,12 @@ class BatchSeconds:
 
 @dataclass(frozen=True, slots=True)
 class RouterSeconds:
-    """What routers take, each one thing at a time.
+    """Seconds that routers take, each one thing at a time.
 
-    per_request: seconds to read a request and to write its answer.   per_call: to send a call and to take its end.
-    replicas: routers that share requests evenly.
+    Attributes:
+        per_request: Seconds to read a request and to write its answer.
+        per_call: Seconds to send a call and to take its end.
+        replicas: Number of routers, which share requests evenly.
     """
 
     per_request: float = 0.0
@@ -57,9 +59,14 @@ class RouterSeconds:
 class PlannedStage:
     """A stage of a chain.
 
-    batch_size: rows in a full batch.   batch_wait_s: how long a row waits for one.   deferral: the share of its rows
-    that go on, 0 at the last stage.   queue_rows: rows that may wait before the stage ahead is held back, None
-    where that never happens.
+    Attributes:
+        name: Its name.
+        batch_size: Rows in a full batch.
+        batch_wait_s: Seconds that a row waits for a full batch.
+        seconds: Seconds of a batch.
+        deferral: Share of its rows that are deferred, 0 at the last stage.
+        replicas: Number of its replicas.
+        queue_rows: Rows that may wait before the stage ahead is held back, None where that never happens.
     """
 
     name: str
@@ -92,8 +99,8 @@ def loads(stages: Sequence[PlannedStage], rate: float) -> Floats:
     From 1 on its queue grows without end. Below, its replicas may be busy for a larger share of the time, since
     batches that are not full take longer for each row.
     """
-    each: Floats = np.array([stage.row_s / stage.replicas for stage in stages])
-    return reaches(stages) * rate * each
+    row_s: Floats = np.array([stage.row_s / stage.replicas for stage in stages])
+    return reaches(stages) * rate * row_s
 
 
 def with_drift(stages: Sequence[PlannedStage], factor: float) -> tuple[PlannedStage, ...]:
@@ -108,10 +115,15 @@ def with_replicas(stages: Sequence[PlannedStage], counts: Sequence[int]) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What is known of a stage's seconds.
+    """The seconds of a stage's batches, and where they are from.
 
-    error: root mean square of what calls took beside what the fit says, over the mean seconds of a call; None where
-    nothing was measured.   n_calls: that were fitted.   least_rows, most_rows: of their batches.
+    Attributes:
+        seconds: Seconds of a batch.
+        source: Where they are from.
+        error: Root mean square error of the fit over the mean seconds of a call; None without a fit.
+        n_calls: Number of fitted calls.
+        least_rows: Rows of the smallest of their batches.
+        most_rows: Rows of the largest.
     """
 
     seconds: BatchSeconds
@@ -134,8 +146,11 @@ class EarlierRun:
 def fit_seconds(rows: Ints, seconds: Floats) -> Timing:
     """Fit the seconds of a call by least squares: per_call + per_row n, neither below 0.
 
-    rows: int (C,), of each call.   seconds: float (C,). Calls of one size alone do not tell the two apart: all their
-    seconds are taken to be the rows'.
+    Calls of one size do not identify both: all their seconds count as the rows'.
+
+    Args:
+        rows: Rows of each call, int (C,).
+        seconds: Seconds of each call, float (C,).
     """
     n, mean_rows, mean_s = len(rows), float(rows.mean()), float(seconds.mean())
     spread = float(((rows - mean_rows) ** 2).sum())
@@ -150,7 +165,7 @@ def fit_seconds(rows: Ints, seconds: Floats) -> Timing:
 
 
 def saved_timing(stage: StageSpec) -> Timing:
-    """Return the seconds that a saved stage is told to take. Raises ConfigError for others, and where it takes none."""
+    """Return the seconds that a saved stage declares. Raises ConfigError for other stages, and without seconds."""
     model = stage.model
     if isinstance(model, SavedSpec) and model.seconds_per_call + model.seconds_per_row:
         return Timing(BatchSeconds(model.seconds_per_call, model.seconds_per_row), "saved")
@@ -162,7 +177,7 @@ def read_earlier_run(path: str | AnyPath, stages: Sequence[str]) -> EarlierRun:
     """Read what the folder of a `cauc run`, a path or a URI, says of some stages.
 
     Each replica's first call is left out where others are there: models allocate and tune in it. Raises ConfigError
-    or DataError in one line where there is no run, or none of its calls is of one of the stages.
+    or DataError in one line where the folder holds no run, or a stage has no call.
     """
     folder = path_of(path)
     if not (folder / "run.json").is_file() or not (folder / "ledger").is_dir():
@@ -173,8 +188,10 @@ def read_earlier_run(path: str | AnyPath, stages: Sequence[str]) -> EarlierRun:
     for stage in stages:
         calls = ledger.filter(pc.equal(ledger.column("stage"), stage))
         if not len(calls):
-            had = sorted(set(ledger.column("stage").to_pylist()))
-            raise ConfigError(f"{folder}: its ledger has no answered call of stage {stage!r}; it has {', '.join(had)}")
+            names = sorted(set(ledger.column("stage").to_pylist()))
+            raise ConfigError(
+                f"{folder}: its ledger has no answered call of stage {stage!r}; it has {', '.join(names)}"
+            )
         timings[stage] = _timing(calls)
         if not timings[stage].seconds.of(1):
             raise DataError(f"{folder}: its ledger says that stage {stage!r} takes no time")
@@ -189,7 +206,7 @@ def _read_ledger(folder: AnyPath) -> pa.Table:
     for table in tables:
         lacks = [name for name in LEDGER_SCHEMA.names if name not in table.column_names]
         if lacks:
-            raise DataError(f"{folder} is no ledger: it has no column {lacks[0]!r}")
+            raise DataError(f"{folder} is not a ledger: a file of it has no column {lacks[0]!r}")
     ledger = pa.concat_tables(tables)
     answered = pc.greater(pc.add(ledger.column("accepted"), ledger.column("deferred")), 0)
     came_back = pc.and_(pc.is_valid(ledger.column("compute_s")), answered)
@@ -200,5 +217,5 @@ def _timing(calls: pa.Table) -> Timing:
     rows, seconds, replica = (calls.column(name).to_numpy() for name in ("batch", "compute_s", "replica"))
     first = np.unique(replica, return_index=True)[1]
     later = np.setdiff1d(np.arange(len(rows)), first)
-    kept = later if seconds[later].any() else np.arange(len(rows))
-    return fit_seconds(rows[kept].astype(np.int64), seconds[kept])
+    fitted = later if seconds[later].any() else np.arange(len(rows))
+    return fit_seconds(rows[fitted].astype(np.int64), seconds[fitted])

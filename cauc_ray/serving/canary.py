@@ -15,7 +15,7 @@ from cauc_ray.numbers.types import Bools, Floats
 from cauc_ray.policies.canary import Comparison, Evidence, Rule
 from cauc_ray.serving.policies_live import Decided, InForce, Log, Member, Store
 
-# An addition that is overtaken so often is made the next time.
+# Number of attempts to add evidence before the next period.
 MOST_TRIES = 20
 # Where each call has a cost of its own, a row's counts up to this many times the chain's.
 COST_SPREAD = 4.0
@@ -105,12 +105,12 @@ class Canary:
         for _ in range(MOST_TRIES):
             version, content = compared.log.read() or (0, b"")
             total = Evidence.of_list(json.loads(content)) if content else Evidence()
-            own = compared.unsent
-            if not own.candidate.n + own.candidate.n_known:
+            addition = compared.unsent
+            if not addition.candidate.n + addition.candidate.n_known:
                 break
             # If it is unknown whether this was written, the rows are lost rather than counted twice.
             compared.unsent = Evidence()
-            if compared.log.append(version + 1, json.dumps((total + own).to_list()).encode()):
-                return total + own
-            compared.unsent = own
+            if compared.log.append(version + 1, json.dumps((total + addition).to_list()).encode()):
+                return total + addition
+            compared.unsent = addition
         return total

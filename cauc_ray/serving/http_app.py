@@ -102,8 +102,8 @@ class _Handlers:
         self._max_body = int(service.pool.serving.max_body_mb * 1e6)
 
     async def server(self, request: Request) -> Response:
-        own = {"name": "cauc-ray", "version": PACKAGE_VERSION, "extensions": [BINARY_DATA]}
-        return JSONResponse({**own, "models": [self._service.model]})
+        content = {"name": "cauc-ray", "version": PACKAGE_VERSION, "extensions": [BINARY_DATA]}
+        return JSONResponse({**content, "models": [self._service.model]})
 
     async def live(self, request: Request) -> Response:
         return JSONResponse({"live": True})
@@ -170,8 +170,8 @@ class _Handlers:
         try:
             with counted(self._service, event, request.headers) as fields:
                 self._require_model(request)
-                response, own = await answer(request)
-                fields.update(own)
+                response, of_answer = await answer(request)
+                fields.update(of_answer)
                 response = await _gzipped(response, request.headers.get("accept-encoding", ""))
         except Exception as error:  # whatever it is, this request is over and the others go on
             return _refusal(request, error)
@@ -202,14 +202,13 @@ class _Handlers:
         content, json_length, fields = await self._inference.answer(message, headers, version)
         if json_length is None:
             return Response(content, media_type="application/json"), fields
-        own = {"Inference-Header-Content-Length": str(json_length)}
-        return Response(content, headers=own, media_type="application/octet-stream"), fields
+        length_of_json = {"Inference-Header-Content-Length": str(json_length)}
+        return Response(content, headers=length_of_json, media_type="application/octet-stream"), fields
 
     def _require_model(self, request: Request) -> str | None:
         """Return the version in an address, None without one. Raises RequestError (404) where it is not active."""
-        given = request.path_params
-        version: str | None = given.get("version")
-        require_model(self._service, given.get("name", self._service.model), version)
+        version: str | None = request.path_params.get("version")
+        require_model(self._service, request.path_params.get("name", self._service.model), version)
         return version
 
 
@@ -271,8 +270,8 @@ def counted(service: Service, event: str, headers: Mapping[str, str]) -> Iterato
         seconds = time.perf_counter() - started
         service.metrics.request(status, seconds)
         if logger.isEnabledFor(logging.INFO):
-            own = {"event": event, "request_id": headers.get("x-request-id"), "model": service.model}
-            line = {**own, **fields, "status": status, "seconds": round(seconds, 6)}
+            line: dict[str, Any] = {"event": event, "request_id": headers.get("x-request-id"), "model": service.model}
+            line = {**line, **fields, "status": status, "seconds": round(seconds, 6)}
             line = {name: value for name, value in line.items() if value is not None}
             logger.info("%s", json.dumps(line), extra=_ACCESS)
 
@@ -280,7 +279,7 @@ def counted(service: Service, event: str, headers: Mapping[str, str]) -> Iterato
 def require_model(service: Service, name: str, version: str | None) -> None:
     """Raise RequestError (404) where a service has no such model, or not that version of it."""
     if name != service.model:
-        raise RequestError(f"there is no model {name!r:.80}; this service has model {service.model!r}", 404)
+        raise RequestError(f"unknown model {name!r:.80}; this service has model {service.model!r}", 404)
     if version is not None:
         service.inference.member(service.in_force, version)
 
@@ -297,15 +296,15 @@ def token_of(variable: str) -> bytes | None:
 
 def authorize(headers: Mapping[str, str], *tokens: bytes | None) -> None:
     """Raise RequestError (401) unless a request bears one of the tokens; None asks for none."""
-    wanted = [token for token in tokens if token is not None]
-    if not wanted:
+    valid_tokens = [token for token in tokens if token is not None]
+    if not valid_tokens:
         return
     scheme, _, text = headers.get("authorization", "").partition(" ")
     # The header's bytes as they came; stripped as bytes, since a letter of UTF-8 may end in what Latin-1 calls a space.
-    given = text.encode("latin-1").strip()
+    bearer = text.encode("latin-1").strip()
     # All are compared, each in constant time, so that the duration reveals nothing.
-    same = [hmac.compare_digest(given, token) for token in wanted]
-    if scheme.lower() != "bearer" or not given or not any(same):
+    same = [hmac.compare_digest(bearer, token) for token in valid_tokens]
+    if scheme.lower() != "bearer" or not bearer or not any(same):
         raise RequestError("the header 'Authorization: Bearer TOKEN' with a valid token is required", 401)
 
 
@@ -339,7 +338,7 @@ def _refusal(request: Request, error: Exception) -> Response:
         message, status = INTERNAL_ERROR, 500
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    said: Any = printable(" ".join(message.split()))
+    error_content: Any = printable(" ".join(message.split()))
     if request.url.path.endswith("/v1/decisions"):  # as OpenAI's client reads it
-        said = {"message": said, "type": "invalid_request_error" if status < 500 else "server_error"}
-    return JSONResponse({"error": said}, status, headers=headers)
+        error_content = {"message": error_content, "type": "invalid_request_error" if status < 500 else "server_error"}
+    return JSONResponse({"error": error_content}, status, headers=headers)

@@ -126,9 +126,18 @@ class Inference:
     async def answer(
         self, message: Message, headers: Mapping[str, str], version: str | None = None
     ) -> tuple[bytes, int | None, Mapping[str, Any]]:
-        """Answer one request: the response's body, the length of its JSON part (None: all of it), and fields to log.
+        """Answer one request.
 
-        version: the id of the policy that is asked, None for any. Raises RequestError.
+        Args:
+            message: The request.
+            headers: Its headers.
+            version: Id of the policy that answers, None for any.
+
+        Returns:
+            The response's body, the length of its JSON part (None: all of it), and fields to log.
+
+        Raises:
+            RequestError: The request is refused.
         """
         started_ns, service = time.time_ns(), self._service
         request, columns, n = await self._read(message)
@@ -146,9 +155,7 @@ class Inference:
         started_ns = time.time_ns()
         request = DecisionRequest.read(body)
         if request.model != self._service.model:
-            raise RequestError(
-                f"there is no model {request.model!r:.80}; this service has {self._service.model!r}", 404
-            )
+            raise RequestError(f"unknown model {request.model!r:.80}; this service has {self._service.model!r}", 404)
         labels = None if self._service.pool.task == "multiple-choice" else self._service.labels
         columns, orders = columns_of(request, labels, self._inputs.texts)
         answered, parameters = await self._answered(columns, len(request.questions), {}, ["probabilities"])
@@ -205,8 +212,8 @@ class Inference:
         """Return an active policy by its id. Raises RequestError (404)."""
         member = in_force.member(version)
         if member is None:
-            there = ", ".join(in_force.shares)
-            raise RequestError(f"model {self._service.model!r} has no version {version!r:.80}; it has {there}", 404)
+            versions = ", ".join(in_force.shares)
+            raise RequestError(f"model {self._service.model!r} has no version {version!r:.80}; it has {versions}", 404)
         return member
 
     async def _read(self, message: Message) -> tuple[InferRequest, Batch, int]:
@@ -272,8 +279,8 @@ class Inference:
         choices = answered.columns.get("choices")
         names = self._service.labels
         for row, option in enumerate(answered.predictions.tolist()):
-            known = choices[row] if choices is not None else names
-            text = known[option] if known is not None and option < len(known) else str(option)
+            options = choices[row] if choices is not None else names
+            text = options[option] if options is not None and option < len(options) else str(option)
             texts[row] = text.encode()
         return texts
 
@@ -304,11 +311,11 @@ def last_stage(parameters: RequestParameters, policy: Policy) -> int:
     Raises RequestError.
     """
     allowed = deepest = len(policy.stages) - 1
-    if (wanted := parameters.get("max_stage")) is not None:
-        position = policy.models.index(wanted) if wanted in policy.models else wanted
+    if (max_stage := parameters.get("max_stage")) is not None:
+        position = policy.models.index(max_stage) if max_stage in policy.models else max_stage
         if not isinstance(position, int) or not 0 <= position <= deepest:
             raise RequestError(
-                f"max_stage must be 0 to {deepest} or one of {', '.join(policy.models)}, got {wanted!r:.80}"
+                f"max_stage must be 0 to {deepest} or one of {', '.join(policy.models)}, got {max_stage!r:.80}"
             )
         allowed = position
     if (cap := parameters.get("max_cost")) is not None:
@@ -325,7 +332,8 @@ def last_stage(parameters: RequestParameters, policy: Policy) -> int:
 class Spans:
     """Reports each request to a tracer: a span for it, and one for each stage that its rows waited for.
 
-    tracer: of OpenTelemetry, None without tracing.
+    Args:
+        tracer: OpenTelemetry's tracer, None without tracing.
     """
 
     def __init__(self, tracer: Any = None) -> None:
@@ -342,23 +350,28 @@ class Spans:
         return cls(trace.get_tracer("cauc_ray"))
 
     def report(
-        self, headers: Mapping[str, str], started_ns: int, request: RequestState, own: Mapping[str, Any]
+        self, headers: Mapping[str, str], started_ns: int, request: RequestState, fields: Mapping[str, Any]
     ) -> None:
         """Make the spans of an answered request, as a child of the caller's (header traceparent).
 
-        started_ns: of the request, since the epoch.   own: attributes of its span.
+        Args:
+            headers: The request's headers.
+            started_ns: When the request began, since the epoch.
+            request: The answered request.
+            fields: Attributes of its span.
         """
         if self._tracer is None:
             return
         from opentelemetry import trace
         from opentelemetry.propagate import extract
 
-        attributes = {f"cauc.{name}": value for name, value in own.items()}
+        attributes = {f"cauc.{name}": value for name, value in fields.items()}
         context = extract(dict(headers))
         span = self._tracer.start_span("cauc.infer", context, start_time=started_ns, attributes=attributes)
         inside = trace.set_span_in_context(span, context)
         for stage, (ready_ns, answered_ns) in sorted(request.spans_ns.items()):
             name = request.policy.models[stage]
-            own = {"cauc.stage": name, "cauc.rows": int((request.stages >= stage).sum())}
-            self._tracer.start_span(f"cauc.stage {name}", inside, start_time=ready_ns, attributes=own).end(answered_ns)
+            attributes = {"cauc.stage": name, "cauc.rows": int((request.stages >= stage).sum())}
+            child = self._tracer.start_span(f"cauc.stage {name}", inside, start_time=ready_ns, attributes=attributes)
+            child.end(answered_ns)
         span.end()

@@ -37,7 +37,7 @@ from cauc_ray.serving.replica import Replica
 from cauc_ray.serving.request_state import Answer, StageCall, StageError
 from cauc_ray.serving.service import Service, environment, policies_at_start, repeat
 
-# A service that is stopped waits so long for open requests, and then for their answers to be sent.
+# Seconds that a stopped service waits for open requests, and then for their answers to be sent.
 GRACE_S, SENT_S = 7.0, 1
 LOAD_DEADLINE_S = 900.0
 # A pool that degrades starts without its later stages where they have not loaded within this.
@@ -138,8 +138,8 @@ class MemoryStore(Store):
     def delete(self, key: str, *, by_prefix: bool = False) -> None:
         """Delete a value, or all whose keys begin so."""
         with self._lock:
-            for own in [own for own in self._values if own == key or (by_prefix and own.startswith(key))]:
-                del self._values[own]
+            for name in [name for name in self._values if name == key or (by_prefix and name.startswith(key))]:
+                del self._values[name]
 
 
 class LocalService(Service):
@@ -148,16 +148,23 @@ class LocalService(Service):
     def __init__(self, model: str, pool: Pool, policies: InForce, stages: Sequence[LocalClient]) -> None:
         self._registry, self._stages = CollectorRegistry(), stages
         self._file_policy = policies.policy.packed()
-        life, store = uuid.uuid4().hex, MemoryStore()
-        own: dict[str, Any] = {"store": store, "new_metric": self._new_metric, "life": life, "name": "local"}
-        super().__init__(model, pool, policies, stages, **own)
+        super().__init__(
+            model,
+            pool,
+            policies,
+            stages,
+            store=MemoryStore(),
+            new_metric=self._new_metric,
+            life=uuid.uuid4().hex,
+            name="local",
+        )
 
     def _new_metric(
-        self, name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]
+        self, name: str, kind: Kind, tags: tuple[str, ...], description: str, boundaries: list[float]
     ) -> Callable[[Mapping[str, str]], Note]:
         """Return a metric of this service's own registry."""
-        own = {"buckets": boundaries} if kind == "histogram" else {}
-        metric = _METRICS[kind](name, says, tags, registry=self._registry, **own)
+        options = {"buckets": boundaries} if kind == "histogram" else {}
+        metric = _METRICS[kind](name, description, tags, registry=self._registry, **options)
         return lambda tags: getattr(metric.labels(**tags), ACTS[kind])
 
     async def ask_all(self, what: str) -> list[Any]:

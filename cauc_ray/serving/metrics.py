@@ -84,8 +84,8 @@ class ServingMetrics:
     def __init__(self, new_metric: NewMetric, model: str, stages: Sequence[str], unit: str) -> None:
         self._model, self._stages, self._unit = model, tuple(stages), unit
         self._metrics = {
-            name: new_metric(name, kind, tags, says, _BOUNDARIES.get(name, _SECONDS))
-            for name, (kind, tags, says) in METRICS.items()
+            name: new_metric(name, kind, tags, description, _BOUNDARIES.get(name, _SECONDS))
+            for name, (kind, tags, description) in METRICS.items()
         }
         self._policy: str | None = None
         self._notes: dict[tuple[str, ...], Note] = {}

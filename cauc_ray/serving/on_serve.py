@@ -94,7 +94,8 @@ class StageServer:
     async def answer(self, call: StageCall) -> Answer:
         """Answer a call's rows. A fault of the model is a result.
 
-        Returns the result, and the states of the rows that go on.
+        Returns:
+            The result, and the states of deferred rows.
         """
         self._require_meant(call)
         return await self._answer(call)
@@ -166,9 +167,9 @@ class ServeClient:
             return {}
         except TimeoutError:
             return None
-        found: dict[str, ModelFacts | str] = dict(one for one in answers if isinstance(one, tuple))
-        self.why = next((why for why in found.values() if isinstance(why, str)), None)
-        return {name: facts for name, facts in found.items() if not isinstance(facts, str)}
+        of_replicas: dict[str, ModelFacts | str] = dict(one for one in answers if isinstance(one, tuple))
+        self.why = next((why for why in of_replicas.values() if isinstance(why, str)), None)
+        return {name: facts for name, facts in of_replicas.items() if not isinstance(facts, str)}
 
     async def answer(self, call: StageCall, on_begin: Callable[[], None] | None = None) -> Answer:
         """Have the call's replica answer. Raises StageError; if the caller is cancelled, so is the call."""
@@ -194,8 +195,8 @@ class ServeClient:
             raise _fault(error) from error
         if answer is None:
             raise StageError("failed", "the replica gave no answer")
-        own: Answer = answer
-        return own
+        last_answer: Answer = answer
+        return last_answer
 
     def replace(self, replica: str) -> None:
         """Have a replica ended, so that Serve starts another."""
@@ -245,11 +246,11 @@ def stage_deployment(name: str) -> str:
 
 
 def ray_metric(
-    name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]
+    name: str, kind: Kind, tags: tuple[str, ...], description: str, boundaries: list[float]
 ) -> Callable[[Mapping[str, str]], Note]:
     """Return a metric that Ray exports."""
-    own = {"boundaries": boundaries} if kind == "histogram" else {}
-    metric = _METRICS[kind](name, says, tag_keys=tags, **own)
+    options = {"boundaries": boundaries} if kind == "histogram" else {}
+    metric = _METRICS[kind](name, description, tag_keys=tags, **options)
     return lambda tags: partial(getattr(metric, ACTS[kind]), tags=tags)
 
 
@@ -338,8 +339,8 @@ class Router(Service):
     def _running_replicas(self) -> list[int]:
         application = serve.status().applications.get(self._app)
         deployments = application.deployments if application is not None else {}
-        own = [deployments.get(stage_deployment(spec.name)) for spec in self.specs]
-        return [0 if one is None else one.replica_states.get("RUNNING", 0) for one in own]
+        stages = [deployments.get(stage_deployment(spec.name)) for spec in self.specs]
+        return [0 if stage is None else stage.replica_states.get("RUNNING", 0) for stage in stages]
 
 
 def _call_of(name: str) -> Callable[[Router, bytes, Any], Awaitable[ProxyResponse]]:

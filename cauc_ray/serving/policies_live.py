@@ -104,10 +104,10 @@ def require_same_chain(policy: Policy, current: Policy) -> None:
         raise PolicyError(f"the policy is for {', '.join(policy.models)}; the service runs {', '.join(current.models)}")
     if policy.cost_unit != current.cost_unit:
         raise PolicyError(f"the policy has costs in {policy.cost_unit}; the service has costs in {current.cost_unit}")
-    for model, fitted, given in zip(policy.models, policy.logit_kinds, current.logit_kinds, strict=True):
-        if fitted != given:
+    for model, fitted, served in zip(policy.models, policy.logit_kinds, current.logit_kinds, strict=True):
+        if fitted != served:
             raise PolicyError(
-                f"the policy was fitted on logits of kind {fitted!r} for {model!r}; the service's are {given!r}"
+                f"the policy was fitted on logits of kind {fitted!r} for {model!r}; the service's are {served!r}"
             )
 
 
@@ -225,7 +225,10 @@ class Log:
 
     A version is written once and by one writer, so that a writer who did not know of the newest one finds its position
     taken: no change is lost, whoever dies when. Of versions that have a successor an empty entry stays for a while.
-    prefix: of its keys; a later life of the service has another one.
+
+    Args:
+        store: What all replicas read and write.
+        prefix: Prefix of its keys; a later life of the service has another one.
     """
 
     def __init__(self, store: Store, prefix: str) -> None:

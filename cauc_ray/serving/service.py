@@ -1,7 +1,4 @@
-"""What a service is, wherever it runs: its policy, its cascade, what it watches. Nothing here knows Ray.
-
-Shells put it somewhere: `on_serve.py` on Ray Serve, `local.py` in one process.
-"""
+"""A service without its shell, which is Ray Serve (`on_serve.py`) or one process (`local.py`)."""
 
 from __future__ import annotations
 
@@ -96,9 +93,15 @@ def policies_at_start(pool: Pool, policy: Policy) -> InForce:
 class Service(ABC):
     """One replica of what answers requests.
 
-    model: the name in URLs.   policies: what the service begins with.   store: that all replicas see.   new_metric: as
-    ServingMetrics takes it.   life: of the service; what another life has kept is not read.   name: of the service in
-    all of its lives.
+    Args:
+        model: Name in URLs.
+        pool: Pool of the models.
+        policies: Policies at the start.
+        clients: Clients of the stages.
+        store: Store that all replicas see.
+        new_metric: Makes a metric, as ServingMetrics takes it.
+        life: Id of the service's life; values of another life are not read.
+        name: Name of the service in all of its lives.
     """
 
     def __init__(
@@ -123,8 +126,8 @@ class Service(ABC):
         self.canary = Canary(pool.serving.canary, store, life)
         self._adopting = threading.Lock()
         self._looked_at = time.monotonic()
-        kept = self._log.read()
-        self.in_force = policies if kept is None else InForce.of_bytes(*kept)
+        version = self._log.read()
+        self.in_force = policies if version is None else InForce.of_bytes(*version)
         # What was found of a policy outlives this life of the service.
         alarm, n_replicas = f"alarm:{name}:{model}:of", pool.serving.router.replicas.max
         self.watching = Watching(self.in_force.policy, self.in_force.id, self.metrics, n_replicas, store, alarm)
@@ -227,7 +230,7 @@ class Service(ABC):
     async def current_policy(self) -> InForce:
         """Check for a policy set at another replica, and return the active one. Raises RequestError (503)."""
         try:
-            return await asyncio.to_thread(self._adopt_kept)
+            return await asyncio.to_thread(self._adopt_stored)
         except StoreError as error:
             logger.warning(f"the stored policy cannot be read: {error}")
             raise RequestError("the active policy cannot be read now; try again", 503, 1.0) from error
@@ -253,8 +256,14 @@ class Service(ABC):
             "evidence": evidence and self.canary.shown(evidence),
             "policy": in_force.candidate.policy.model_dump(mode="json"),
         }
-        own = {"policy_id": in_force.id, "version": in_force.version, "policy": in_force.policy.model_dump(mode="json")}
-        content = {**own, "shares": in_force.shares, "candidate": candidate, "receipts": in_force.receipts}
+        content = {
+            "policy_id": in_force.id,
+            "version": in_force.version,
+            "policy": in_force.policy.model_dump(mode="json"),
+            "shares": in_force.shares,
+            "candidate": candidate,
+            "receipts": in_force.receipts,
+        }
         return content, self.etag(in_force)
 
     async def set_policy(
@@ -292,9 +301,9 @@ class Service(ABC):
                 409,
             )
         self.metrics.policy_change("taken")
-        says = None if n_replicas is not None else "a replica has not confirmed it, but will adopt it before it answers"
-        own = {"policy_id": after.id, "previous": before.id, "version": after.version, "shares": after.shares}
-        return {**own, "replicas": n_replicas, "says": says}, self.etag(after)
+        note = None if n_replicas is not None else "a replica has not confirmed it, but will adopt it before it answers"
+        content = {"policy_id": after.id, "previous": before.id, "version": after.version, "shares": after.shares}
+        return {**content, "replicas": n_replicas, "says": note}, self.etag(after)
 
     async def watched(self) -> WatchedHere:
         """Evaluate and return this replica's monitoring of the active policy."""
@@ -303,17 +312,17 @@ class Service(ABC):
     async def watch(self) -> dict[str, Any]:
         """Return all replicas' monitoring of the active policy. Raises RequestError (503)."""
         in_force = self.in_force
-        found = await self.ask_all("watched")
-        if silent := [one for one in found if not isinstance(one, WatchedHere)]:
+        reports = await self.ask_all("watched")
+        if silent := [report for report in reports if not isinstance(report, WatchedHere)]:
             logger.warning(f"a replica does not answer: {silent[0]!r:.200}")
             raise RequestError("not every replica has reported", 503, 1.0)
-        return report_of(in_force.policy, in_force.id, found)
+        return report_of(in_force.policy, in_force.id, reports)
 
     async def feedback(self, body: bytes) -> dict[str, Any]:
         """Take what has become known of answers, each once. Raises RequestError where it makes no sense."""
         in_force = self.in_force
         feedback = Feedback.read(body, in_force.policy, self.pool.serving.max_request_rows, self.labels)
-        n, n_counted, says = len(feedback), 0, None
+        n, n_counted, note = len(feedback), 0, None
         member = in_force.member(feedback.policy_id)
         compares = in_force.candidate is not None and feedback.was_drawn
         watches = member is in_force.incumbent and in_force.policy.reference is not None
@@ -323,24 +332,24 @@ class Service(ABC):
         if self.table_log is not None:
             self.table_log.label(new.logged(self.pool.serving.shadow))
         if member is None:
-            says = f"policy {in_force.id} is active; feedback on another policy's answers is not counted"
+            note = f"policy {in_force.id} is active; feedback on another policy's answers is not counted"
             self.metrics.feedback(other_policy=n)
         elif not (watches or compares):
-            says = f"policy {member.id} has no reference to compare answers with; feedback is not counted"
+            note = f"policy {member.id} has no reference to compare answers with; feedback is not counted"
             self.metrics.feedback(not_watched=n)
         else:
-            own = new.given_by(member.policy)
+            counted = new.given_by(member.policy)
             if watches:
-                self.watching.outcomes(member.id, own.stages, own.confidences, own.correct)
+                self.watching.outcomes(member.id, counted.stages, counted.confidences, counted.correct)
             if compares:  # also answers that a fault cut short: this is what the policy's requests were given
                 self.canary.outcomes(in_force, member.id, new.correct)
-                own = new
-            n_counted, n_cut, n_repeated = len(own), len(new) - len(own), n - len(new)
+                counted = new
+            n_counted, n_cut, n_repeated = len(counted), len(new) - len(counted), n - len(new)
             reasons = [f"{n_cut} answers cut short by the request or a failure are not counted"] if n_cut else []
             reasons += [f"{n_repeated} answers already had feedback and are not counted again"] if n_repeated else []
-            says = "; ".join(reasons) or None
+            note = "; ".join(reasons) or None
             self.metrics.feedback(counted=n_counted, cut_short=n_cut, repeated=n_repeated)
-        return {"policy_id": in_force.id, "rows": n, "counted": n_counted, "says": says}
+        return {"policy_id": in_force.id, "rows": n, "counted": n_counted, "says": note}
 
     async def _compare(self) -> None:
         """Add up the evidence on the candidate; promote it or roll it back where that decides and the pool lets it."""
@@ -379,11 +388,11 @@ class Service(ABC):
     def _change(self, change: PolicyChange, if_match: str | None, why: str | None) -> tuple[InForce, InForce]:
         """Write the next version, and return the one before and it. Raises RequestError and CaucError as set_policy."""
         for _ in range(MOST_TRIES):
-            before = self._adopt_kept()
-            wanted = "*" if if_match is None else if_match
-            if not {"*", self.etag(before)} & {tag.strip() for tag in wanted.split(",")}:
+            before = self._adopt_stored()
+            tags = "*" if if_match is None else if_match
+            if not {"*", self.etag(before)} & {tag.strip() for tag in tags.split(",")}:
                 self.metrics.policy_change("overtaken")
-                raise RequestError(f"policy {before.id} is active with ETag {self.etag(before)}, not {wanted:.80}", 412)
+                raise RequestError(f"policy {before.id} is active with ETag {self.etag(before)}, not {tags:.80}", 412)
             after, decided, member = before.after(change)
             receipt = self.canary.receipt(decided, member, before, after, why)
             after = replace(after, receipts=(*before.receipts, receipt)[-MOST_RECEIPTS:])
@@ -393,13 +402,13 @@ class Service(ABC):
                 return before, after
         raise RequestError("the policy is being changed by others; try again later", 409, 1.0)
 
-    def _adopt_kept(self) -> InForce:
+    def _adopt_stored(self) -> InForce:
         # What is read first is adopted first: a replaced policy must not come back for a moment.
         with self._adopting:
             began = time.monotonic()
-            kept = self._log.read()
-            if kept is not None and kept[0] > self.in_force.version:
-                self._adopt(InForce.of_bytes(*kept))
+            version = self._log.read()
+            if version is not None and version[0] > self.in_force.version:
+                self._adopt(InForce.of_bytes(*version))
             self._looked_at = began
             return self.in_force
 
@@ -416,15 +425,15 @@ class Service(ABC):
     async def _follow_stages(self) -> None:
         """Update the number of the stages' replicas and their models' facts."""
         answers = await asyncio.gather(*(client.replicas() for client in self._clients), return_exceptions=True)
-        for stage, found in enumerate(answers):
-            if isinstance(found, BaseException):
+        for stage, replicas in enumerate(answers):
+            if isinstance(replicas, BaseException):
                 name = self.specs[stage].name
-                logger.warning(f"stage {name!r}: its state is unknown: {type(found).__name__}: {found}")
-            elif found is not None:
-                for facts in found.values():
+                logger.warning(f"stage {name!r}: its state is unknown: {type(replicas).__name__}: {replicas}")
+            elif replicas is not None:
+                for facts in replicas.values():
                     self.cascade.scheduler.stages[stage].take_facts(facts)
-                self.cascade.replicas(stage, found, None if found else self._clients[stage].why)
-                self.facts[stage] = next(iter(found.values()), self.facts[stage])
+                self.cascade.replicas(stage, replicas, None if replicas else self._clients[stage].why)
+                self.facts[stage] = next(iter(replicas.values()), self.facts[stage])
 
     async def _count(self) -> None:
         """Bring the metrics up to date."""

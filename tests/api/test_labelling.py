@@ -117,7 +117,7 @@ def test_texts_are_collected_fitted_and_labelled_and_another_prompt_is_refused(h
         assert outputs_of(answered)["prediction"].tolist() == [rows[example]["prediction"] for example in ids]
         with pytest.raises(openai.BadRequestError, match="must be the labels"):
             decide(service, "x", labels=["yes", "no"])
-        with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+        with pytest.raises(openai.NotFoundError, match="unknown model 'other'"):
             decide(service, "x", model="other")
 
     with pytest.raises(PolicyError, match="another prompt"):

@@ -218,7 +218,7 @@ def test_an_invalid_request_is_refused_in_one_line_that_names_the_fault(stub, fi
 
 def test_unknown_models_and_versions_are_not_found(stub, client):
     for call in (client.is_model_ready, client.get_model_metadata):
-        with pytest.raises(InferenceServerException, match="no model 'seven'") as error:
+        with pytest.raises(InferenceServerException, match="unknown model 'seven'") as error:
             call("seven")
         assert error.value.status() == "StatusCode.NOT_FOUND"
     assert refused(stub, model_version="3", inputs=[X])[0] == "NOT_FOUND"

@@ -78,7 +78,7 @@ def test_an_unmodified_triton_client_gets_the_answers_of_the_replay(chain, clien
     assert parameters["policy_id"] == policy_id
     assert parameters["cost"] == pytest.approx(expected.costs.sum())
     assert (parameters["stage"], parameters["stages_called"]) == (2, "m0,m1,m2")
-    with pytest.raises(InferenceServerException, match="there is no model 'seven'"):
+    with pytest.raises(InferenceServerException, match="unknown model 'seven'"):
         client.infer("seven", [ids])
 
 

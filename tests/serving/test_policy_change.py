@@ -81,13 +81,3 @@ def test_what_is_kept_is_read_by_all_who_know_the_key(store):
     assert Log(store, "two:").read() is None
     log.forget()
     assert Log(store, "one:").read() is None
-
-
-def test_keys_that_begin_alike_are_deleted_and_no_others(store):
-    for key in ("a:1:x", "a:2:x"):
-        assert store.put(key, b"1", overwrite=False)
-        assert not store.put(key, b"2", overwrite=False)
-        store.put(f"{key}y", b"")
-    store.delete("a:1:", by_prefix=True)
-    store.delete("a:2:x")
-    assert [store.get(key) for key in ("a:1:x", "a:1:xy", "a:2:x", "a:2:xy")] == [None, None, None, b""]
