@@ -12,19 +12,23 @@ from cauc_ray.cascade.rows import Owner
 
 # A stage is paused after this many failed calls in a row.
 FAILURES_TO_PAUSE = 8
-# Rows wait so long for a replica where there is none; then the stage is down.
-DOWN_AFTER_S = 3.0
+# Rows wait so long for a replica where there is none, and so many times what its model takes to load; then the stage
+# is down.
+DOWN_AFTER_S, LOADS = 3.0, 1.5
 
 
 class StageHealth:
     """What is known of a stage's replicas and of its last calls. Times are seconds and come from outside.
 
-    down_after_s: how long rows wait where there is no replica.   most_replicas: that it has had at once.
+    Attributes:
+        most_replicas: The most that it has had at once.
+        load_s: How long its model takes to load, 0 if unknown.
     """
 
     def __init__(self, down_after_s: float = DOWN_AFTER_S) -> None:
         self._down_after_s = down_after_s
         self.most_replicas = 0
+        self.load_s = 0.0
         self._without_since: float | None = None
         self._why_without: str | None = None
         self._n_failures = 0
@@ -43,7 +47,9 @@ class StageHealth:
     def missing(self, now: float) -> bool:
         """Return whether there has been no replica for longer than rows wait for one."""
         since = self._without_since
-        return since is not None and (self._why_without is not None or now - since > self._down_after_s)
+        return since is not None and (
+            self._why_without is not None or now - since > self._down_after_s + LOADS * self.load_s
+        )
 
     @property
     def paused(self) -> bool:

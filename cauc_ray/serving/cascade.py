@@ -39,10 +39,13 @@ logger = logging.getLogger(__name__)
 class StageClient(Protocol):
     """How a stage is called, and which replicas it has.
 
-    why: it has none, where that is known and may last; else None.
+    Attributes:
+        why: Why it has none, if that may last; else None.
+        load_s: How long its model takes to load, 0 if unknown.
     """
 
     why: str | None
+    load_s: float
 
     async def replicas(self) -> dict[str, ModelFacts] | None:
         """Return the model facts of the replicas that take calls, by name, None if some do not answer."""
@@ -190,11 +193,16 @@ class Cascade:
 
     # Stages
 
-    def replicas(self, stage: int, names: Collection[str], why: str | None = None) -> None:
-        """Take the replicas of a stage that take calls, by their names.
+    def replicas(self, stage: int, names: Collection[str], why: str | None = None, load_s: float = 0.0) -> None:
+        """Take the replicas of a stage that take calls.
 
-        why: there are none, where that is known and may last: rows do not wait for one then, if they have an answer.
+        Args:
+            stage: The stage.
+            names: Their names.
+            why: Why there are none, if that may last: rows that have an answer do not wait for one then.
+            load_s: How long its model takes to load: the stage is not down as long as one may be starting.
         """
+        self.scheduler.stages[stage].health.load_s = load_s
         at, known, now = self.scheduler.stages[stage], self._numbers[stage], self._loop.time()
         for name in [name for name in known if name not in names]:
             if not at.calls_at(known[name]):  # else its calls will show it

@@ -48,12 +48,13 @@ logger = logging.getLogger(__name__)
 
 
 class LocalClient:
-    """Calls a stage's replicas, which are threads of this process.   why: as StageClient has it."""
+    """Calls a stage's replicas, which are threads of this process.; why and load_s are StageClient's."""
 
     def __init__(self, spec: StageSpec, stage: int) -> None:
         self._spec, self._stage = spec, stage
         self._n_started = 0
         self.why: str | None = "its model is being loaded"
+        self.load_s = 0.0
         self._replicas = [self._started() for _ in range(spec.replicas.min)]
 
     def load(self, timeout_s: float) -> str | None:
@@ -83,7 +84,7 @@ class LocalClient:
                 self.replace(one.name)
         loaded = [one for one in self._replicas if one.facts.done() and one.facts.exception() is None]
         if loaded:
-            self.why = None
+            self.why, self.load_s = None, max(replica.load_s for replica in loaded)
         return {one.name: one.facts.result() for one in loaded}
 
     async def answer(self, call: StageCall, on_begin: Callable[[], None] | None = None) -> Answer:
@@ -167,9 +168,9 @@ class LocalService(Service):
         metric = _METRICS[kind](name, description, tags, registry=self._registry, **options)
         return lambda tags: getattr(metric.labels(**tags), ACTS[kind])
 
-    async def ask_all(self, what: str) -> list[Any]:
+    async def ask_all(self, what: str, *arguments: Any) -> list[Any]:
         """Call a method of this replica."""
-        return [await getattr(self, what)()]
+        return [await getattr(self, what)(*arguments)]
 
     async def read_policy(self, source: str | AnyPath | Policy) -> None:
         """Read the policy file again, and set its policy where that has changed since the last time."""

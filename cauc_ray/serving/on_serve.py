@@ -41,6 +41,10 @@ from cauc_ray.serving.scaling import NEEDED, Needs
 from cauc_ray.serving.service import LEASE_S, Service
 
 ROUTER = "Router"
+# Of a replica whose model has not been loaded yet.
+LOADING = "its model is being loaded"
+# What Ray 2.60 says of an actor that died with its node.
+_NODE_DIED = "node has died"
 # Of this package's values in Ray's own key-value store.
 NAMESPACE = b"cauc_ray"
 # If Serve does not report within this that the stages have loaded, they count as not loaded.
@@ -76,16 +80,16 @@ class StageServer:
         if (failed := self._replica.facts.exception()) is not None and not can_wait:
             raise failed
 
-    async def facts(self) -> tuple[str, ModelFacts | str]:
-        """Return the replica's name and its model's facts, or why there are none yet."""
-        loading = self._replica.facts
+    async def facts(self) -> tuple[str, ModelFacts | str, float]:
+        """Return the replica's name, its model's facts or why there are none yet, and how long it took to load."""
+        replica, loading = self._replica, self._replica.facts
         if not loading.done():
-            return self._replica.name, "its model is being loaded"
+            return replica.name, LOADING, 0.0
         if (failed := loading.exception()) is None:
-            return self._replica.name, loading.result()
-        self._replica.end("its model is loaded again")
-        self._replica = Replica(self._spec, self._stage, self._replica.name)
-        return self._replica.name, f"its model cannot be loaded: {reason_of(failed)}"
+            return replica.name, loading.result(), replica.load_s
+        replica.end("its model is loaded again")
+        self._replica = Replica(self._spec, self._stage, replica.name)
+        return replica.name, f"its model cannot be loaded: {reason_of(failed)}", 0.0
 
     def __del__(self) -> None:
         """End, as Serve asks a replica to: close the model."""
@@ -151,24 +155,30 @@ class StageServer:
 
 
 class ServeClient:
-    """Calls a stage through its handle.   why: as StageClient has it."""
+    """Calls a stage through its handle; why and load_s are StageClient's."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
         self.why: str | None = None
+        self.load_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def replicas(self) -> dict[str, ModelFacts] | None:
         """Return the model facts of the replicas that take calls, by name, None if some do not answer."""
         try:
             answers = await self._handle.broadcast("facts").results_async(timeout_s=ASK_S, return_exceptions=True)
-        except DeploymentUnavailableError:
-            self.why = "it could not be deployed"
+        except DeploymentUnavailableError:  # no replica at this moment: Serve starts another
+            self.why = None
             return {}
         except TimeoutError:
             return None
-        of_replicas: dict[str, ModelFacts | str] = dict(one for one in answers if isinstance(one, tuple))
-        self.why = next((why for why in of_replicas.values() if isinstance(why, str)), None)
+        of_replicas: dict[str, ModelFacts | str] = {}
+        for name, facts, load_s in (answer for answer in answers if isinstance(answer, tuple)):
+            of_replicas[name] = facts
+            self.load_s = max(self.load_s, load_s)
+        # One whose model is loaded again will soon answer, unless that fails.
+        reasons = (facts for facts in of_replicas.values() if isinstance(facts, str))
+        self.why = next((why for why in reasons if why != LOADING or not self.load_s), None)
         return {name: facts for name, facts in of_replicas.items() if not isinstance(facts, str)}
 
     async def answer(self, call: StageCall, on_begin: Callable[[], None] | None = None) -> Answer:
@@ -218,7 +228,9 @@ def _fault(error: Exception) -> StageError:
     if isinstance(cause, BackPressureError):
         return StageError("overloaded", "it is overloaded")
     if isinstance(cause, DeploymentUnavailableError):
-        return StageError("down", "it could not be deployed")
+        return StageError("gone", "it has no replica at this moment")
+    if isinstance(cause, RayActorError) and _NODE_DIED in str(cause):
+        return StageError("gone", "its node died")
     if isinstance(error, RayActorError) or isinstance(cause, RayActorError | ReplicaUnavailableError):
         return StageError("died", "its replica ended")
     return StageError("failed", printable(f"{type(cause).__name__}: {' '.join(str(cause).split())}"))
@@ -319,11 +331,13 @@ class Router(Service):
 
         return answer
 
-    async def ask_all(self, what: str) -> list[Any]:
+    async def ask_all(self, what: str, *arguments: Any) -> list[Any]:
         """Call a method of every replica of this deployment, this one included."""
         handle = serve.get_deployment_handle(ROUTER, self._app)
         try:
-            answers: list[Any] = await handle.broadcast(what).results_async(timeout_s=LEASE_S, return_exceptions=True)
+            answers: list[Any] = await handle.broadcast(what, *arguments).results_async(
+                timeout_s=LEASE_S, return_exceptions=True
+            )
         except Exception as error:  # a replica that is just ending fails in many ways
             return [error]
         return answers

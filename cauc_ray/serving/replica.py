@@ -41,7 +41,14 @@ class Replica:
         self._worker = Worker(spec.served(), stage, {}, replica=name)
         self._model = _Thread(f"{name}: model", at_end=self._worker.close)
         self._host = _Thread(f"{name}: host")
-        self.facts: Future[ModelFacts] = self._model.submit(self._worker.load)
+        started = time.monotonic()
+        self.load_s = 0.0
+        self.facts: Future[ModelFacts] = self._model.submit(lambda: self._loaded(started))
+
+    def _loaded(self, started: float) -> ModelFacts:
+        facts = self._worker.load()
+        self.load_s = time.monotonic() - started
+        return facts
 
     async def answer(self, call: StageCall, begin: Callable[[], None] = lambda: None) -> Answer:
         """Answer a call's rows; what has not begun when the caller is cancelled is not done.

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
+from cauc_ray.cascade.requests import News
 from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
@@ -138,6 +140,8 @@ class Service(ABC):
         self.leaving = False
         self.n_open = 0
         self._cascade: Cascade | None = None
+        self._id = uuid.uuid4().hex
+        self._passing: set[asyncio.Future[list[Any]]] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     def _new_table_log(self, policy: Policy) -> TableLog | None:
@@ -152,8 +156,8 @@ class Service(ABC):
         return TableLog(logged, lambda: self.facts, lambda: self.labels)
 
     @abstractmethod
-    async def ask_all(self, what: str) -> list[Any]:
-        """Call a method without arguments of every replica; return what each returned or raised."""
+    async def ask_all(self, what: str, *arguments: Any) -> list[Any]:
+        """Call a method of every replica; return what each returned or raised."""
 
     @abstractmethod
     async def n_loaded(self) -> list[int] | None:
@@ -164,9 +168,21 @@ class Service(ABC):
         """Return the cascade, made at first use: it belongs to the loop that requests run on."""
         if self._cascade is None:
             self._cascade = Cascade(self.specs, self.pool, self._clients, self.metrics, self.table_log)
+            self._cascade.on_news = self._pass_on
             follow = (self.current_policy, self._follow_stages, self.watched, self._compare, self._count)
             self._tasks = [asyncio.create_task(repeat(do, PERIOD_S)) for do in follow]
         return self._cascade
+
+    def _pass_on(self, news: list[News]) -> None:
+        """Have the other replicas learn which inputs have ended or hung replicas of stages."""
+        task = asyncio.ensure_future(self.ask_all("learn", self._id, news))
+        self._passing.add(task)
+        task.add_done_callback(self._passing.discard)
+
+    async def learn(self, replica: str, news: list[News]) -> None:
+        """Take verdicts on inputs from a replica."""
+        if replica != self._id:
+            self.cascade.learn(news)
 
     @cached_property
     def inference(self) -> Inference:
@@ -432,7 +448,8 @@ class Service(ABC):
             elif replicas is not None:
                 for facts in replicas.values():
                     self.cascade.scheduler.stages[stage].take_facts(facts)
-                self.cascade.replicas(stage, replicas, None if replicas else self._clients[stage].why)
+                client = self._clients[stage]
+                self.cascade.replicas(stage, replicas, None if replicas else client.why, client.load_s)
                 self.facts[stage] = next(iter(replicas.values()), self.facts[stage])
 
     async def _count(self) -> None:

@@ -29,7 +29,7 @@ def test_a_model_that_can_wait_is_loaded_again_until_it_can_be(tmp_path):
     with pytest.raises(OSError, match="not now"):
         StageServer(spec, 1)
     server = StageServer(spec, 1, can_wait=True)
-    name, why = asyncio.run(server.facts())
+    name, why, _ = asyncio.run(server.facts())
     assert "not now" in why
     gone.unlink()
     until(lambda: isinstance(asyncio.run(server.facts())[1], ModelFacts))
