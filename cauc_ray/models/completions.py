@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.models.endpoint import Bill, EndpointModel, Reply, messages
+from cauc_ray.models.answers import BELOW
+from cauc_ray.models.chat import THINKING, open_thought
+from cauc_ray.models.endpoint import EndpointModel, Inquiry, conversation
 from cauc_ray.models.http_client import value_at
-from cauc_ray.models.kind import IN_TIME, Placement
+from cauc_ray.models.kind import Placement
 from cauc_ray.models.openai import OpenAISpec
-from cauc_ray.models.prompts import LETTERS, Asked
-from cauc_ray.models.served_tokens import SPACE, ServedTokens
+from cauc_ray.models.prompts import LETTERS
+from cauc_ray.models.served_tokens import SPACE, Prompt, TokensModel
 from cauc_ray.models.votes import VotesModel
 from cauc_ray.numbers.types import Floats
-
-_PATHS = {"chat": "/chat/completions", "completions": "/completions"}
-# A reasoning model's first token.
-_THINKS = ("<think>", "<|channel|>", "[THINK]", "<thinking>")
-_THINKING = (
-    "the model reasons before it answers; set chat_template_kwargs: {enable_thinking: false}, or use another one"
-)
 
 # The likeliest first tokens and their log-probabilities, in nats.
 Alternatives: TypeAlias = Sequence[tuple[str, float]]
@@ -41,60 +36,48 @@ _SHOWN_TOKENS = 5
 
 def load(spec: OpenAISpec, placement: Placement) -> EndpointModel:
     """Return a model that asks the server; nothing is sent before the first question. Raises ConfigError as check."""
-    spec.check(local=True)
-    model = CompletionsModel if spec.votes is None else VotesModel
-    return model(spec, spec.key, IN_TIME * placement.call_timeout_s)
+    return (CompletionsModel if spec.votes is None else VotesModel)(spec, placement)
 
 
-class CompletionsModel(EndpointModel):
+class CompletionsModel(TokensModel):
     """A served model that answers with the log-probabilities of the options."""
 
-    _spec: OpenAISpec
+    _limit = "max_tokens"  # until a server refuses it in favour of max_completion_tokens
+    _has_logprobs = False
 
-    def __init__(self, spec: OpenAISpec, key: str | None, deadline_s: float) -> None:
-        source = f"openai {spec.model} at {spec.url} ({spec.endpoint}), log-probabilities of the options"
-        super().__init__(spec, key, deadline_s, source, chat=spec.endpoint == "chat")
-        self._has_logprobs = False
-        self._never_any = (
-            f", and none of {spec.url} had any so far: a model of kind 'openai' needs a server that returns them for "
-            f"{spec.model!r}"
-        )
-        self._tokens = ServedTokens(spec, self.post)
-
-    async def ask(self, question: Asked, bill: Bill) -> Reply:
+    async def ask(self, inquiry: Inquiry) -> Floats:
         """Ask for an answer of one token."""
-        # Scored tokens follow a prompt in tokens, which an image has no place in.
-        prompt = self._prompt_of(question)
-        logprobs = None if question.image else await self._tokens.log_likelihoods(question, prompt, bill)
+        question = inquiry.question
+        prompt = conversation(self._spec, question) if self._spec.is_chat else {"prompt": question.text}
+        logprobs = await self.log_likelihoods(prompt, inquiry)
         if logprobs is None:
-            return Reply(*letter_logits(await self._likeliest(question, bill), len(question.options)))
+            alternatives = await self._likeliest(prompt, inquiry)
+            logits, inquiry.counts[BELOW] = letter_logits(alternatives, len(question.options))
+            return logits
         per_byte = self._spec.answers_with == "text"
-        return Reply(logprobs / [len(option.encode()) if per_byte else 1 for option in question.options])
+        return logprobs / [len(option.encode()) if per_byte else 1 for option in question.options]
 
-    async def _likeliest(self, question: Asked, bill: Bill) -> Alternatives:
+    async def _likeliest(self, prompt: Prompt, inquiry: Inquiry) -> Alternatives:
         """Return the likeliest first tokens of an answer with their log-probabilities."""
-        spec = self._spec
-        body = {"temperature": 0, self._limit: 1, **self._prompt_of(question)}
-        if spec.endpoint == "completions":
-            body |= {"logprobs": spec.top_logprobs}
-        else:
-            body |= {"logprobs": True, "top_logprobs": spec.top_logprobs}
-        answer = await self.post(_PATHS[spec.endpoint], body, bill)
+        spec, limit, n = self._spec, self._limit, self._spec.top_logprobs
+        listed = {"logprobs": True, "top_logprobs": n} if spec.is_chat else {"logprobs": n}
+        path = "/chat/completions" if spec.is_chat else "/completions"
+        try:
+            answer = await self.post(path, {"temperature": 0, limit: 1, **prompt, **listed}, inquiry)
+        except (ConfigError, DataError) as error:  # as OpenAI's reasoning models do
+            if limit != "max_tokens" or "max_completion_tokens" not in str(error):
+                raise
+            self._limit = "max_completion_tokens"
+            return await self._likeliest(prompt, inquiry)
         if thinks(answer):
-            raise DataError(_THINKING) if self._has_logprobs else ConfigError(f"{self.facts.source}: {_THINKING}")
+            error_class = DataError if self._has_logprobs else ConfigError
+            raise error_class(f"{self.facts.source}: the model thinks before it answers; {THINKING}")
         alternatives = first_alternatives(answer, spec.endpoint)
         if alternatives is None:
-            raise DataError(f"the answer has no log-probabilities{'' if self._has_logprobs else self._never_any}")
+            never = f", and none of {self.facts.source} had any so far: votes need none"
+            raise DataError(f"the answer has no log-probabilities{'' if self._has_logprobs else never}")
         self._has_logprobs = True
         return alternatives
-
-    def _prompt_of(self, question: Asked) -> dict[str, Any]:
-        """Return a question as the server's endpoint has it."""
-        if self._spec.endpoint == "completions":
-            return {"prompt": question.text}
-        settings = self._spec.chat_template_kwargs
-        turns = {"messages": messages(self._spec, question)}
-        return turns | ({"chat_template_kwargs": settings} if settings else {})
 
 
 def letter_logits(alternatives: Alternatives, n_options: int) -> tuple[Floats, int]:
@@ -174,4 +157,4 @@ def thinks(answer: object) -> bool:
     if value_at(message, "reasoning_content") or value_at(message, "reasoning"):
         return True
     first = value_at(answer, "choices", 0, "logprobs", "content", 0, "token")
-    return isinstance(first, str) and first.strip(SPACE) in _THINKS
+    return isinstance(first, str) and (first.strip(SPACE) == "<|channel|>" or open_thought(first) is not None)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from ssl import SSLContext
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from cauc_ray.models.credentials import LOOPBACK, Credentials, HeaderSettings
+from cauc_ray.models.credentials import LOOPBACK, Access, Credentials, ServerSpec, ServerUrl
 from cauc_ray.models.kind import DeclaringSpec, InputColumns
 
 
-class RemoteSpec(DeclaringSpec, Credentials, HeaderSettings):
+class RemoteSpec(DeclaringSpec, Credentials, ServerSpec):
     """`{kind: remote, url: https://cloud:8000, model: NAME}`: a model of another server.
 
     Attributes:
@@ -25,17 +24,15 @@ class RemoteSpec(DeclaringSpec, Credentials, HeaderSettings):
         max_concurrency: Requests at a time.
     """
 
-    LOADER: ClassVar[str] = "cauc_ray.models.inference_client:load"
+    LOADER: ClassVar[str] = "cauc_ray.models.inference_client:RemoteModel"
     PACKAGES: ClassVar[tuple[str, ...]] = ("remote", "httpx2")
     EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = DeclaringSpec.EXCLUDED_FROM_IDENTITY | {
         *("token_env", "headers", "ca", "cert", "key", "timeout_s", "retries", "compress", "max_rows"),
         "max_concurrency",
     }
-    ENFORCES_OWN_TIMEOUT: ClassVar[bool] = True
     REMOTE: ClassVar[bool] = True
     kind: Literal["remote"]
-    # A password in the address would appear in tables and messages.
-    url: str = Field(pattern=r"^https?://[^/@?#\s]+(/[^?#\s]*)?$")
+    url: ServerUrl
     model: str = Field(pattern=r"^[^/?#%\s]+$")
     inputs: dict[str, str] = Field(default_factory=dict)
     output: str = Field(default="logits", min_length=1)
@@ -66,13 +63,9 @@ class RemoteSpec(DeclaringSpec, Credentials, HeaderSettings):
         """Return the model and its server as a phrase."""
         return f"{self.model} at {self.url}"
 
-    def check(self, local: bool) -> None:
-        """Raise ConfigError if the token, a header's variable or a certificate is missing."""
-        if local:
-            self.proof()
-
-    def proof(self) -> tuple[str | None, SSLContext | None]:
-        """Return the token, and how the server is verified. Raises ConfigError if one of them is missing."""
+    def server(self) -> Access:
+        """Return how the server is reached. Raises ConfigError if a secret or a certificate is missing."""
         owner = f"model {self.model!r}"
-        self.http_headers(owner)
-        return self.token(owner), None if self.url.startswith("http:") else self.trust(owner)
+        settings = "url, model, inputs, compress, token_env and headers in the stage's model"
+        tls = True if self.url.startswith("http:") else self.trust(owner)
+        return self.access(self.url, settings, self.token(owner), tls)

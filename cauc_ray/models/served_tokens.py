@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import string
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
-from weakref import WeakMethod
+
+from pydantic_core import to_json
 
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.answers import Unusable
 from cauc_ray.models.chat import DATE_TEXT, THINKING, open_thought
-from cauc_ray.models.endpoint import Bill
+from cauc_ray.models.endpoint import EndpointModel, Inquiry, gathered
 from cauc_ray.models.http_client import value_at
+from cauc_ray.models.kind import Placement
 from cauc_ray.models.openai import OpenAISpec
-from cauc_ray.models.prompts import Asked
 from cauc_ray.models.tokens import (
     Continuations,
     RememberedOptions,
@@ -38,49 +39,47 @@ _LAST_TOKENS = 16
 Prompt: TypeAlias = Mapping[str, Any]
 
 
-class ServedTokens:
-    """The tokens of a server's tokenizer, and their log-probabilities."""
+class TokensModel(EndpointModel):
+    """A served model whose tokens may be scored, if the server has vLLM's /tokenize and logprob_token_ids."""
 
-    def __init__(self, spec: OpenAISpec, post: Callable[..., Awaitable[object]]) -> None:
-        """Send nothing yet; post is a method of an EndpointModel."""
-        self._spec = spec
-        self._post = WeakMethod(post)  # the model has this object, and must end its thread as soon as it is dropped
-        self._chat = spec.endpoint == "chat"
+    _spec: OpenAISpec
+
+    def __init__(self, spec: OpenAISpec, placement: Placement) -> None:
+        super().__init__(spec, placement)
         self._letters = spec.answers_with == "letter"
         self._remembered: defaultdict[int, RememberedOptions] = defaultdict(RememberedOptions)
-        self._is_available = None if spec.base_url is not None else False  # unknown before the first question
+        self._scores_tokens = None if spec.base_url is not None else False  # unknown before the first question
         self._learning = asyncio.Lock()
-        self._gate = asyncio.Semaphore(spec.max_concurrency)
         # Tokens that end a text, those that end an answer, and whether the template writes more than space before one.
         self._n_after, self._end, self._has_lead = 0, list[int](), False
 
-    async def log_likelihoods(self, question: Asked, prompt: Prompt, bill: Bill) -> Floats | None:
+    async def log_likelihoods(self, prompt: Prompt, inquiry: Inquiry) -> Floats | None:
         """Return the log-likelihood of each option, float64 (K,); None for letters that the server does not score.
 
         Args:
-            question: The question.
             prompt: The question as the server's endpoint takes it.
-            bill: The bill of the question.
+            inquiry: The question.
 
         Raises:
             ConfigError: Options are longer than letters and the server does not score tokens, or the model thinks
                 before it answers.
             DataError: The server does not tokenise the prompt or an option.
         """
-        if self._chat:
-            kwargs = {"date_string": DATE_TEXT, **prompt.get("chat_template_kwargs", {})}
-            prompt = {**prompt, "chat_template_kwargs": kwargs}
+        if inquiry.question.image:  # which has no place in tokens
+            return None
+        if self._spec.is_chat:
+            prompt = {**prompt, "chat_template_kwargs": {"date_string": DATE_TEXT, **self._spec.chat_template_kwargs}}
         async with self._learning:
-            if self._is_available is None:
-                self._is_available = await self._learn(prompt, bill)
-        if self._is_available:
-            tokens = await self._tokens(question, prompt, bill)
-            requests = (self._next(tokens.prompt, before, ids, bill) for before, ids in next_tokens(tokens.options))
-            logprobs = {key: value for scores in await _gathered(requests) for key, value in scores.items()}
+            if self._scores_tokens is None:
+                self._scores_tokens = await self._learn(prompt, inquiry)
+        if self._scores_tokens:
+            tokens = await self._tokens(prompt, inquiry)
+            requests = (self._next(tokens.prompt, before, ids, inquiry) for before, ids in next_tokens(tokens.options))
+            logprobs = {key: value for scores in await gathered(requests) for key, value in scores.items()}
             try:
                 return log_likelihoods(tokens.options, logprobs)
             except KeyError:  # it ignored which tokens to score
-                self._is_available = False
+                self._scores_tokens = False
         if self._letters:
             return None
         raise ConfigError(
@@ -88,22 +87,23 @@ class ServedTokens:
             "with /tokenize and logprob_token_ids, such as vLLM's; options: letter works with every server"
         )
 
-    async def _learn(self, prompt: Prompt, bill: Bill) -> bool:
+    async def _learn(self, prompt: Prompt, inquiry: Inquiry) -> bool:
         """Learn what precedes and follows every answer; return whether the server tokenises."""
         try:
-            closed = await _gathered(self._tokenized(self._answered(prompt, probe, False), bill) for probe in _PROBES)
+            closed = await gathered(
+                self._tokenized(self._continued(prompt, probe, is_open=False), inquiry) for probe in _PROBES
+            )
         except (ConfigError, DataError):
             return False
         tail = shared_tokens([tokens[::-1] for tokens, _ in closed])[::-1]
-        if not self._chat:
+        if not self._spec.is_chat:
             self._n_after = len(tail)
             return True
         texts = closed[0][1][-len(tail) :] if tail else []
         # An end of turn, with the white space before it.
         self._end = tail[: next((n for n, text in enumerate(texts, 1) if text.strip(SPACE)), len(tail))]
-        (alone, texts), *opened = await _gathered(
-            self._tokenized(body, bill)
-            for body in (self._alone(prompt), *(self._answered(prompt, probe) for probe in _PROBES))
+        (alone, texts), *opened = await gathered(
+            self._tokenized(self._continued(prompt, answer), inquiry) for answer in (None, *_PROBES)
         )
         lead = shared_tokens([tokens for tokens, _ in opened])
         if lead[: len(alone)] == alone:  # such as an empty thought, or the channel of final answers
@@ -113,77 +113,61 @@ class ServedTokens:
             raise ConfigError(f"{self._spec.url}: the chat template opens a thought before the answer; {THINKING}")
         return True
 
-    async def _tokens(self, question: Asked, prompt: Prompt, bill: Bill) -> Tokens:
+    async def _tokens(self, prompt: Prompt, inquiry: Inquiry) -> Tokens:
         """Return a question in tokens."""
-        alone, _ = await self._tokenized(self._alone(prompt), bill)
+        question = inquiry.question
+        alone, _ = await self._tokenized(self._continued(prompt), inquiry)
         if self._letters or self._spec.labels is not None:
             remembered = self._remembered[len(question.options)]
             async with self._learning:  # of prompts that end alike, one is encoded with its options
                 if (joint := remembered.find(alone)) is None:
-                    joint = await self._joint(question, prompt, alone, bill)
+                    joint = await self._joint(prompt, alone, inquiry)
                     remembered.add(alone, joint)
         else:
-            joint = await self._joint(question, prompt, alone, bill)
+            joint = await self._joint(prompt, alone, inquiry)
         tokens = tokens_of(0, question, joint, letters=self._letters)
         if isinstance(tokens, Unusable):
             raise DataError(tokens)
         return tokens
 
-    async def _joint(self, question: Asked, prompt: Prompt, alone: list[int], bill: Bill) -> Continuations:
+    async def _joint(self, prompt: Prompt, alone: list[int], inquiry: Inquiry) -> Continuations:
         """Encode a prompt with each of its options."""
         is_name = self._spec.answers_with == "name"
         probes = _PROBES if self._has_lead else ()
-        end, line_end = (self._end, "") if self._chat else ([], "\n")
-        answers = [*probes, *(option + line_end * is_name for option in question.options)]
-        encoded = await _gathered(self._tokenized(self._answered(prompt, answer), bill) for answer in answers)
-        joint = [tokens + end * is_name for tokens, _ in encoded]
+        line_end = "\n" if is_name and not self._spec.is_chat else ""
+        answers = [*probes, *(option + line_end for option in inquiry.question.options)]
+        encoded = await gathered(self._tokenized(self._continued(prompt, answer), inquiry) for answer in answers)
+        joint = [tokens + self._end * is_name for tokens, _ in encoded]
         prompts = [] if self._letters else joint[: len(probes)] or [alone]
         return Continuations.of(prompts, joint[len(probes) :])
 
-    def _alone(self, prompt: Prompt) -> dict[str, Any]:
-        """Return a prompt up to where its answer begins."""
-        return {**prompt, "add_generation_prompt": True} if self._chat else dict(prompt)
+    def _continued(self, prompt: Prompt, answer: str | None = None, *, is_open: bool = True) -> dict[str, Any]:
+        """Return a prompt up to where its answer begins, or with an answer in a message that is open or closed."""
+        if not self._spec.is_chat:
+            return {"prompt": prompt["prompt"] if answer is None else f"{prompt['prompt']} {answer}"}
+        if answer is None:
+            return {**prompt, "add_generation_prompt": True}
+        turns = [*prompt["messages"], {"role": "assistant", "content": answer}]
+        return {**prompt, "messages": turns, "add_generation_prompt": False, "continue_final_message": is_open}
 
-    def _answered(self, prompt: Prompt, answer: str, is_open: bool = True) -> dict[str, Any]:
-        """Return a prompt with an answer; a chat up to within its last message if that is to be open."""
-        if not self._chat:
-            return {"prompt": f"{prompt['prompt']} {answer}"}
-        messages = [*prompt["messages"], {"role": "assistant", "content": answer}]
-        return {**prompt, "messages": messages, "add_generation_prompt": False, "continue_final_message": is_open}
-
-    async def _tokenized(self, body: dict[str, Any], bill: Bill) -> tuple[list[int], list[str]]:
+    async def _tokenized(self, body: Prompt, inquiry: Inquiry) -> tuple[list[int], list[str]]:
         """Return tokens, and their texts if the server has them. Raises DataError if it does not tokenise."""
-        root = self._spec.url.rstrip("/").removesuffix("/v1")
-        answer = await self._send(f"{root}/tokenize", {**body, "return_token_strs": True}, bill, is_billed=False)
+        url = f"{self._spec.url.rstrip('/').removesuffix('/v1')}/tokenize"
+        content = to_json({"model": self._spec.model, **body, "return_token_strs": True})
+        answer = await self.send(url, content, inquiry)
         tokens, texts = value_at(answer, "tokens"), value_at(answer, "token_strs")
         if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
             raise DataError("the server does not tokenise it")
         return tokens[: len(tokens) - self._n_after], [str(text) for text in texts or ()]
 
-    async def _send(self, *request: Any, **settings: Any) -> object:
-        post = self._post()
-        assert post is not None  # its model waits for the answer
-        async with self._gate:
-            return await post(*request, **settings)
-
     async def _next(
-        self, prompt: list[int], before: list[int], ids: Sequence[int], bill: Bill
+        self, prompt: list[int], before: list[int], ids: Sequence[int], inquiry: Inquiry
     ) -> dict[tuple[int, ...], float]:
         """Return the log-probability of each token that may follow a prompt and what comes before it."""
         body = {"prompt": prompt + before, "max_tokens": 1, "temperature": 0, "logprobs": 1}
         body |= {"logprob_token_ids": list(ids), "return_tokens_as_token_ids": True}
-        answer = await self._send("/completions", body, bill)
-        if not before and open_thought(str(value_at(answer, "choices", 0, "text"))):
+        choice = value_at(await self.post("/completions", body, inquiry), "choices", 0)
+        if not before and open_thought(str(value_at(choice, "text"))):
             raise DataError(f"the model thinks before it answers; {THINKING}")
-        logprobs = value_at(answer, "choices", 0, "logprobs", "top_logprobs", 0)
-        values = {(*before, token): value_at(logprobs, f"token_id:{token}") for token in ids}
-        return {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
-
-
-async def _gathered(requests: Iterable[Any]) -> list[Any]:
-    """Wait for all requests; raise the first error after the last of them."""
-    results = await asyncio.gather(*requests, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return list(results)
+        values = {token: value_at(choice, "logprobs", "top_logprobs", 0, f"token_id:{token}") for token in ids}
+        return {(*before, token): float(value) for token, value in values.items() if isinstance(value, int | float)}

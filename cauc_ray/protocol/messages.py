@@ -150,19 +150,6 @@ class InferRequest:
     parameters: RequestParameters
 
 
-@dataclass(frozen=True, slots=True)
-class InferResponse:
-    """The answer to a request for inference.
-
-    Attributes:
-        outputs: Tensors by name.
-        parameters: Parameters of the response.
-    """
-
-    outputs: Mapping[str, Tensor]
-    parameters: Mapping[str, Any]
-
-
 def read_infer_request(body: bytes | memoryview, json_length: int | None) -> InferRequest:
     """Read a request's body: JSON, then the raw bytes of those inputs that declare them, in order.
 
@@ -228,10 +215,19 @@ def write_infer_request(
     return _written({**settings, "outputs": requested}, "inputs", [(tensor, binary) for tensor in inputs])
 
 
-def read_infer_response(body: bytes | memoryview, json_length: int | None) -> InferResponse:
-    """Read a response's body as read_infer_request reads a request's. Raises RequestError for anything else."""
+def read_infer_response(
+    body: bytes | memoryview, json_length: int | None
+) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    """Read a response's body as read_infer_request reads a request's.
+
+    Returns:
+        Its tensors by name, and its parameters.
+
+    Raises:
+        RequestError: The body is anything else.
+    """
     message, raw = _split_body(_RESPONSE, "response", body, json_length)
-    return InferResponse(_read_tensors("output", message["outputs"], raw), message.get("parameters") or {})
+    return _read_tensors("output", message["outputs"], raw), message.get("parameters") or {}
 
 
 def read_model_metadata(body: bytes) -> ModelMetadata:

@@ -95,7 +95,7 @@ def test_a_letter_said_to_be_too_unlikely_is_as_good_as_not_said(nothing):
 
 def test_a_missing_key_or_package_is_named(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match="the environment variable OPENAI_API_KEY has no key"):
+    with pytest.raises(ConfigError, match="the environment variable OPENAI_API_KEY has no token"):
         spec().load()
     monkeypatch.setenv("OTHER_KEY", KEY)
     spec(api_key_env="OTHER_KEY").load()
@@ -379,7 +379,7 @@ def test_a_fault_of_every_question_ends_the_call_without_showing_the_key(fault, 
 def test_a_server_that_does_not_answer_ends_the_call(fault, words):
     with scripted_server(lambda prompt, before: fault) as server:
         settings = spec(base_url=server.url, max_retries=0)
-        with pytest.raises(ExecutionError, match=rf"does not answer for model 'm' .*{words}"):
+        with pytest.raises(ExecutionError, match=rf"model 'm' .* does not answer .*{words}"):
             settings.load(Placement(call_timeout_s=1.0))(question_batch(*TWO))
     with pytest.raises(ExecutionError, match="connect"):  # the server is gone now
         settings.load()(question_batch(*TWO))
@@ -420,7 +420,8 @@ def test_a_question_that_a_working_server_fails_on_fails_alone():
         return Fault(500, {"error": {"message": "broken"}})
 
     answers, _ = ask(script, *TWO, ("third?", ["x", "y"]), max_retries=1, max_concurrency=2)
-    assert answers.failures == {0: "the server fails on it (500: broken)"}
+    assert answers.failures.keys() == {0}
+    assert "500: broken" in answers.failures[0]
 
 
 def test_a_server_that_wants_the_limit_under_its_new_name_gets_it():
