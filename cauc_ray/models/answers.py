@@ -6,7 +6,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,19 +21,18 @@ Batch: TypeAlias = Mapping[str, npt.NDArray[Any]]
 Row = TypeVar("Row")
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
+class Wire(NamedTuple):
     """What a call has taken of the network.
 
-    bytes_out, bytes_in: sent and received, everything included.   seconds: from the first request to the last answer.
+    Attributes:
+        bytes_out: Bytes sent, everything included.
+        bytes_in: Bytes received, likewise.
+        seconds: From the first request to the last answer.
     """
 
     bytes_out: int
     bytes_in: int
     seconds: float
-
-    def __add__(self, other: Wire) -> Wire:
-        return Wire(self.bytes_out + other.bytes_out, self.bytes_in + other.bytes_in, self.seconds + other.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +70,10 @@ class Answers:
         return self.logits if self.given is None else self.given
 
 
-def wires(found: Iterable[Wire | None]) -> Wire | None:
+def wires(calls: Iterable[Wire | None]) -> Wire | None:
     """Return what several calls have taken of the network together, None if none has."""
-    known = [one for one in found if one is not None]
-    return sum(known[1:], known[0]) if known else None
+    remote = [wire for wire in calls if wire is not None]
+    return Wire(*map(sum, zip(*remote, strict=True))) if remote else None
 
 
 # What Answers.counts holds of language models.
@@ -332,27 +331,20 @@ class AsDeclared:
             return answers
         logits = as_logits(given, self._kind)
         if self._seen is not None:
-            sums = self._look(self._seen, logits)
+            self._seen = np.unique(stacked([self._seen, logits]), axis=0)
+            sums = SumsToOne.of(self._seen)
             if sums.certain:
                 raise ConfigError(
                     "the model returns probabilities (none below 0, each row sums to one), not logits; declare them in "
                     "the pool file with logit_kind: probabilities in the stage's model"
                 )
+            if not sums.possible:
+                self._seen = None
         if logits is given:
             return answers
         every = answers.logits.copy()
         every[rows] = logits
         return replace(answers, logits=every, given=answers.logits)
-
-    def _look(self, seen: Floats, logits: Floats) -> SumsToOne:
-        """Count rows together with earlier rows; repeated rows count once."""
-        sums = SumsToOne.of(logits)
-        if not sums.n_negative:
-            self._seen = np.unique(stacked([seen, logits]), axis=0)
-            sums = SumsToOne.of(self._seen)
-        if not sums.possible:
-            self._seen = None
-        return sums
 
 
 def choices_in(batch: Batch) -> list[int | None] | None:

@@ -6,12 +6,12 @@ import asyncio
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx2
 import numpy as np
@@ -25,7 +25,6 @@ from cauc_ray.models.openai import DecisionsSpec, EndpointSpec, OpenAISpec
 from cauc_ray.models.prompts import Asked, Prompts
 from cauc_ray.numbers.types import Floats
 
-T = TypeVar("T")
 # Parameters common to all requests: a server that rejects one of these rejects every question.
 _SETTINGS = {"model", "logprobs", "top_logprobs", "temperature", "max_tokens", "max_completion_tokens"}
 # Wrong key, no credit, not allowed, no such model or path.
@@ -289,14 +288,6 @@ class EndpointModel(Model):
         if status not in _TRANSIENT or (status == 500 and self._answered_at > started_at):
             return DataError(f"the server rejects it ({message})")
         return self._http.away(message)
-
-
-async def gathered(requests: Iterable[Awaitable[T]]) -> list[T]:
-    """Wait for all requests; raise the first error after the last of them."""
-    results = await asyncio.gather(*requests, return_exceptions=True)
-    if errors := [result for result in results if isinstance(result, BaseException)]:
-        raise errors[0]
-    return [result for result in results if not isinstance(result, BaseException)]
 
 
 def messages(spec: EndpointSpec, text: dict[str, Any], image: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import itertools
 import json
 import random
 import ssl
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 import httpx2
 from anyio import CapacityLimiter
 
-from cauc_ray.errors import CaucError, ConfigError, ExecutionError, first_line, one_line
+from cauc_ray.errors import ConfigError, ExecutionError, first_line, one_line
 from cauc_ray.models.credentials import Access
 
 T = TypeVar("T")
@@ -277,27 +278,31 @@ def _end(loop: asyncio.AbstractEventLoop, client: httpx2.AsyncClient) -> None:
     asyncio.run_coroutine_threadsafe(close(), loop)
 
 
-async def all_until_error(jobs: Iterable[Callable[[], Awaitable[None]]], max_concurrency: int) -> None:
+async def all_until_error(jobs: Iterable[Callable[[], Awaitable[T]]], max_concurrency: int) -> list[T]:
     """Run jobs, some at a time; after an error, wait for those under way and start no more.
 
     None is cancelled: its answer may have been paid for, and its connection may not be closed within a handshake.
 
-    Raises:
-        CaucError: The first error.
-    """
-    gate, errors = asyncio.Semaphore(max_concurrency), list[CaucError]()
+    Returns:
+        Their results.
 
-    async def run(job: Callable[[], Awaitable[None]]) -> None:
+    Raises:
+        Exception: The first error.
+    """
+    gate, errors = asyncio.Semaphore(max_concurrency), list[Exception]()
+
+    async def run(job: Callable[[], Awaitable[T]]) -> list[T]:
         async with gate:
             try:
-                if not errors:
-                    await job()
-            except CaucError as error:
+                return [] if errors else [await job()]
+            except Exception as error:
                 errors.append(error)
+                return []
 
-    await asyncio.gather(*map(run, jobs))
+    results = await asyncio.gather(*map(run, jobs))
     if errors:
         raise errors[0]
+    return [*itertools.chain.from_iterable(results)]
 
 
 def _n_bytes(first_line: str, headers: httpx2.Headers) -> int:

@@ -17,7 +17,7 @@ class RemoteSpec(DeclaringSpec, Credentials, ServerSpec):
         inputs: Tensors of the model by the columns that fill them; without them each input is filled from the column
             of its name.
         output: The output that has the logits, rows by options.
-        timeout_s: Seconds of a call, all attempts together. An attempt has half of what is left, the last one all of it.
+        timeout_s: Seconds of a call, all attempts together. An attempt has half of what is left, the last one all.
         retries: Further attempts of a request after a fault of the connection, or if the server is busy or down.
         compress: Whether bodies are sent gzipped.
         max_rows: Rows in one request; fewer once the server has rejected as many.

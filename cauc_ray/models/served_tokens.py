@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import string
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from pydantic_core import to_json
@@ -13,8 +14,8 @@ from pydantic_core import to_json
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.answers import Unusable
 from cauc_ray.models.chat import DATE_TEXT, THINKING, open_thought
-from cauc_ray.models.endpoint import EndpointModel, Inquiry, gathered
-from cauc_ray.models.http_client import value_at
+from cauc_ray.models.endpoint import EndpointModel, Inquiry
+from cauc_ray.models.http_client import all_until_error, value_at
 from cauc_ray.models.kind import Placement
 from cauc_ray.models.openai import OpenAISpec
 from cauc_ray.models.tokens import (
@@ -74,8 +75,9 @@ class TokensModel(EndpointModel):
                 self._scores_tokens = await self._learn(prompt, inquiry)
         if self._scores_tokens:
             tokens = await self._tokens(prompt, inquiry)
-            requests = (self._next(tokens.prompt, before, ids, inquiry) for before, ids in next_tokens(tokens.options))
-            logprobs = {key: value for scores in await gathered(requests) for key, value in scores.items()}
+            requests = next_tokens(tokens.options)
+            jobs = [partial(self._next, tokens.prompt, before, ids, inquiry) for before, ids in requests]
+            logprobs = dict(ChainMap(*await all_until_error(jobs, self._spec.max_concurrency)))
             try:
                 return log_likelihoods(tokens.options, logprobs)
             except KeyError:  # it ignored which tokens to score
@@ -90,8 +92,8 @@ class TokensModel(EndpointModel):
     async def _learn(self, prompt: Prompt, inquiry: Inquiry) -> bool:
         """Learn what precedes and follows every answer; return whether the server tokenises."""
         try:
-            closed = await gathered(
-                self._tokenized(self._continued(prompt, probe, is_open=False), inquiry) for probe in _PROBES
+            closed = await self._tokenized(
+                inquiry, [self._continued(prompt, probe, is_open=False) for probe in _PROBES]
             )
         except (ConfigError, DataError):
             return False
@@ -102,9 +104,8 @@ class TokensModel(EndpointModel):
         texts = closed[0][1][-len(tail) :] if tail else []
         # An end of turn, with the white space before it.
         self._end = tail[: next((n for n, text in enumerate(texts, 1) if text.strip(SPACE)), len(tail))]
-        (alone, texts), *opened = await gathered(
-            self._tokenized(self._continued(prompt, answer), inquiry) for answer in (None, *_PROBES)
-        )
+        answers = (None, *_PROBES)
+        (alone, texts), *opened = await self._tokenized(inquiry, [self._continued(prompt, text) for text in answers])
         lead = shared_tokens([tokens for tokens, _ in opened])
         if lead[: len(alone)] == alone:  # such as an empty thought, or the channel of final answers
             texts = opened[0][1][: len(lead)]
@@ -116,7 +117,7 @@ class TokensModel(EndpointModel):
     async def _tokens(self, prompt: Prompt, inquiry: Inquiry) -> Tokens:
         """Return a question in tokens."""
         question = inquiry.question
-        alone, _ = await self._tokenized(self._continued(prompt), inquiry)
+        ((alone, _),) = await self._tokenized(inquiry, [self._continued(prompt)])
         if self._letters or self._spec.labels is not None:
             remembered = self._remembered[len(question.options)]
             async with self._learning:  # of prompts that end alike, one is encoded with its options
@@ -136,7 +137,7 @@ class TokensModel(EndpointModel):
         probes = _PROBES if self._has_lead else ()
         line_end = "\n" if is_name and not self._spec.is_chat else ""
         answers = [*probes, *(option + line_end for option in inquiry.question.options)]
-        encoded = await gathered(self._tokenized(self._continued(prompt, answer), inquiry) for answer in answers)
+        encoded = await self._tokenized(inquiry, [self._continued(prompt, answer) for answer in answers])
         joint = [tokens + self._end * is_name for tokens, _ in encoded]
         prompts = [] if self._letters else joint[: len(probes)] or [alone]
         return Continuations.of(prompts, joint[len(probes) :])
@@ -150,15 +151,19 @@ class TokensModel(EndpointModel):
         turns = [*prompt["messages"], {"role": "assistant", "content": answer}]
         return {**prompt, "messages": turns, "add_generation_prompt": False, "continue_final_message": is_open}
 
-    async def _tokenized(self, body: Prompt, inquiry: Inquiry) -> tuple[list[int], list[str]]:
-        """Return tokens, and their texts if the server has them. Raises DataError if it does not tokenise."""
+    async def _tokenized(self, inquiry: Inquiry, texts: Sequence[Prompt]) -> list[tuple[list[int], list[str]]]:
+        """Return the tokens of texts, and their own texts if the server has them. Raises DataError without them."""
         url = f"{self._spec.url.rstrip('/').removesuffix('/v1')}/tokenize"
-        content = to_json({"model": self._spec.model, **body, "return_token_strs": True})
-        answer = await self.send(url, content, inquiry)
-        tokens, texts = value_at(answer, "tokens"), value_at(answer, "token_strs")
-        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
-            raise DataError("the server does not tokenise it")
-        return tokens[: len(tokens) - self._n_after], [str(text) for text in texts or ()]
+
+        async def tokenize(text: Prompt) -> tuple[list[int], list[str]]:
+            content = to_json({"model": self._spec.model, **text, "return_token_strs": True})
+            answer = await self.send(url, content, inquiry)
+            tokens, strings = value_at(answer, "tokens"), value_at(answer, "token_strs")
+            if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+                raise DataError("the server does not tokenise it")
+            return tokens[: len(tokens) - self._n_after], [str(string) for string in strings or ()]
+
+        return await all_until_error([partial(tokenize, text) for text in texts], self._spec.max_concurrency)
 
     async def _next(
         self, prompt: list[int], before: list[int], ids: Sequence[int], inquiry: Inquiry

@@ -11,12 +11,14 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import chain
 
 import numpy as np
 
 from cauc_ray.errors import DataError
-from cauc_ray.models.endpoint import EndpointModel, Inquiry, conversation, gathered
-from cauc_ray.models.http_client import value_at
+from cauc_ray.models.endpoint import EndpointModel, Inquiry, conversation
+from cauc_ray.models.http_client import all_until_error, value_at
 from cauc_ray.models.openai import OpenAISpec
 from cauc_ray.numbers.types import Floats
 
@@ -44,8 +46,8 @@ class VotesModel(EndpointModel):
             except DataError:  # some servers reject n, others ignore it
                 if self._samples_several:
                     raise
-        for more in await gathered(self._sampled(inquiry, 1) for _ in range(n - len(samples))):
-            samples += more
+        jobs = [partial(self._sampled, inquiry, 1)] * (n - len(samples))
+        samples += chain.from_iterable(await all_until_error(jobs, self._spec.max_concurrency))
         self._samples_several = bool(self._samples_several)
         options = inquiry.question.options
         votes = Counter(vote for sample in samples if (vote := _vote(sample, options)) is not None)
