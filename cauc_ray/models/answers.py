@@ -180,16 +180,16 @@ def as_answers(output: object, n: int) -> Answers:
     outside = [row for row in answers.failures if not 0 <= row < n]
     if outside:
         raise DataError(f"the model reports a failure of row {outside[0]}, but the batch has {n} rows")
-    costs = None if answers.costs is None else np.asarray(answers.costs, np.float64)
-    logits = np.asarray(answers.logits, np.float32)
+    logits, costs = np.asarray(answers.logits, np.float32), answers.costs
     invalid_mask = ~np.isfinite(logits.max(axis=1, initial=-np.inf))
     if costs is not None:
-        invalid_mask |= ~(np.isfinite(costs) & (costs >= 0))
+        costs = np.asarray(costs, np.float64)
+        free_mask = ~(np.isfinite(costs) & (costs >= 0))
+        costs = np.where(free_mask, 0.0, costs)
+        invalid_mask |= free_mask
     why = "a logit or the cost is NaN or infinite, or it has no logits"
-    faults = {row: why for row in np.flatnonzero(invalid_mask).tolist() if row not in answers.failures}
-    if costs is not None:
-        costs = np.where(np.isfinite(costs) & (costs >= 0), costs, 0.0)
-    return replace(answers, logits=logits, costs=costs, failures={**answers.failures, **faults})
+    faults = dict.fromkeys(np.flatnonzero(invalid_mask).tolist(), why)
+    return replace(answers, logits=logits, costs=costs, failures={**faults, **answers.failures})
 
 
 def logits_of(output: object, n: int) -> tuple[Floats, Ints | None]:
@@ -358,10 +358,11 @@ def matched(answers: Answers, n_choices: Sequence[int | None] | None) -> Answers
     """Return answers in which rows with other numbers of logits than choices are failures."""
     if n_choices is None:
         return answers
-    width = answers.logits.shape[1]
-    failures = dict(answers.failures)
-    for row, n in enumerate(n_choices):
-        got = width if answers.n_options is None else int(answers.n_options[row])
-        if row not in failures and n is not None and got != n:
-            failures[row] = f"the model returned {got} logits for its {n} choices"
-    return replace(answers, failures=failures)
+    n, width = answers.logits.shape
+    n_options = [width] * n if answers.n_options is None else answers.n_options.tolist()
+    failures = {
+        row: f"the model returned {n_options[row]} logits for its {n_row} choices"
+        for row, n_row in enumerate(n_choices)
+        if n_row not in (None, n_options[row])
+    }
+    return replace(answers, failures={**failures, **answers.failures})

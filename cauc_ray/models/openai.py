@@ -147,13 +147,6 @@ class OpenAISpec(EndpointSpec):
         return self
 
     @property
-    def source(self) -> str:
-        """Return the model, its server and how it is asked as a phrase."""
-        if self.votes is not None:
-            return f"{super().source}, {self.votes} sampled votes"
-        return f"{super().source} ({self.endpoint}), log-probabilities of the options"
-
-    @property
     def is_chat(self) -> bool:
         """Return whether a prompt is a message of a conversation."""
         return self.endpoint == "chat"

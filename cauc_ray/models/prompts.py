@@ -9,7 +9,7 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -241,10 +241,11 @@ class LanguageSpec(PromptSettings, KindSpec):
 
     @property
     def columns_read(self) -> InputColumns:
-        """Return the columns of the prompt, those that it tests for being optional."""
+        """Return the columns of the prompt, those that it tests for being optional, and that of images."""
         names = _variables(self.template) - {"options"} | (frozenset() if self.labels is not None else {"choices"})
-        required = names - _optional(self.template)
-        return InputColumns(required, names - required, texts=required - {"choices"})
+        names |= self.image_columns
+        required = names - (_optional(self.template) - self.image_columns)
+        return InputColumns(required, names - required, texts=required - self.image_columns - {"choices"})
 
     @property
     def image_columns(self) -> frozenset[str]:
@@ -260,11 +261,6 @@ class LanguageSpec(PromptSettings, KindSpec):
     def shown(self) -> str:
         """Return the prompt as one text, with columns by their names: what tables and policies keep of it."""
         return Prompts(self, chat=False).shown
-
-    @property
-    def lists_itself(self) -> bool:
-        """Return whether the template has the options in it, and so is the whole prompt."""
-        return "options" in _variables(self.template)
 
     def label_of(self, index: int, example: Mapping[str, Any]) -> int:
         """Return the right option of an example, given by its name or its number. Raises ValueError."""
@@ -292,16 +288,6 @@ class ImagePromptSpec(LanguageSpec):
         """Return the column of images, if it is read."""
         return frozenset({"image"} if self.image else ())
 
-    @property
-    def columns_read(self) -> InputColumns:
-        """Return the columns of the prompt, and that of images if it is read."""
-        columns = super().columns_read
-        return replace(
-            columns,
-            required=columns.required | self.image_columns,
-            texts=columns.texts - self.image_columns,
-        )
-
 
 class Prompts:
     """The prompts of rows, for a model that continues a text or for one that answers in a chat."""
@@ -312,7 +298,7 @@ class Prompts:
         self._spec = spec
         self._chat = chat
         self._with = spec.answers_with
-        self._whole = spec.lists_itself
+        self._whole = "options" in _variables(spec.template)
         self._template = _ENVIRONMENT.from_string(spec.template)
         self._reads = sorted((spec.columns_read.names or frozenset()) - {"choices", *spec.image_columns})
         self.head = self._head()
