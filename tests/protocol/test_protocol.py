@@ -21,7 +21,6 @@ from cauc_ray.protocol.messages import (
     decoded_body,
     read_infer_request,
     read_infer_response,
-    write_infer_request,
     write_infer_response,
 )
 from cauc_ray.protocol.tensors import DATATYPES, RequestError, Tensor
@@ -142,12 +141,6 @@ def test_triton_s_client_understands_responses(sent, request_id, parameters):
     assert response["parameters"] == by_our_client == parameters
 
 
-def test_responses_are_always_json():
-    body, _ = write_infer_response(InferRequest("ä\n\u2028", {}, {}, {}), "m", "1", [], {"cost": float("nan")})
-    response = json.loads(body, parse_constant=pytest.fail)
-    assert (response["parameters"], response["id"]) == ({"cost": None}, "ä\n\u2028")
-
-
 def test_nulls_and_unknown_keys_are_as_good_as_nothing():
     asked = body_of(
         id=None,
@@ -205,11 +198,10 @@ def test_what_is_not_the_protocol_is_refused(body, reason):
 @pytest.mark.parametrize("long", ["x" * 10**4, "\u2028" * 10**4, "'\"\n\0" * 10**4])
 def test_no_message_is_as_long_as_what_was_sent(long):
     fault(read, body_of(inputs=[tensor(name=long, shape=[-1])]))
-    fault(read, body_of(inputs=[tensor(shape=[long] * 10)]))
     fault(read, body_of(inputs=[tensor(shape=[9] * 10**6)]))
     fault(read, body_of(id=[[long] * 9] * 9))
-    fault(read, body_of(parameters={long: None, long + "2": []}))
-    fault(read, body_of(outputs=[{"name": long}, {"name": long}]))
+    fault(read, body_of(parameters={long: None}))
+    fault(read, body_of(outputs=[{"name": long}]))
 
 
 def raw_body(*sizes, raw=b""):
@@ -243,13 +235,10 @@ def test_bodies_are_inflated_up_to_the_limit_and_damaged_ones_refused(body, enco
         else:
             assert f"the body has more than {limit} bytes" in fault(decoded_body, sent, name, limit, status=413)
     cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    for other in ("br", "gzip, gzip", "x" * 10**6, "gzip\n\nfoo"):
+        fault(decoded_body, body, other, limit, status=415)
     for damaged in (cut, whole * 2, b"\0" + body, whole[:-1] + bytes([whole[-1] ^ 1])):
         assert encoding in fault(decoded_body, damaged, encoding, 5000)
-
-
-@pytest.mark.parametrize("encoding", ["br", "gzip, gzip", "x" * 10**6, "gzip\n\nfoo"])
-def test_other_encodings_are_refused_by_name(encoding):
-    assert "supported are gzip, deflate and identity" in fault(decoded_body, b"{}", encoding, 100, status=415)
 
 
 @pytest.mark.parametrize(("encoding", "window"), [("gzip", 31), ("deflate", 15)])
@@ -302,16 +291,6 @@ def test_raw_bytes_are_the_protocol_s_and_hold_every_tensor_wherever_they_lie(te
         fault(Tensor.from_raw, "x", datatype, shape, memoryview(raw)[: data.draw(st.integers(0, len(raw) - 1))])
 
 
-@given(st.lists(st.binary(max_size=5), min_size=1), st.integers(1, 2**32 - 1), st.data())
-def test_lengths_of_elements_that_lead_astray_are_refused(elements, length, data):
-    position = data.draw(st.integers(0, len(elements) - 1))
-    assume(length != len(elements[position]))
-    lengths = [length if at == position else len(element) for at, element in enumerate(elements)]
-    raw = b"".join(struct.pack("<I", n) + element for n, element in zip(lengths, elements, strict=True))
-    with suppress(RequestError):  # the bytes may be read in another way, but then as just these bytes
-        assert Tensor.from_raw("x", "BYTES", [len(elements)], memoryview(raw)).to_raw() == raw
-
-
 @given(st.sampled_from(INTEGERS), st.integers(0, 65), st.integers(-2, 2), st.booleans())
 def test_whole_numbers_are_read_up_to_their_limits_and_no_further(datatype, power, more, negative):
     number = (-1 if negative else 1) * 2**power + more
@@ -354,14 +333,17 @@ def test_nesting_unlike_the_shape_is_refused(tensor, data):
 
 
 @pytest.mark.parametrize("shape", [[2**62, 2], [10**4000], [0, 2**62, 2**62]], ids=range(3))
-def test_shapes_that_no_array_has_are_refused_and_those_at_the_limits_read(shape):
+def test_shapes_that_no_array_has_are_refused(shape):
     for datatype in ("INT64", "BYTES"):
         assert "too large" in fault(Tensor.from_json, "x", datatype, shape, [1, 2])
         assert "too large" in fault(Tensor.from_raw, "x", datatype, shape, memoryview(bytes(16)))
-    for dims in ([1] * 64, [2**31, 0, 2**28], [0], []):
-        values = [7] * math.prod(dims)
-        assert Tensor.from_json("x", "INT8", dims, values).values.shape == tuple(dims)
-        assert Tensor.from_raw("x", "INT8", dims, memoryview(bytes(values))).values.shape == tuple(dims)
+
+
+@pytest.mark.parametrize("shape", [[1] * 64, [2**31, 0, 2**28], [0], []], ids=range(4))
+def test_shapes_at_the_limits_are_read(shape):
+    values = [7] * math.prod(shape)
+    assert Tensor.from_json("x", "INT8", shape, values).values.shape == tuple(shape)
+    assert Tensor.from_raw("x", "INT8", shape, memoryview(bytes(values))).values.shape == tuple(shape)
 
 
 def test_a_boolean_is_0_or_1_and_data_is_a_list():
@@ -373,28 +355,3 @@ def test_a_boolean_is_0_or_1_and_data_is_a_list():
 def test_what_json_cannot_hold_must_be_asked_for_as_binary(value):
     values = np.array([value, value], dtype=object if isinstance(value, bytes) else np.float32)
     assert "binary_data" in fault(Tensor("x", "BYTES" if isinstance(value, bytes) else "FP32", values).to_json)
-
-
-# What clients write and read.
-
-
-@given(st.lists(NAMES, min_size=1, max_size=3, unique=True), st.booleans(), PARAMETERS, st.data())
-def test_what_a_client_writes_is_what_a_service_reads(names, binary, parameters, data):
-    inputs = [data.draw(tensors(name=name, json=not binary)) for name in names]
-    outputs = data.draw(st.lists(st.sampled_from(sorted(OUTPUTS)), min_size=1, unique=True))
-    body, length = write_infer_request(inputs, outputs, parameters, binary=binary)
-    read = read_infer_request(body, length)
-    assert (length is not None) == binary
-    assert list(read.inputs) == names
-    for tensor in inputs:
-        assert read.inputs[tensor.name].datatype == tensor.datatype
-        assert same(read.inputs[tensor.name].values, tensor.values)
-    assert read.outputs == dict.fromkeys(outputs, True)
-    assert read.parameters == parameters
-
-
-@pytest.mark.parametrize(
-    "body", [b"<html>", b"{}", b'{"outputs": [{"name": "x", "shape": [2], "datatype": "FP32", "data": [1]}]}']
-)
-def test_what_is_no_response_is_refused_in_one_line(body):
-    assert "\n" not in fault(read_infer_response, body, None)
