@@ -376,7 +376,7 @@ class Worker:
             goes_on = Bundle(columns, _laid_out(states, carried))
         every, vectors = np.ones(n, dtype=bool), {}
         for name in frozenset[Vector]().union(*(part.wants for part in parts)):
-            own = answers.as_given if name == "given" else answers.logits
+            own = answers.as_returned if name == "given" else answers.logits
             of = [(rows, step.scores if name == "scores" else own[rows]) for _, rows, step in steps]
             vectors[name] = _laid_out(of, every)
         result = CallResult(

@@ -48,7 +48,7 @@ class Answers:
         device_s: Seconds of the forward passes on a GPU, None if not measured.
         cost_unit: Unit of the costs, if only the calls report it.
         wire: Network traffic of a remote call, None of others.
-        given: The model's numbers before they were converted to logits.
+        unconverted: The model's numbers before they were converted to logits, None if these are the logits.
         labels: The model's own label of each row (n,), a name of the pool's labels or an option's number; those of the
             first batch must be the options with the highest scores.
     """
@@ -61,13 +61,13 @@ class Answers:
     device_s: float | None = None
     cost_unit: str | None = None
     wire: Wire | None = None
-    given: Floats | None = None
+    unconverted: Floats | None = None
     labels: Sequence[object] | None = None
 
     @property
-    def as_given(self) -> Floats:
-        """Return the logits as the model gave them."""
-        return self.logits if self.given is None else self.given
+    def as_returned(self) -> Floats:
+        """Return the model's numbers as it returned them."""
+        return self.logits if self.unconverted is None else self.unconverted
 
 
 def wires(calls: Iterable[Wire | None]) -> Wire | None:
@@ -88,10 +88,14 @@ EMBEDDING: Literal["embedding"] = "embedding"
 class ModelFacts:
     """Facts that a loaded model reports.
 
-    source: a phrase that describes it.   logit_kind: the kind of its logits, or EMBEDDING.   gflops: of one example, as
-    published (multiply-adds), None if unknown.   params_b: parameters in billions.   labels: names of its options in
-    order, if they are the same in every row and known.   dtype: the precision of the computation, None if unknown.
-    prepares: whether it prepares calls ahead.
+    Attributes:
+        source: A phrase that describes it.
+        logit_kind: The kind of its logits, or EMBEDDING.
+        gflops: Multiply-adds of one example as published, None if unknown.
+        params_b: Parameters in billions.
+        labels: Names of its options in order, if they are the same in every row and known.
+        dtype: The precision of the computation, None if unknown.
+        prepares: Whether it prepares calls ahead.
     """
 
     source: str
@@ -154,10 +158,10 @@ class Unusable(str):
     __slots__ = ()
 
 
-def parted(found: Mapping[int, Row | Unusable]) -> tuple[dict[int, Row], dict[int, str]]:
-    """Return what rows give, and why the others give nothing."""
-    faults = {row: str(one) for row, one in found.items() if isinstance(one, Unusable)}
-    return {row: one for row, one in found.items() if not isinstance(one, Unusable)}, faults
+def parted(results: Mapping[int, Row | Unusable]) -> tuple[dict[int, Row], dict[int, str]]:
+    """Return the results of usable rows, and why the other rows have none."""
+    faults = {row: str(result) for row, result in results.items() if isinstance(result, Unusable)}
+    return {row: result for row, result in results.items() if not isinstance(result, Unusable)}, faults
 
 
 def as_answers(output: object, n: int) -> Answers:
@@ -251,14 +255,14 @@ def ragged(n: int, rows: Mapping[int, Floats]) -> tuple[Floats, Ints]:
     """Return vectors of some of n rows as float32 (n, K), padded with -inf, and their lengths, int (n,)."""
     lengths = np.array([len(rows.get(row, ())) for row in range(n)], dtype=np.int64)
     logits = np.full((n, max(1, lengths.max(initial=1))), -np.inf, np.float32)  # later steps need a column
-    for row, own in rows.items():
-        logits[row, : len(own)] = own
+    for row, vector in rows.items():
+        logits[row, : len(vector)] = vector
     return logits, lengths
 
 
 def answered(
     n: int,
-    found: Mapping[int, Floats],
+    rows: Mapping[int, Floats],
     faults: Mapping[int, str],
     counts: Mapping[str, int],
     dtype: str | None = None,
@@ -266,18 +270,23 @@ def answered(
 ) -> Answers:
     """Return the logits of some of n rows as answers; rows whose logits are NaN or infinite are failures.
 
-    faults: why the other rows have none.   counts, more: as Answers has them.   dtype: of the computation.
+    Args:
+        n: Number of rows.
+        rows: Logits of rows, float (K,) each.
+        faults: Why the other rows have none.
+        counts: As Answers has them.
+        dtype: Precision of the computation.
+        **more: Other fields of Answers.
     """
     why = f"the model's logits for it are NaN or infinite{f' in {dtype}' if dtype else ''}"
-    bad = {row: why for row, logits in found.items() if not np.isfinite(logits).all()}
-    faults = {**faults, **bad}
-    logits, n_options = ragged(n, {row: own for row, own in found.items() if row not in faults})
-    return Answers(logits, n_options, failures=faults, counts=dict(counts), **more)
+    failures = {**faults, **{row: why for row, logits in rows.items() if not np.isfinite(logits).all()}}
+    logits, n_options = ragged(n, {row: logits for row, logits in rows.items() if row not in failures})
+    return Answers(logits, n_options, failures=failures, counts=dict(counts), **more)
 
 
 def little(logprobs: Iterable[Floats]) -> dict[str, int]:
     """Count rows that give their options less than half of the probability."""
-    n = sum(float(np.exp(own, dtype=np.float64).sum()) < 0.5 for own in logprobs)
+    n = sum(float(np.exp(row, dtype=np.float64).sum()) < 0.5 for row in logprobs)
     return {LITTLE_MASS: n} if n else {}
 
 
@@ -326,10 +335,10 @@ class AsDeclared:
         """
         rows = np.ones(len(answers.logits), dtype=bool)
         rows[list(answers.failures)] = False
-        given = answers.logits[rows]
-        if not given.size:
+        returned = answers.logits[rows]
+        if not returned.size:
             return answers
-        logits = as_logits(given, self._kind)
+        logits = as_logits(returned, self._kind)
         if self._seen is not None:
             self._seen = np.unique(stacked([self._seen, logits]), axis=0)
             sums = SumsToOne.of(self._seen)
@@ -340,11 +349,11 @@ class AsDeclared:
                 )
             if not sums.possible:
                 self._seen = None
-        if logits is given:
+        if logits is returned:
             return answers
-        every = answers.logits.copy()
-        every[rows] = logits
-        return replace(answers, logits=every, given=answers.logits)
+        converted = answers.logits.copy()
+        converted[rows] = logits
+        return replace(answers, logits=converted, unconverted=answers.logits)
 
 
 def choices_in(batch: Batch) -> list[int | None] | None:

@@ -61,7 +61,7 @@ def cost_far_off(stage: str, cost: float, measured: float | None) -> str | None:
     return f"stage {stage!r}: its cost of {cost:.4g} GFLOPs is {ratio:.2g} times the measured {measured:.4g}{habit}"
 
 
-# Enough rows for a mean where lengths differ; each is answered alone, so that there is no padding.
+# Enough rows for a mean where lengths differ; each is answered alone, without padding.
 MEASURED_ROWS = 8
 
 

@@ -26,8 +26,8 @@ T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 # The longest pause of all requests after rate limits in a row.
 LONGEST_RATE_PAUSE_S = 60.0
-# TCP and TLS each take so long at most, and this share of an attempt's time: a host that is away must not take the time
-# of other attempts, and a handshake that httpx2 itself ends leaves no socket open.
+# Seconds and share of an attempt that TCP and TLS each may take: a host that is away must not take the time of other
+# attempts, and a handshake that httpx2 itself ends leaves no socket open.
 CONNECT_S, CONNECT_SHARE = 5.0, 0.45
 IDLE_CONNECTION_S = 60.0
 MESSAGE_LENGTH = 200

@@ -117,7 +117,7 @@ def _found(name: str, info: ValidationInfo) -> Iterator[AnyPath]:
     path = path_from(folder_of(info) or Path(), name)
     try:
         if not path.is_file():
-            raise ValueError(f"there is no file {path}")
+            raise ValueError(f"the file {path} does not exist")
         yield path
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text") from error
@@ -139,7 +139,11 @@ Examples: TypeAlias = Annotated[
 
 
 class Labelled(Section):
-    """Something with classes.   labels: their names, or names with their descriptions."""
+    """Something with classes.
+
+    Attributes:
+        labels: Their names, or names with their descriptions.
+    """
 
     labels: Labels = None
 
@@ -151,8 +155,8 @@ class Labelled(Section):
     @property
     def descriptions(self) -> dict[str, str]:
         """Return the descriptions of the classes that have some."""
-        given = self.labels if isinstance(self.labels, dict) else {}
-        return {name: about for name, about in given.items() if about}
+        labels = self.labels if isinstance(self.labels, dict) else {}
+        return {name: about for name, about in labels.items() if about}
 
 
 class PromptSettings(Labelled):
@@ -270,7 +274,7 @@ class LanguageSpec(PromptSettings, KindSpec):
             return names.index(label)
         number = int(label) if str(label).isascii() and str(label).isdigit() else -1
         if not 0 <= number < len(names):
-            raise ValueError(f"example {index}: there is no label {label!r}; there are {', '.join(map(str, names))}")
+            raise ValueError(f"example {index}: unknown label {label!r}; the labels are {', '.join(map(str, names))}")
         return number
 
 
@@ -293,7 +297,13 @@ class Prompts:
     """The prompts of rows, for a model that continues a text or for one that answers in a chat."""
 
     def __init__(self, spec: LanguageSpec, chat: bool, n_letters: int = len(LETTERS)) -> None:
-        """Take how rows are asked.   n_letters: so many options can be letters."""
+        """Prepare what the prompts of all rows share.
+
+        Args:
+            spec: How rows are asked.
+            chat: Whether a prompt is a message of a conversation.
+            n_letters: Number of options that can be letters.
+        """
         self._n_letters = n_letters
         self._spec = spec
         self._chat = chat
@@ -306,8 +316,11 @@ class Prompts:
     def __call__(self, batch: Batch) -> tuple[dict[int, Asked], dict[int, str]]:
         """Return a batch's questions by row, and why the other rows have none.
 
-        batch: the columns of the prompt, (n,) each; with a prompt of one's own all are required, by default `question`
-        (text) and `choices` (a list of texts). Raises DataError when a required column is missing.
+        Args:
+            batch: The columns of the prompt, (n,) each; by default `question` (text) and `choices` (a list of texts).
+
+        Raises:
+            DataError: A required column is missing.
         """
         require_columns(batch, *sorted(self._spec.columns_read.required))
         columns = [name for name in [*self._reads, "choices"] if name in batch]
@@ -355,7 +368,7 @@ class Prompts:
         return Asked(self.head + text, tuple(LETTERS[: len(options)]) if self._with == "letter" else options)
 
     def _text(self, values: Mapping[str, Any], options: Sequence[str], answer: str | None = None) -> str:
-        """Return a row's own part of the prompt.   answer: of an example, which ends with it."""
+        """Return a row's own part of the prompt; that of an example ends with its answer."""
         if self._whole:
             text = self._template.render({**values, "options": self._listing(options).rstrip()}).rstrip()
             return text if answer is None else f"{text} {answer}\n\n"
