@@ -84,11 +84,9 @@ def _named(labels: Any, info: ValidationInfo) -> Any:
     A text is the path of a file with a name on each line. Empty lines are kept, so that later names keep their numbers.
     """
     if isinstance(labels, str):
-        with _found(labels, info) as path:
+        with _file(labels, info) as path:
             text = path.read_text(encoding="utf-8-sig").rstrip()
-            if not text:
-                raise ValueError(f"{path} is empty")
-            labels = [line.strip() for line in text.split("\n")]
+        labels = [line.strip() for line in text.split("\n")]
     if not isinstance(labels, list | tuple | dict):
         return labels
     if not labels:
@@ -107,24 +105,18 @@ def _rows(examples: Any, info: ValidationInfo) -> Any:
         return examples
     from cauc_ray.data.sources import open_rows  # Arrow, which a pool without examples does not need
 
-    with _found(examples, info) as path:
+    with _file(examples, info) as path:
         return open_rows(path)
 
 
 @contextmanager
-def _found(name: str, info: ValidationInfo) -> Iterator[AnyPath]:
+def _file(name: str, info: ValidationInfo) -> Iterator[AnyPath]:
     """Read a file in the block; what fails there is a fault of the settings that name it."""
     path = path_from(folder_of(info) or Path(), name)
     try:
-        if not path.is_file():
-            raise ValueError(f"the file {path} does not exist")
         yield path
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text") from error
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except CaucError as error:
-        raise ValueError(str(error)) from error
+    except (OSError, UnicodeDecodeError, CaucError) as error:
+        raise ValueError(f"the file {path} cannot be read: {first_line(error)}") from error
 
 
 # In a file, names, or the path of a file of them.
