@@ -6,7 +6,7 @@ import asyncio
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -57,28 +57,6 @@ class Inquiry:
     failure: str | None = None
 
 
-@dataclass(slots=True)
-class Charge:
-    """Costs of one request.
-
-    Attributes:
-        attempt_usd: Costs of an attempt: reserved for it, then as the server reports them.
-        n_billed: Attempts that were answered or not answered in time; providers have computed both.
-    """
-
-    attempt_usd: float
-    n_billed: int = 0
-
-    @property
-    def usd(self) -> float:
-        """Return the costs of all attempts."""
-        return self.n_billed * self.attempt_usd
-
-    def bill(self) -> None:
-        """Count an attempt."""
-        self.n_billed += 1
-
-
 class Budget:
     """Keeps the costs of all requests, those in flight included, within a limit.
 
@@ -93,8 +71,12 @@ class Budget:
         self._settled = asyncio.Condition()
 
     @asynccontextmanager
-    async def request(self, n_bytes: int) -> AsyncIterator[Charge]:
-        """Reserve the costs of a request of so many bytes, and settle them at the end of the block.
+    async def request(self, n_bytes: int, bill: Sequence[float]) -> AsyncIterator[float]:
+        """Reserve the costs of a request, yield those of one attempt, and settle them at the end of the block.
+
+        Args:
+            n_bytes: Length of the request.
+            bill: Costs of each attempt in USD, which the block notes.
 
         Raises:
             ExecutionError: Not enough is left.
@@ -115,15 +97,14 @@ class Budget:
             reserved_usd = estimate_usd()
             self._spent_usd += reserved_usd
             self._n_in_flight += 1
-        charge = Charge(reserved_usd)
         try:
-            yield charge
+            yield reserved_usd
         finally:
             async with self._settled:
                 self._n_in_flight -= 1
-                self._spent_usd += charge.usd - reserved_usd
-                if charge.attempt_usd != reserved_usd and charge.attempt_usd > self._largest_usd:
-                    self._largest_usd, self._largest_bytes = charge.attempt_usd, n_bytes
+                self._spent_usd += sum(bill) - reserved_usd
+                if max(bill, default=0.0) > self._largest_usd:
+                    self._largest_usd, self._largest_bytes = max(bill), n_bytes
                 self._settled.notify_all()
 
 
@@ -227,13 +208,14 @@ class EndpointModel(Model):
             ExecutionError: As described for the class.
         """
         content = to_json({"model": self._spec.model, **body, **self._spec.extra_body})
-        async with self._budget.request(len(content) - len(inquiry.question.image or "")) as charge:
+        n_bytes, bill = len(content) - len(inquiry.question.image or ""), list[float]()
+        async with self._budget.request(n_bytes, bill) as attempt_usd:
             try:
-                answer = await self.send(path, content, inquiry, charge.bill)
-                charge.attempt_usd = self._cost_usd(answer)
-                charge.bill()
+                # Providers have computed the attempts that were not answered in time, too.
+                answer = await self.send(path, content, inquiry, partial(bill.append, attempt_usd))
+                bill[:] = [self._cost_usd(answer)] * (len(bill) + 1)
             finally:
-                inquiry.usd += charge.usd
+                inquiry.usd += sum(bill)
         return answer
 
     async def send(

@@ -65,15 +65,15 @@ class _Call:
         tensors: The rows as the server reads them.
         deadline: When the call ends, by the monotonic clock.
         logits: Logits by row, float32 (K,).
-        costs: Reported costs by row.
+        costs: Reported costs, float64 (n,).
         failures: Why rows have no logits, by row.
     """
 
     served: ServedModel
     tensors: InputTensors
     deadline: float
+    costs: Floats
     logits: dict[int, Floats] = field(default_factory=dict)
-    costs: dict[int, float] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
 
 
@@ -126,7 +126,7 @@ class RemoteModel(Model):
         self._reported_bytes = totals
         return Answers(
             *ragged(n, logits),
-            costs=None if served.cost_unit is None else np.array([call.costs.get(row, 0.0) for row in range(n)]),
+            costs=None if served.cost_unit is None else call.costs,
             failures=failures,
             cost_unit=served.cost_unit,
             wire=Wire(totals[0] - before[0], totals[1] - before[1], time.perf_counter() - began),
@@ -139,7 +139,7 @@ class RemoteModel(Model):
             if self._served is None:
                 self._served = await self._described(deadline)
             tensors = input_tensors(batch, self._served.inputs, self._served.optional)
-            call = _Call(self._served, tensors, deadline)
+            call = _Call(self._served, tensors, deadline, np.zeros(batch_size(batch)))
             requests = [partial(self._ask, call, rows) for rows in tensors.requests(self._max_rows)]
             await all_until_error(requests, self._spec.max_concurrency)
         except CaucError:
@@ -218,7 +218,7 @@ class RemoteModel(Model):
             elif not (np.isfinite(values) & (values >= 0)).all():
                 raise self._http.away("it answers with costs that are negative, NaN or infinite")
             else:
-                call.costs |= zip(rows.tolist(), values.tolist(), strict=True)
+                call.costs[rows] = values
 
     async def _described(self, deadline: float) -> ServedModel:
         """Ask the server about the model. Raises ConfigError if the model is not as the settings say."""
