@@ -25,6 +25,10 @@ def listed(name, values, **more):
     return {"probabilities": [{name: label, "probability": value, **more} for label, value in entries][::-1]}
 
 
+def described(name):
+    return [{name: "low", "description": "about x"}, {name: "mid"}, {name: "high", "description": "about z"}]
+
+
 def answer(reply):
     return {"answers": [reply]}
 
@@ -33,26 +37,12 @@ def answer(reply):
 QUESTIONS = [
     (
         {},
-        {
-            "type": "choice",
-            "choices": [
-                {"value": "low", "description": "about x"},
-                {"value": "mid"},
-                {"value": "high", "description": "about z"},
-            ],
-        },
+        {"type": "choice", "choices": described("value")},
         {"choice": "mid", "confidence": 0.1, **listed("value", [0.2, 0.3, 0.5])},
     ),
     (
         {"question": "score"},
-        {
-            "type": "score",
-            "levels": [
-                {"label": "low", "description": "about x"},
-                {"label": "mid"},
-                {"label": "high", "description": "about z"},
-            ],
-        },
+        {"type": "score", "levels": described("label")},
         {"score": 2.3, **listed("label", [0.2, 0.3, 0.5], value=0)},
     ),
     ({"question": "predicate"}, {"type": "predicate"}, {"probability": 0.8}),
@@ -74,13 +64,10 @@ QUESTIONS = [
 def test_a_question_is_asked_and_its_probabilities_are_read_as_the_server_has_them(settings, question, reply):
     is_systemone, is_predicate = "format" in settings, settings.get("question") == "predicate"
     labels, expected = (["no", "yes"], [0.2, 0.8]) if is_predicate else (LABELS, [0.2, 0.3, 0.5])
-    with scripted_server(
-        lambda text, before: {"answers": {"answer": reply}} if is_systemone else answer(reply)
-    ) as server:
-        model_spec = spec(
-            server, labels=labels, instructions="How?", examples=[{"text": "Pay", "label": 1}], **settings
-        )
-        answers = model_spec.load()(texts("row", None))
+    content = {"answers": {"answer": reply}} if is_systemone else answer(reply)
+    more = {"labels": labels, "instructions": "How?", "examples": [{"text": "Pay", "label": 1}]}
+    with scripted_server(lambda text, before: content) as server:
+        answers = spec(server, **settings, **more).load()(texts("row", None))
         ((path, _, body),) = server.requests
     assert answers.logits[0] == pytest.approx(expected)
     assert answers.failures.keys() == {1}
