@@ -290,20 +290,20 @@ def first_alternatives(answer: object, endpoint: str) -> Alternatives | None:
     Raises:
         DataError: The answer is empty, or it ended before the first token.
     """
-    if not value_at(answer, "choices", 0):
+    choice = value_at(answer, "choices", 0)
+    if not choice:
         raise DataError("the server's answer has no choices")
-    logprobs = value_at(answer, "choices", 0, "logprobs")
-    tokens = value_at(logprobs, "content" if endpoint == "chat" else "top_logprobs")
+    tokens = value_at(choice, "logprobs", "content" if endpoint == "chat" else "top_logprobs")
     if tokens == []:
         hint = "" if endpoint == "chat" else "; a chat model needs endpoint: chat"
         raise DataError(f"the model ended its answer before the first token{hint}")
+    first = value_at(tokens, 0)
     if endpoint == "chat":
-        listed = value_at(tokens, 0, "top_logprobs")
-        entries = listed if isinstance(listed, list) else []
-        pairs = [(value_at(entry, "token"), value_at(entry, "logprob")) for entry in entries]
+        pairs = [
+            (value_at(entry, "token"), value_at(entry, "logprob")) for entry in value_at(first, "top_logprobs") or ()
+        ]
     else:
-        named = value_at(tokens, 0)
-        pairs = list(named.items()) if isinstance(named, Mapping) else []
+        pairs = list(first.items()) if isinstance(first, Mapping) else []
     return [(str(token), float(logprob)) for token, logprob in pairs if isinstance(logprob, int | float)] or None
 
 
