@@ -1,4 +1,4 @@
-"""How a client of an HTTP server identifies itself, and which servers it trusts."""
+"""How a client of an HTTP server identifies itself."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from typing import Annotated, ClassVar, TypeAlias
 from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.kind import KindSpec, LocalFile, Section
+from cauc_ray.models.kind import KindSpec
 
 # A password or key in the address would appear in tables and messages.
 ServerUrl: TypeAlias = Annotated[str, Field(pattern=r"^https?://[^/@?#\s]+(/[^?#\s]*)?$")]
 
 # Headers whose values are secrets, which a file must not hold.
 SECRET_HEADERS = re.compile(r"auth|key|token|secret|cookie|password", re.I)
-LOOPBACK = re.compile(r"http://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?(/|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,52 +97,6 @@ class ServerSpec(KindSpec):
             if not any(name.lower() == "authorization" for name in headers):
                 headers["Authorization"] = f"Bearer {token}"
         return Access(url.rstrip("/"), f"{owner} at {url}", settings, headers, secrets, tls)
-
-
-class Credentials(Section):
-    """Credentials of a client.
-
-    Attributes:
-        token_env: The environment variable that holds the token, which is stored nowhere else.
-        ca: PEM file of certificates to trust instead of the system's.
-        cert: PEM file of the client's own certificate, if the server asks for one.
-        key: PEM file of the key of that certificate.
-    """
-
-    token_env: str | None = Field(default=None, min_length=1)
-    ca: LocalFile | None = None
-    cert: LocalFile | None = None
-    key: LocalFile | None = None
-
-    @model_validator(mode="after")
-    def _is_a_pair(self) -> Credentials:
-        if (self.cert is None) != (self.key is None):
-            raise ValueError("cert and key belong together")
-        return self
-
-    def token(self, owner: str) -> str | None:
-        """Return the token, None without token_env. Raises ConfigError if it is missing.
-
-        Args:
-            owner: Whose token it is, for messages.
-        """
-        return None if self.token_env is None else required_secret(self.token_env, owner)
-
-    def trust(self, owner: str) -> ssl.SSLContext:
-        """Return how servers are verified, with the client's own certificate. Raises ConfigError for unusable files.
-
-        Args:
-            owner: Whose certificates they are, for messages.
-        """
-        try:
-            context = ssl.create_default_context(cafile=self.ca)
-            if self.cert is not None:
-                # Without this, OpenSSL would ask for a key's passphrase on the terminal.
-                context.load_cert_chain(self.cert, self.key, password=lambda: b"")
-        except (OSError, ValueError) as error:
-            files = ", ".join(file for file in (self.ca, self.cert, self.key) if file)
-            raise ConfigError(f"{owner}: {files} cannot be used as ca, cert and key: {error}") from error
-        return context
 
 
 def environment_secret(name: str, owner: str) -> str | None:
