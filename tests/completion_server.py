@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from language_models import Loaded
+from scipy.special import log_softmax
 
 
 class Fault:
@@ -54,7 +55,6 @@ class ScriptedServer(CompletionServer):
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.n_in_flight = 0
         self.most_in_flight = 0
-        self.n_answered = 0
 
     def reply(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> dict[str, Any] | Fault:
         if path == "/tokenize":  # a server without it, as most are
@@ -70,7 +70,6 @@ class ScriptedServer(CompletionServer):
         reply = self.script(prompt, before)
         with self.lock:
             self.n_in_flight -= 1
-            self.n_answered += not isinstance(reply, Fault)
         return reply
 
 
@@ -109,9 +108,8 @@ class LanguageServer(CompletionServer):
             return _invalid(message, "messages" if chat else "prompt")
         usage = {"prompt_tokens": len(tokens), "completion_tokens": 1, "total_tokens": len(tokens) + 1}
         with self.lock:
-            logprobs = _logprobs(self.model, tokens)
+            following = log_softmax(self.model.logits(tokens)[-1].astype("float64"))
         n_top = body.get("top_logprobs") if chat else body.get("logprobs")
-        following = logprobs[-1]
         ended = int(following.argmax()) == self.model.tokenizer.eos_token_id
         asked = body.get("logprob_token_ids") if self.scores_tokens else None
         if asked and len(asked) > 128:
@@ -119,48 +117,35 @@ class LanguageServer(CompletionServer):
         likeliest = asked or ([] if ended else following.argsort()[::-1][: n_top or 0])
         names = "token_id:{}".format if asked else lambda token: self.model.tokenizer.decode([token])
         top = [(names(token), float(following[token])) for token in likeliest]
-        choice = _chat_choice(top) if chat else _completion_choice(top)
-        return {"choices": [{"index": 0, "finish_reason": "stop" if ended else "length", **choice}], "usage": usage}
+        return {"choices": [_choice(top, chat)], "usage": usage}
 
     def _tokens(self, body: dict[str, Any]) -> list[int]:
+        tokenizer = self.model.tokenizer
         if "messages" in body:
-            return self._chat_tokens(**body)
-        if isinstance(body["prompt"], list):
-            return list(body["prompt"])
-        return list(
-            self.model.tokenizer.encode(body["prompt"], add_special_tokens=body.get("add_special_tokens", True))
-        )
-
-    def _chat_tokens(self, messages: list[Any], **body: Any) -> list[int]:
-        continues = body.get("continue_final_message", False)
-        settings = {"add_generation_prompt": body.get("add_generation_prompt", True)}
-        settings |= {"continue_final_message": continues, **body.get("chat_template_kwargs", {})}
-        text = self.model.tokenizer.apply_chat_template(messages, tokenize=False, **settings)
-        return list(self.model.tokenizer.encode(text, add_special_tokens=False))
+            settings = {"add_generation_prompt": True, **body.get("chat_template_kwargs", {})}
+            settings |= {
+                name: body[name] for name in ("add_generation_prompt", "continue_final_message") if name in body
+            }
+            text = tokenizer.apply_chat_template(body["messages"], tokenize=False, **settings)
+            return list(tokenizer.encode(text, add_special_tokens=False))
+        return list(body["prompt"] if isinstance(body["prompt"], list) else tokenizer.encode(body["prompt"]))
 
 
-Top = list[tuple[str, float]]
-
-
-def _logprobs(model: Loaded, tokens: list[int]) -> Any:
-    """Return what follows each token, float64 (n, vocabulary)."""
-    from scipy.special import log_softmax
-
-    return log_softmax(model.logits(tokens).astype("float64"), axis=1)
-
-
-def _chat_choice(top: Top) -> dict[str, Any]:
-    listed = [{"token": token, "logprob": logprob, "bytes": list(token.encode())} for token, logprob in top]
-    content = [{**listed[0], "top_logprobs": listed}] if listed else []
+def _choice(top: list[tuple[str, float]], chat: bool) -> dict[str, Any]:
+    """Return an answer of one token with the likeliest ones, as the chat or the completions endpoint has it."""
     text = top[0][0] if top else ""
-    return {"message": {"role": "assistant", "content": text}, "logprobs": {"content": content}}
-
-
-def _completion_choice(top: Top) -> dict[str, Any]:
+    if chat:
+        return _chat_choice(text, top)
     likeliest: dict[str, float] = {}
     for token, logprob in top:  # tokens that are parts of a character are all written alike
         likeliest.setdefault(token, logprob)
-    return {"text": top[0][0] if top else "", "logprobs": {"top_logprobs": [likeliest] if top else []}}
+    return {"text": text, "logprobs": {"top_logprobs": [likeliest] if top else []}}
+
+
+def _chat_choice(text: str, top: list[tuple[str, float]]) -> dict[str, Any]:
+    listed = [{"token": token, "logprob": logprob} for token, logprob in top]
+    content = [{**listed[0], "top_logprobs": listed}] if listed else []
+    return {"message": {"role": "assistant", "content": text}, "logprobs": {"content": content}}
 
 
 def _invalid(message: str, param: str) -> Fault:
@@ -229,10 +214,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 def chat_answer(probabilities: dict[str, float], n_prompt: int = 100) -> dict[str, Any]:
     """Return a chat answer of one token with the log of these probabilities."""
-    top = [{"token": token, "logprob": math.log(p), "bytes": None} for token, p in probabilities.items()]
-    content = [{"token": next(iter(probabilities)), "logprob": 0.0, "bytes": None, "top_logprobs": top}]
-    return {
-        "object": "chat.completion",
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": "A"}, "logprobs": {"content": content}}],
-        "usage": {"prompt_tokens": n_prompt, "completion_tokens": 1, "total_tokens": n_prompt + 1},
-    }
+    top = [(token, math.log(p)) for token, p in probabilities.items()]
+    usage = {"prompt_tokens": n_prompt, "completion_tokens": 1, "total_tokens": n_prompt + 1}
+    return {"choices": [_chat_choice("A", top)], "usage": usage}

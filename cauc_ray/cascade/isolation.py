@@ -134,7 +134,7 @@ def _joined(n: int, found: Sequence[tuple[Ints, Answers]], raised: Mapping[int, 
         for position, row in enumerate(rows.tolist()):
             n_options = None if answers.n_options is None else answers.n_options[position]
             logits[row] = answers.logits[position, :n_options]
-            given[row] = answers.as_given[position, :n_options]
+            given[row] = answers.as_returned[position, :n_options]
         if answers.costs is not None:
             costs = np.zeros(n) if costs is None else costs
             costs[rows] = answers.costs

@@ -240,8 +240,8 @@ class Worker:
         if self._gflops is None and answers.costs is None and answers.wire is None:
             assert self._model is not None
             batch = gathered(parts, bundles)
-            found_alone = measured(self._model, batch, answers)
-            self._gflops, self._noise = found_alone.gflops or 0.0, found_alone.noise
+            gflops, self._noise = measured(self._model, batch, answers)
+            self._gflops = gflops or 0.0
         n = len(answers.logits)
         result = CallResult(
             predictions=np.full(n, -1, dtype=np.int32),
@@ -376,7 +376,7 @@ class Worker:
             goes_on = Bundle(columns, _laid_out(states, carried))
         every, vectors = np.ones(n, dtype=bool), {}
         for name in frozenset[Vector]().union(*(part.wants for part in parts)):
-            own = answers.as_given if name == "given" else answers.logits
+            own = answers.as_returned if name == "given" else answers.logits
             of = [(rows, step.scores if name == "scores" else own[rows]) for _, rows, step in steps]
             vectors[name] = _laid_out(of, every)
         result = CallResult(

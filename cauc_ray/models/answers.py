@@ -6,7 +6,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,19 +21,18 @@ Batch: TypeAlias = Mapping[str, npt.NDArray[Any]]
 Row = TypeVar("Row")
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
+class Wire(NamedTuple):
     """What a call has taken of the network.
 
-    bytes_out, bytes_in: sent and received, everything included.   seconds: from the first request to the last answer.
+    Attributes:
+        bytes_out: Bytes sent, everything included.
+        bytes_in: Bytes received, likewise.
+        seconds: From the first request to the last answer.
     """
 
     bytes_out: int
     bytes_in: int
     seconds: float
-
-    def __add__(self, other: Wire) -> Wire:
-        return Wire(self.bytes_out + other.bytes_out, self.bytes_in + other.bytes_in, self.seconds + other.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Answers:
         device_s: Seconds of the forward passes on a GPU, None if not measured.
         cost_unit: Unit of the costs, if only the calls report it.
         wire: Network traffic of a remote call, None of others.
-        given: The model's numbers before they were converted to logits.
+        unconverted: The model's numbers before they were converted to logits, None if these are the logits.
         labels: The model's own label of each row (n,), a name of the pool's labels or an option's number; those of the
             first batch must be the options with the highest scores.
     """
@@ -62,19 +61,19 @@ class Answers:
     device_s: float | None = None
     cost_unit: str | None = None
     wire: Wire | None = None
-    given: Floats | None = None
+    unconverted: Floats | None = None
     labels: Sequence[object] | None = None
 
     @property
-    def as_given(self) -> Floats:
-        """Return the logits as the model gave them."""
-        return self.logits if self.given is None else self.given
+    def as_returned(self) -> Floats:
+        """Return the model's numbers as it returned them."""
+        return self.logits if self.unconverted is None else self.unconverted
 
 
-def wires(found: Iterable[Wire | None]) -> Wire | None:
+def wires(calls: Iterable[Wire | None]) -> Wire | None:
     """Return what several calls have taken of the network together, None if none has."""
-    known = [one for one in found if one is not None]
-    return sum(known[1:], known[0]) if known else None
+    remote = [wire for wire in calls if wire is not None]
+    return Wire(*map(sum, zip(*remote, strict=True))) if remote else None
 
 
 # What Answers.counts holds of language models.
@@ -89,10 +88,14 @@ EMBEDDING: Literal["embedding"] = "embedding"
 class ModelFacts:
     """Facts that a loaded model reports.
 
-    source: a phrase that describes it.   logit_kind: the kind of its logits, or EMBEDDING.   gflops: of one example, as
-    published (multiply-adds), None if unknown.   params_b: parameters in billions.   labels: names of its options in
-    order, if they are the same in every row and known.   dtype: the precision of the computation, None if unknown.
-    prepares: whether it prepares calls ahead.
+    Attributes:
+        source: A phrase that describes it.
+        logit_kind: The kind of its logits, or EMBEDDING.
+        gflops: Multiply-adds of one example as published, None if unknown.
+        params_b: Parameters in billions.
+        labels: Names of its options in order, if they are the same in every row and known.
+        dtype: The precision of the computation, None if unknown.
+        prepares: Whether it prepares calls ahead.
     """
 
     source: str
@@ -155,10 +158,10 @@ class Unusable(str):
     __slots__ = ()
 
 
-def parted(found: Mapping[int, Row | Unusable]) -> tuple[dict[int, Row], dict[int, str]]:
-    """Return what rows give, and why the others give nothing."""
-    faults = {row: str(one) for row, one in found.items() if isinstance(one, Unusable)}
-    return {row: one for row, one in found.items() if not isinstance(one, Unusable)}, faults
+def parted(results: Mapping[int, Row | Unusable]) -> tuple[dict[int, Row], dict[int, str]]:
+    """Return the results of usable rows, and why the other rows have none."""
+    faults = {row: str(result) for row, result in results.items() if isinstance(result, Unusable)}
+    return {row: result for row, result in results.items() if not isinstance(result, Unusable)}, faults
 
 
 def as_answers(output: object, n: int) -> Answers:
@@ -181,16 +184,16 @@ def as_answers(output: object, n: int) -> Answers:
     outside = [row for row in answers.failures if not 0 <= row < n]
     if outside:
         raise DataError(f"the model reports a failure of row {outside[0]}, but the batch has {n} rows")
-    costs = None if answers.costs is None else np.asarray(answers.costs, np.float64)
-    logits = np.asarray(answers.logits, np.float32)
+    logits, costs = np.asarray(answers.logits, np.float32), answers.costs
     invalid_mask = ~np.isfinite(logits.max(axis=1, initial=-np.inf))
     if costs is not None:
-        invalid_mask |= ~(np.isfinite(costs) & (costs >= 0))
+        costs = np.asarray(costs, np.float64)
+        free_mask = ~(np.isfinite(costs) & (costs >= 0))
+        costs = np.where(free_mask, 0.0, costs)
+        invalid_mask |= free_mask
     why = "a logit or the cost is NaN or infinite, or it has no logits"
-    faults = {row: why for row in np.flatnonzero(invalid_mask).tolist() if row not in answers.failures}
-    if costs is not None:
-        costs = np.where(np.isfinite(costs) & (costs >= 0), costs, 0.0)
-    return replace(answers, logits=logits, costs=costs, failures={**answers.failures, **faults})
+    faults = dict.fromkeys(np.flatnonzero(invalid_mask).tolist(), why)
+    return replace(answers, logits=logits, costs=costs, failures={**faults, **answers.failures})
 
 
 def logits_of(output: object, n: int) -> tuple[Floats, Ints | None]:
@@ -252,14 +255,14 @@ def ragged(n: int, rows: Mapping[int, Floats]) -> tuple[Floats, Ints]:
     """Return vectors of some of n rows as float32 (n, K), padded with -inf, and their lengths, int (n,)."""
     lengths = np.array([len(rows.get(row, ())) for row in range(n)], dtype=np.int64)
     logits = np.full((n, max(1, lengths.max(initial=1))), -np.inf, np.float32)  # later steps need a column
-    for row, own in rows.items():
-        logits[row, : len(own)] = own
+    for row, vector in rows.items():
+        logits[row, : len(vector)] = vector
     return logits, lengths
 
 
 def answered(
     n: int,
-    found: Mapping[int, Floats],
+    rows: Mapping[int, Floats],
     faults: Mapping[int, str],
     counts: Mapping[str, int],
     dtype: str | None = None,
@@ -267,18 +270,23 @@ def answered(
 ) -> Answers:
     """Return the logits of some of n rows as answers; rows whose logits are NaN or infinite are failures.
 
-    faults: why the other rows have none.   counts, more: as Answers has them.   dtype: of the computation.
+    Args:
+        n: Number of rows.
+        rows: Logits of rows, float (K,) each.
+        faults: Why the other rows have none.
+        counts: As Answers has them.
+        dtype: Precision of the computation.
+        **more: Other fields of Answers.
     """
     why = f"the model's logits for it are NaN or infinite{f' in {dtype}' if dtype else ''}"
-    bad = {row: why for row, logits in found.items() if not np.isfinite(logits).all()}
-    faults = {**faults, **bad}
-    logits, n_options = ragged(n, {row: own for row, own in found.items() if row not in faults})
-    return Answers(logits, n_options, failures=faults, counts=dict(counts), **more)
+    failures = {**faults, **{row: why for row, logits in rows.items() if not np.isfinite(logits).all()}}
+    logits, n_options = ragged(n, {row: logits for row, logits in rows.items() if row not in failures})
+    return Answers(logits, n_options, failures=failures, counts=dict(counts), **more)
 
 
 def little(logprobs: Iterable[Floats]) -> dict[str, int]:
     """Count rows that give their options less than half of the probability."""
-    n = sum(float(np.exp(own, dtype=np.float64).sum()) < 0.5 for own in logprobs)
+    n = sum(float(np.exp(row, dtype=np.float64).sum()) < 0.5 for row in logprobs)
     return {LITTLE_MASS: n} if n else {}
 
 
@@ -327,32 +335,25 @@ class AsDeclared:
         """
         rows = np.ones(len(answers.logits), dtype=bool)
         rows[list(answers.failures)] = False
-        given = answers.logits[rows]
-        if not given.size:
+        returned = answers.logits[rows]
+        if not returned.size:
             return answers
-        logits = as_logits(given, self._kind)
+        logits = as_logits(returned, self._kind)
         if self._seen is not None:
-            sums = self._look(self._seen, logits)
+            self._seen = np.unique(stacked([self._seen, logits]), axis=0)
+            sums = SumsToOne.of(self._seen)
             if sums.certain:
                 raise ConfigError(
                     "the model returns probabilities (none below 0, each row sums to one), not logits; declare them in "
                     "the pool file with logit_kind: probabilities in the stage's model"
                 )
-        if logits is given:
+            if not sums.possible:
+                self._seen = None
+        if logits is returned:
             return answers
-        every = answers.logits.copy()
-        every[rows] = logits
-        return replace(answers, logits=every, given=answers.logits)
-
-    def _look(self, seen: Floats, logits: Floats) -> SumsToOne:
-        """Count rows together with earlier rows; repeated rows count once."""
-        sums = SumsToOne.of(logits)
-        if not sums.n_negative:
-            self._seen = np.unique(stacked([seen, logits]), axis=0)
-            sums = SumsToOne.of(self._seen)
-        if not sums.possible:
-            self._seen = None
-        return sums
+        converted = answers.logits.copy()
+        converted[rows] = logits
+        return replace(answers, logits=converted, unconverted=answers.logits)
 
 
 def choices_in(batch: Batch) -> list[int | None] | None:
@@ -366,10 +367,11 @@ def matched(answers: Answers, n_choices: Sequence[int | None] | None) -> Answers
     """Return answers in which rows with other numbers of logits than choices are failures."""
     if n_choices is None:
         return answers
-    width = answers.logits.shape[1]
-    failures = dict(answers.failures)
-    for row, n in enumerate(n_choices):
-        got = width if answers.n_options is None else int(answers.n_options[row])
-        if row not in failures and n is not None and got != n:
-            failures[row] = f"the model returned {got} logits for its {n} choices"
-    return replace(answers, failures=failures)
+    n, width = answers.logits.shape
+    n_options = [width] * n if answers.n_options is None else answers.n_options.tolist()
+    failures = {
+        row: f"the model returned {n_options[row]} logits for its {n_row} choices"
+        for row, n_row in enumerate(n_choices)
+        if n_row not in (None, n_options[row])
+    }
+    return replace(answers, failures={**failures, **answers.failures})

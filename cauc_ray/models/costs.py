@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -61,27 +60,12 @@ def cost_far_off(stage: str, cost: float, measured: float | None) -> str | None:
     return f"stage {stage!r}: its cost of {cost:.4g} GFLOPs is {ratio:.2g} times the measured {measured:.4g}{habit}"
 
 
-# Enough rows for a mean where lengths differ; each is answered alone, so that there is no padding.
+# Enough rows for a mean where lengths differ; each is answered alone, without padding.
 MEASURED_ROWS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Measurements of the first rows of a batch, each answered alone.
-
-    Attributes:
-        gflops: Mean of one row; a multiply-add counts as one operation, as in TorchVision's metadata and the paper's
-            tables. None if torch counted none.
-        noise: How much a row's logits depend on its neighbours: the largest difference from the answers of the whole
-            call. None for a model that does not report its precision.
-    """
-
-    gflops: float | None = None
-    noise: float | None = None
-
-
-def measured(model: Model, batch: Batch, together: Answers | None = None) -> Measured:
-    """Measure a model on the first rows of a batch.
+def measured(model: Model, batch: Batch, together: Answers | None = None) -> tuple[float | None, float | None]:
+    """Measure a model on the first rows of a batch, each answered alone.
 
     A model that is neither in torch nor reports its precision is not called: its calls may be paid for.
 
@@ -89,10 +73,15 @@ def measured(model: Model, batch: Batch, together: Answers | None = None) -> Mea
         model: The model.
         batch: Its input.
         together: Its answers to the whole batch.
+
+    Returns:
+        Mean GFLOPs of a row, None if torch counted none; a multiply-add counts as one operation, as in TorchVision's
+        metadata and the paper's tables. And how much a row's logits depend on its neighbours: the largest difference
+        from the answers of the whole call, None for a model that does not report its precision.
     """
     compares = together is not None and model.facts.dtype is not None
     if "torch" not in sys.modules and not compares:
-        return Measured()
+        return None, None
     totals: list[float] = []
     off: list[float] = []
     for row in range(min(MEASURED_ROWS, batch_size(batch))):
@@ -100,14 +89,14 @@ def measured(model: Model, batch: Batch, together: Answers | None = None) -> Mea
             with _flops() as counter:
                 alone = model({name: column[row : row + 1].copy() for name, column in batch.items()})
         except Exception:  # the answers are valid; only what is measured is missing, which raises where it is needed
-            return Measured()
+            return None, None
         if not alone.failures:
             totals.append(counter.get_total_flops() / 2e9 if counter is not None else 0.0)
             if together is not None and compares and row not in together.failures:
                 logits = alone.logits[0][np.isfinite(alone.logits[0])]
                 off.append(float(np.abs(logits - together.logits[row, : len(logits)]).max(initial=0.0)))
     gflops = float(np.mean(totals)) if totals else 0.0
-    return Measured(gflops or None, max(off, default=None))
+    return gflops or None, max(off, default=None)
 
 
 def _flops() -> Any:

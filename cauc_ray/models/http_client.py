@@ -4,73 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import itertools
 import json
 import random
 import ssl
+import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
 import httpx2
+from anyio import CapacityLimiter
 
-from cauc_ray.errors import CaucError, ConfigError, first_line, one_line
-from cauc_ray.models.background import Background
+from cauc_ray.errors import ConfigError, ExecutionError, first_line, one_line
+from cauc_ray.models.credentials import Access
 
+T = TypeVar("T")
 # Pauses between attempts double from the first to the longest, unless the server asks for longer ones.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 # The longest pause of all requests after rate limits in a row.
 LONGEST_RATE_PAUSE_S = 60.0
+# Seconds and share of an attempt that TCP and TLS each may take: a host that is away must not take the time of other
+# attempts, and a handshake that httpx2 itself ends leaves no socket open.
+CONNECT_S, CONNECT_SHARE = 5.0, 0.45
 IDLE_CONNECTION_S = 60.0
-# Unpacked bytes of the longest answer.
-MAX_ANSWER_BYTES = 1 << 28
 MESSAGE_LENGTH = 200
-# TCP and TLS each have this share of an attempt's time: a host that is away must not take the time of other attempts.
-CONNECT_SHARE = 0.45
 # Servers give this status to clients without credit, too; the code is OpenAI's.
 RATE_LIMITED, NO_CREDIT = 429, b"insufficient_quota"
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """A server's answer.
-
-    Attributes:
-        status: HTTP status.
-        headers: Headers, whatever the case of their names.
-        content: Unpacked body.
-        n_attempts: Attempts made until then.
-    """
-
-    status: int
-    headers: Mapping[str, str]
-    content: bytes
-    n_attempts: int = 1
-
-    @property
-    def retry_after_s(self) -> float:
-        """Return how long the server asks to wait, 0 if it does not."""
-        text = self.headers.get("retry-after", "")
-        try:
-            return max(0.0, float(text))
-        except ValueError:
-            pass
-        try:
-            return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-        except (TypeError, ValueError):
-            return 0.0
-
-    def json(self) -> Any:
-        """Return the parsed body, None if it is not JSON."""
-        try:
-            return json.loads(self.content)
-        except (ValueError, RecursionError):
-            return None
-
-
-class NoAnswerError(Exception):
-    """A request without any answer; the message says why."""
 
 
 class RateGate:
@@ -81,58 +43,49 @@ class RateGate:
     """
 
     def __init__(self, max_concurrency: int) -> None:
-        self._max, self._limit = max_concurrency, float(max_concurrency)
-        self._n_in_flight = self._n_limits_in_row = 0
+        self._max, self._limit, self._n_limits_in_row = max_concurrency, float(max_concurrency), 0
         self._opens_at = self._halved_at = 0.0
-        self._left = asyncio.Condition()
+        self._in_flight = CapacityLimiter(max_concurrency)
 
-    async def __aenter__(self) -> None:
-        async with self._left:
-            await self._left.wait_for(lambda: self._n_in_flight < int(self._limit))
-            self._n_in_flight += 1
-        try:
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
+        """Wait until a request may be sent; the block sends it."""
+        async with self._in_flight:
             while (pause_s := self._opens_at - time.monotonic()) > 0:
                 await asyncio.sleep(pause_s)
-        except BaseException:
-            await self.__aexit__()
-            raise
+            yield
 
-    async def __aexit__(self, *error: object) -> None:
-        async with self._left:
-            self._n_in_flight -= 1
-            self._left.notify(2)  # the limit may have risen by one
-
-    def slow_down(self, sent_at: float, asked_s: float) -> float:
+    def slow_down(self, sent_at: float, retry_after_s: float) -> float:
         """Halve the limit, once for all requests in flight.
 
         Args:
             sent_at: When the limited request was sent, by the monotonic clock.
-            asked_s: Pause that the server asks for, 0 if none.
+            retry_after_s: Pause that the server asks for, 0 if none.
 
         Returns:
             Pause until the next request, in seconds.
         """
         now = time.monotonic()
         if sent_at >= self._halved_at:
-            self._limit, self._halved_at = max(1.0, self._limit / 2), now
+            self._set_limit(max(1.0, self._limit / 2))
+            self._halved_at = now
             self._n_limits_in_row += 1
-        pause_s = asked_s or _backoff_s(self._n_limits_in_row, LONGEST_RATE_PAUSE_S)
+        pause_s = retry_after_s or _backoff_s(self._n_limits_in_row, LONGEST_RATE_PAUSE_S)
         self._opens_at = max(self._opens_at, now + pause_s)
         return pause_s
 
     def speed_up(self, sent_at: float) -> None:
         """Raise the limit after an answer to a request that was sent since the last rate limit."""
         if sent_at >= self._halved_at:
-            self._limit = min(self._max, self._limit + 1 / self._limit)
+            self._set_limit(min(self._max, self._limit + 1 / self._limit))
             self._n_limits_in_row = 0
 
-
-def _not_counted() -> None:
-    pass
+    def _set_limit(self, limit: float) -> None:
+        self._limit, self._in_flight.total_tokens = limit, int(limit)
 
 
 class HttpClient:
-    """Sends requests to one server over connections that stay open.
+    """Sends requests to one server, in a thread of its own, over connections that stay open.
 
     Proxies come from the environment: HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY.
 
@@ -143,52 +96,45 @@ class HttpClient:
 
     def __init__(
         self,
-        url: str,
-        name: str,
+        access: Access,
         *,
-        token: str | None,
-        headers: Mapping[str, str],
-        secrets: Sequence[str],
         transient: frozenset[int],
         retries: int,
         max_concurrency: int,
         outlasts_rate_limits: bool = False,
-        tls: ssl.SSLContext | None = None,
     ) -> None:
         """Connect to nothing yet.
 
         Args:
-            url: Beginning of every URL.
-            name: Model and server, for messages.
-            token: Sent as a bearer token, unless headers have an authorization.
-            headers: Sent with every request.
-            secrets: Texts besides the token that no message may contain.
+            access: How the server is reached.
             transient: Statuses after which a request is repeated.
             retries: Further attempts of a request.
             max_concurrency: Requests in flight.
             outlasts_rate_limits: Whether rate limits do not count as attempts, so that only the deadline ends them.
-            tls: How servers are verified; None verifies by the system's certificates.
         """
-        self._url, self._name = url.rstrip("/"), name
-        self._secrets = [*secrets, *([] if not token else [token])]
-        self._transient, self._retries, self._outlasts = transient, retries, outlasts_rate_limits
+        self._access, self._transient = access, transient
+        self._retries, self._outlasts = retries, outlasts_rate_limits
         self._gate = RateGate(max_concurrency)
         self.bytes_out = self.bytes_in = 0
-        sent = httpx2.Headers({"User-Agent": "cauc-ray", "Accept-Encoding": "gzip, deflate"})
-        sent.update({"Authorization": f"Bearer {token}"} if token else {})
-        sent.update(headers)
         try:
             self._client = httpx2.AsyncClient(
-                headers=sent,
-                verify=True if tls is None else tls,
+                headers={"User-Agent": "cauc-ray", "Accept-Encoding": "gzip, deflate"},
+                verify=access.tls,
                 limits=httpx2.Limits(max_connections=max_concurrency, keepalive_expiry=IDLE_CONNECTION_S),
             )
         except (ValueError, ImportError, httpx2.InvalidURL) as error:
             hint = "check HTTP_PROXY, HTTPS_PROXY and ALL_PROXY"
-            raise ConfigError(f"{name}: the environment's proxy cannot be used: {first_line(error)}; {hint}") from None
-        self._background = Background(f"{name}: requests")
-        self.run = self._background.run
-        weakref.finalize(self, self._background.end, self._client.aclose)
+            raise ConfigError(
+                f"{access.name}: the environment's proxy cannot be used: {first_line(error)}; {hint}"
+            ) from None
+        self._client.headers.update(access.headers)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=_run, args=(self._loop,), name=f"requests to {access.url}", daemon=True).start()
+        weakref.finalize(self, _end, self._loop, self._client)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what a coroutine that makes requests returns. Raises what it raises."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def request(
         self,
@@ -197,9 +143,9 @@ class HttpClient:
         deadline: float,
         compose: Callable[[float], tuple[Mapping[str, str], bytes]] = lambda left_s: ({}, b""),
         *,
-        attempt_s: float = float("inf"),
-        on_lost: Callable[[], None] = _not_counted,
-    ) -> Response:
+        attempt_s: float | None = None,
+        on_lost: Callable[[], None] = lambda: None,
+    ) -> httpx2.Response:
         """Make a request, and repeat it after faults that pass.
 
         Args:
@@ -207,7 +153,7 @@ class HttpClient:
             path: Rest of the URL, or a whole URL.
             deadline: When the last attempt ends, by the monotonic clock.
             compose: Makes headers and body of an attempt from the seconds that are left.
-            attempt_s: Longest time of one attempt, in seconds.
+            attempt_s: Longest time of one attempt, in seconds; by default half of what is left while others may follow.
             on_lost: Called when an attempt was sent and has had no answer in time.
 
         Returns:
@@ -215,93 +161,88 @@ class HttpClient:
 
         Raises:
             ConfigError: TLS is refused.
-            NoAnswerError: No attempt was answered.
+            ExecutionError: No attempt was answered.
         """
-        url, n_attempts, n_faults = path if "://" in path else f"{self._url}{path}", 0, 0
-        left_s = deadline - time.monotonic()
-        reason = f"no answer within {left_s:.2g} s" if left_s > 0 else "no time is left for it"
+        url = path if "://" in path else f"{self._access.url}{path}"
+        left_s, reason, n_attempts, n_faults = deadline - time.monotonic(), "", 0, 0
         while True:
-            n_attempts, response = n_attempts + 1, None
+            n_attempts, response, pause_s = n_attempts + 1, None, 0.0
             try:
-                async with asyncio.timeout(deadline - time.monotonic()), self._gate:
+                async with asyncio.timeout(deadline - time.monotonic()), self._gate.request():
                     sent_at = time.monotonic()
-                    left_s = min(attempt_s, deadline - sent_at)
-                    connect_s = CONNECT_SHARE * min(left_s, (deadline - sent_at) / (self._retries + 1 - n_faults))
-                    response = await self._exchange(method, url, *compose(left_s), left_s, connect_s, on_lost)
-            except TimeoutError:
-                raise NoAnswerError(reason) from None
-            except (httpx2.TransportError, OSError) as error:
+                    share_s = (deadline - sent_at) / (2 if n_faults < self._retries else 1)
+                    left_s = share_s if attempt_s is None else min(attempt_s, deadline - sent_at)
+                    headers, body = compose(left_s)
+                    timeout = httpx2.Timeout(left_s, connect=min(CONNECT_SHARE * left_s, CONNECT_S), pool=None)
+                    request = self._client.build_request(
+                        method, url, headers=headers, content=body or None, timeout=timeout
+                    )
+                    response = await self._attempt(request, left_s, on_lost)
+            except (httpx2.RequestError, OSError) as error:
                 self._require_tls(error)
-                n_faults, pause_s = n_faults + 1, 0.0
-                late = isinstance(error, httpx2.TimeoutException)
-                reason = f"no answer within {left_s:.2g} s" if late else self.redacted(one_line(error))
+                n_faults += 1
+                is_late = isinstance(error, TimeoutError | httpx2.TimeoutException)
+                if not (is_late and reason):  # while it waited for another attempt, the last answer is the reason
+                    reason = f"no answer within {left_s:.2g} s" if is_late else self._redacted(one_line(error))
             else:
-                if response.status == RATE_LIMITED and NO_CREDIT not in response.content:
+                response.extensions["n_attempts"] = n_attempts
+                if response.status_code == RATE_LIMITED and NO_CREDIT not in response.content:
                     n_faults += not self._outlasts
-                    pause_s = self._gate.slow_down(sent_at, response.retry_after_s)
-                elif response.status in self._transient - {RATE_LIMITED}:
-                    n_faults, pause_s = n_faults + 1, response.retry_after_s
+                    pause_s = self._gate.slow_down(sent_at, _retry_after_s(response))
+                elif response.status_code in self._transient - {RATE_LIMITED}:
+                    n_faults, pause_s = n_faults + 1, _retry_after_s(response)
                 else:
                     self._gate.speed_up(sent_at)
                     return response
-                reason = f"{response.status}: {self.message(response)}"
+                reason = self.message(response)
             pause_s = max(pause_s, _backoff_s(n_faults, LONGEST_PAUSE_S))
             if n_faults > self._retries or pause_s >= deadline - time.monotonic():
                 if response is not None:
-                    return replace(response, n_attempts=n_attempts)
-                raise NoAnswerError(f"{reason}, {n_attempts} attempts")
+                    return response
+                raise self.away(f"{reason}, {n_attempts} attempts")
             await asyncio.sleep(pause_s)
 
-    async def _exchange(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        body: bytes,
-        left_s: float,
-        connect_s: float,
-        on_lost: Callable[[], None],
-    ) -> Response:
-        """Make one attempt. Raises NoAnswerError for an answer that cannot be read, and what httpx2 raises."""
-        timeout = httpx2.Timeout(left_s, connect=connect_s, pool=None)
-        request = self._client.build_request(method, url, headers=headers, content=body or None, timeout=timeout)
+    async def _attempt(self, request: httpx2.Request, left_s: float, on_lost: Callable[[], None]) -> httpx2.Response:
+        """Make one attempt. Raises TimeoutError, and what httpx2 raises."""
         # Counted as HTTP/1.1 writes them.
-        self.bytes_out += len(f"{method} {request.url.raw_path.decode()} HTTP/1.1\r\n") + _n_bytes(request.headers)
-        self.bytes_out += len(body)
-        chunks, n_bytes = [], 0
+        request_line = f"{request.method} {request.url.raw_path.decode()} HTTP/1.1"
+        self.bytes_out += _n_bytes(request_line, request.headers) + len(request.content)
         try:
             async with asyncio.timeout(left_s):
-                answer = await self._client.send(request, stream=True)
-                try:
-                    async for chunk in answer.aiter_bytes():
-                        chunks.append(chunk)
-                        n_bytes += len(chunk)
-                        if n_bytes > MAX_ANSWER_BYTES:
-                            raise NoAnswerError(f"its answer has more than {MAX_ANSWER_BYTES:,} bytes")
-                finally:
-                    await answer.aclose()
-        except httpx2.DecodingError as error:
-            raise NoAnswerError(f"its answer cannot be unpacked: {error}") from None
-        except (TimeoutError, asyncio.CancelledError, httpx2.ReadTimeout) as error:
+                response = await self._client.send(request)
+        except (TimeoutError, asyncio.CancelledError, httpx2.ReadTimeout):
             on_lost()
-            if isinstance(error, TimeoutError):
-                raise httpx2.ReadTimeout("") from None
             raise
-        status_line = f"HTTP/1.1 {answer.status_code} {answer.reason_phrase}\r\n"
-        self.bytes_in += len(status_line) + _n_bytes(answer.headers) + answer.num_bytes_downloaded
-        return Response(answer.status_code, answer.headers, b"".join(chunks))
+        status_line = f"HTTP/1.1 {response.status_code} {response.reason_phrase}"
+        self.bytes_in += _n_bytes(status_line, response.headers) + response.num_bytes_downloaded
+        return response
 
-    def message(self, response: Response) -> str:
+    def message(self, response: httpx2.Response) -> str:
         """Return a server's message as one short line without secrets, which some servers repeat."""
-        content = response.json()
+        content = json_of(response)
         for key in ("error", "message", "detail"):  # servers put it into different fields, or into one in another
             content = content[key] if isinstance(content, dict) and content.get(key) else content
-        text = response.content.decode(errors="replace") if content is None else str(content)
-        return self.redacted(text) or "no message"
+        text = self._redacted(response.text if content is None else str(content)) or "no message"
+        if location := response.headers.get("location"):
+            text += f", see {location}"
+        n_attempts = response.extensions["n_attempts"]
+        return f"{response.status_code}: {text}" + (f", {n_attempts} attempts" if n_attempts > 1 else "")
 
-    def redacted(self, text: str) -> str:
+    def away(self, why: str) -> ExecutionError:
+        """Return the error of a server that does not answer as it should."""
+        # Many servers hang up on a client whose certificate they refuse, without a reason.
+        is_unproven = self._access.url.startswith("https:") and not self.bytes_in
+        hint = ", and check cert and key if it asks for them" if is_unproven else ""
+        return ExecutionError(f"{self._access.name} does not answer ({why}); continue when it does{hint}")
+
+    def refusal(self, response: httpx2.Response) -> ConfigError:
+        """Return the error of a server that rejects every request."""
+        what = f"rejects requests ({self.message(response)})"
+        return ConfigError(f"{self._access.name} {what}; check {self._access.settings}")
+
+    def _redacted(self, text: str) -> str:
         """Return a text as one short line without secrets."""
-        for secret in self._secrets:
+        for secret in self._access.secrets:
             text = text.replace(secret, "…")
         line = " ".join(text.split())
         return line if len(line) <= MESSAGE_LENGTH else f"{line[:MESSAGE_LENGTH]}…"
@@ -311,46 +252,85 @@ class HttpClient:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, ssl.SSLError):
             cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            return
+        hint = "check url, ca, cert and key in the stage's model, or the environment variable SSL_CERT_FILE"
         if isinstance(cause, ssl.SSLCertVerificationError):
-            hint = "check ca in the stage's model, or the environment variable SSL_CERT_FILE"
-            raise ConfigError(f"{self._name} is not trusted: {cause.verify_message}; {hint}") from None
-        if isinstance(cause, ssl.SSLError) and any(word in (cause.reason or "") for word in ("ALERT", "WRONG_VERSION")):
-            why = str(cause.reason).replace("_", " ").lower()
-            hint = "check its url, and cert and key in the stage's model"
-            raise ConfigError(f"{self._name} refuses the TLS connection: {why}; {hint}") from None
+            raise ConfigError(f"{self._access.name} is not trusted: {cause.verify_message}; {hint}") from None
+        if any(word in (cause.reason or "") for word in ("ALERT", "WRONG_VERSION")):
+            raise ConfigError(f"{self._access.name} refuses the TLS connection: {cause.reason}; {hint}") from None
 
 
-async def all_until_error(jobs: Iterable[Callable[[], Awaitable[None]]], max_concurrency: int) -> None:
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped."""
+    loop.run_forever()
+    loop.close()
+
+
+def _end(loop: asyncio.AbstractEventLoop, client: httpx2.AsyncClient) -> None:
+    """Close a client's connections, then end its thread; wait for neither."""
+
+    async def close() -> None:
+        await client.aclose()
+        await asyncio.sleep(0)  # sockets are closed in the loop's next turn
+        loop.stop()
+
+    asyncio.run_coroutine_threadsafe(close(), loop)
+
+
+async def all_until_error(jobs: Iterable[Callable[[], Awaitable[T]]], max_concurrency: int) -> list[T]:
     """Run jobs, some at a time; after an error, wait for those under way and start no more.
 
     None is cancelled: its answer may have been paid for, and its connection may not be closed within a handshake.
 
-    Raises:
-        CaucError: The first error.
-    """
-    gate, errors = asyncio.Semaphore(max_concurrency), list[CaucError]()
+    Returns:
+        Their results.
 
-    async def run(job: Callable[[], Awaitable[None]]) -> None:
+    Raises:
+        Exception: The first error.
+    """
+    gate, errors = asyncio.Semaphore(max_concurrency), list[Exception]()
+
+    async def run(job: Callable[[], Awaitable[T]]) -> list[T]:
         async with gate:
             try:
-                if not errors:
-                    await job()
-            except CaucError as error:
+                return [] if errors else [await job()]
+            except Exception as error:
                 errors.append(error)
+                return []
 
-    await asyncio.gather(*map(run, jobs))
+    results = await asyncio.gather(*map(run, jobs))
     if errors:
         raise errors[0]
+    return [*itertools.chain.from_iterable(results)]
 
 
-def _n_bytes(headers: httpx2.Headers) -> int:
-    """Return the length of headers and of the empty line after them."""
-    return sum(len(name) + len(value) + 4 for name, value in headers.raw) + 2
+def _n_bytes(first_line: str, headers: httpx2.Headers) -> int:
+    """Return the length of what precedes a body: its first line, headers and an empty line."""
+    return len(first_line) + sum(len(name) + len(value) + 4 for name, value in headers.raw) + 4
 
 
 def _backoff_s(n_faults: int, longest_s: float) -> float:
     """Return the pause after so many faults, with jitter: clients that failed together must not return together."""
     return random.uniform(0.5, 1.0) * min(longest_s, FIRST_PAUSE_S * 2.0**n_faults)
+
+
+def _retry_after_s(response: httpx2.Response) -> float:
+    """Return how long a server asks to wait, in seconds or until a date; 0 if it does not."""
+    text = response.headers.get("retry-after", "")
+    with suppress(ValueError):
+        return max(0.0, float(text))
+    with suppress(TypeError, ValueError):
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    return 0.0
+
+
+def json_of(response: httpx2.Response) -> Any:
+    """Return a parsed body, None if it is not JSON."""
+    try:
+        return json.loads(response.content)
+    except (ValueError, RecursionError):
+        return None
 
 
 def value_at(answer: Any, *path: str | int) -> Any:

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from cauc_ray.errors import ConfigError
-from cauc_ray.models.credentials import HeaderSettings, environment_secret
+from cauc_ray.models.credentials import Access, ServerSpec, ServerUrl, environment_secret, required_secret
 from cauc_ray.models.kind import Section
 from cauc_ray.models.prompts import ImagePromptSpec, OptionsAs, Prompts
 from cauc_ray.numbers.logits import LogitKind
@@ -32,7 +31,7 @@ class Prices(Section):
     output: float = Field(ge=0, allow_inf_nan=False)
 
 
-class EndpointSpec(ImagePromptSpec, HeaderSettings):
+class EndpointSpec(ImagePromptSpec, ServerSpec):
     """A language model behind a server.
 
     Attributes:
@@ -54,10 +53,7 @@ class EndpointSpec(ImagePromptSpec, HeaderSettings):
     EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = frozenset(
         {"api_key_env", "headers", "prices", "max_concurrency", "timeout_s", "max_retries", "max_usd"}
     )
-    ENFORCES_OWN_TIMEOUT: ClassVar[bool] = True
-    model: str = Field(min_length=1)
-    # A password or key in the address would appear in tables and messages.
-    base_url: str | None = Field(default=None, pattern=r"^https?://[^/@?#\s]+(/[^?#\s]*)?$")
+    base_url: ServerUrl | None = None
     api_key_env: str = Field(default="OPENAI_API_KEY", min_length=1)
     system: str | None = Field(default=None, min_length=1)
     extra_body: dict[str, Any] = Field(default_factory=dict)
@@ -94,21 +90,20 @@ class EndpointSpec(ImagePromptSpec, HeaderSettings):
         return prompt if self.system is None else f"{self.system}\n\n{prompt}"
 
     @property
-    def key(self) -> str | None:
-        """Return the key for the server, None if its variable is not set. Raises ConfigError if it cannot be sent."""
-        return environment_secret(self.api_key_env, f"model {self.model!r}")
+    def source(self) -> str:
+        """Return the model and its server as a phrase."""
+        return f"{self.kind} {self.model} at {self.url}"
 
-    def check(self, local: bool) -> None:
-        """Raise ConfigError if a package is missing, a header's variable, or the key that OpenAI's server needs."""
-        if not local:
-            return
-        self.require(*self.PACKAGES)
-        self.http_headers(f"model {self.model!r}")
-        if not self.key and self.base_url is None:
-            raise ConfigError(
-                f"model {self.model!r}: the environment variable {self.api_key_env} has no key for {self.url}; "
-                "set it on the nodes of the stage, or give base_url for a server that needs no key"
-            )
+    @property
+    def is_chat(self) -> bool:
+        """Return whether a prompt is a message of a conversation."""
+        return True
+
+    def server(self) -> Access:
+        """Return how the server is reached. Raises ConfigError without a header's variable, or OpenAI's key."""
+        secret = required_secret if self.base_url is None else environment_secret
+        settings = f"base_url, model, its other settings, and the key in the environment variable {self.api_key_env}"
+        return self.access(self.url, settings, secret(self.api_key_env, f"model {self.model!r}"))
 
 
 class OpenAISpec(EndpointSpec):
@@ -152,6 +147,11 @@ class OpenAISpec(EndpointSpec):
         return self
 
     @property
+    def is_chat(self) -> bool:
+        """Return whether a prompt is a message of a conversation."""
+        return self.endpoint == "chat"
+
+    @property
     def answers_kind(self) -> LogitKind:
         """Return the kind of its logits."""
         return "log-probabilities" if self.votes is None else "probabilities"
@@ -168,7 +168,7 @@ class DecisionsSpec(EndpointSpec):
             the prompt as state.
     """
 
-    LOADER: ClassVar[str] = "cauc_ray.models.endpoint:load_decisions"
+    LOADER: ClassVar[str] = "cauc_ray.models.endpoint:DecisionsModel"
     kind: Literal["decisions"]
     instructions: str = "Choose the right option."
     question: Literal["choice", "score", "predicate"] = "choice"
@@ -194,11 +194,11 @@ class DecisionsSpec(EndpointSpec):
     @property
     def shown(self) -> str:
         """Return the prompt and the question that is asked about it as one text."""
-        prompt, question = Prompts(self, chat=True), self.asked(self.label_names or ())
+        prompt, question = Prompts(self, chat=True), self.decision(self.label_names or ())
         text = f"{prompt.head}{self.template.rstrip()}\n\n{json.dumps(question, ensure_ascii=False)}"
         return self._with_system(text)
 
-    def asked(self, options: Sequence[str]) -> dict[str, Any]:
+    def decision(self, options: Sequence[str]) -> dict[str, Any]:
         """Return the question about a row with these options, in the format of the server.
 
         |  | `decisions` | `systemone` |
@@ -211,20 +211,16 @@ class DecisionsSpec(EndpointSpec):
         | its answer | `probability` | `noul` |
         """
         question: dict[str, Any] = {"type": self.question, "instructions": self.instructions}
-        texts = self.descriptions
-        if self.format == "systemone":
-            if self.question == "predicate":
-                return {**question, "type": "noul"}
-            if self.question == "choice":
-                return {**question, "criteria": {option: texts.get(option) for option in options}}
-            levels = [f"{option}: {texts[option]}" if option in texts else option for option in options]
-            return {**question, "criteria": levels}
+        is_systemone, texts = self.format == "systemone", self.descriptions
         if self.question == "predicate":
-            return question
+            return question | ({"type": "noul"} if is_systemone else {})
+        if is_systemone and self.question == "choice":
+            return question | {"criteria": {option: texts.get(option) for option in options}}
+        if is_systemone:
+            return question | {"criteria": [": ".join(filter(None, (name, texts.get(name)))) for name in options]}
         name, key = ("value", "choices") if self.question == "choice" else ("label", "levels")
         descriptions = [{"description": texts[option]} if option in texts else {} for option in options]
-        listed = [{name: option, **text} for option, text in zip(options, descriptions, strict=True)]
-        return {**question, key: listed}
+        return question | {key: [{name: option} | text for option, text in zip(options, descriptions, strict=True)]}
 
     @property
     def answers_kind(self) -> LogitKind:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -84,11 +84,9 @@ def _named(labels: Any, info: ValidationInfo) -> Any:
     A text is the path of a file with a name on each line. Empty lines are kept, so that later names keep their numbers.
     """
     if isinstance(labels, str):
-        with _found(labels, info) as path:
+        with _file(labels, info) as path:
             text = path.read_text(encoding="utf-8-sig").rstrip()
-            if not text:
-                raise ValueError(f"{path} is empty")
-            labels = [line.strip() for line in text.split("\n")]
+        labels = [line.strip() for line in text.split("\n")]
     if not isinstance(labels, list | tuple | dict):
         return labels
     if not labels:
@@ -107,24 +105,18 @@ def _rows(examples: Any, info: ValidationInfo) -> Any:
         return examples
     from cauc_ray.data.sources import open_rows  # Arrow, which a pool without examples does not need
 
-    with _found(examples, info) as path:
+    with _file(examples, info) as path:
         return open_rows(path)
 
 
 @contextmanager
-def _found(name: str, info: ValidationInfo) -> Iterator[AnyPath]:
+def _file(name: str, info: ValidationInfo) -> Iterator[AnyPath]:
     """Read a file in the block; what fails there is a fault of the settings that name it."""
     path = path_from(folder_of(info) or Path(), name)
     try:
-        if not path.is_file():
-            raise ValueError(f"there is no file {path}")
         yield path
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text") from error
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except CaucError as error:
-        raise ValueError(str(error)) from error
+    except (OSError, UnicodeDecodeError, CaucError) as error:
+        raise ValueError(f"the file {path} cannot be read: {first_line(error)}") from error
 
 
 # In a file, names, or the path of a file of them.
@@ -139,7 +131,11 @@ Examples: TypeAlias = Annotated[
 
 
 class Labelled(Section):
-    """Something with classes.   labels: their names, or names with their descriptions."""
+    """Something with classes.
+
+    Attributes:
+        labels: Their names, or names with their descriptions.
+    """
 
     labels: Labels = None
 
@@ -151,8 +147,8 @@ class Labelled(Section):
     @property
     def descriptions(self) -> dict[str, str]:
         """Return the descriptions of the classes that have some."""
-        given = self.labels if isinstance(self.labels, dict) else {}
-        return {name: about for name, about in given.items() if about}
+        labels = self.labels if isinstance(self.labels, dict) else {}
+        return {name: about for name, about in labels.items() if about}
 
 
 class PromptSettings(Labelled):
@@ -241,10 +237,11 @@ class LanguageSpec(PromptSettings, KindSpec):
 
     @property
     def columns_read(self) -> InputColumns:
-        """Return the columns of the prompt, those that it tests for being optional."""
+        """Return the columns of the prompt, those that it tests for being optional, and that of images."""
         names = _variables(self.template) - {"options"} | (frozenset() if self.labels is not None else {"choices"})
-        required = names - _optional(self.template)
-        return InputColumns(required, names - required, texts=required - {"choices"})
+        names |= self.image_columns
+        required = names - (_optional(self.template) - self.image_columns)
+        return InputColumns(required, names - required, texts=required - self.image_columns - {"choices"})
 
     @property
     def image_columns(self) -> frozenset[str]:
@@ -261,11 +258,6 @@ class LanguageSpec(PromptSettings, KindSpec):
         """Return the prompt as one text, with columns by their names: what tables and policies keep of it."""
         return Prompts(self, chat=False).shown
 
-    @property
-    def lists_itself(self) -> bool:
-        """Return whether the template has the options in it, and so is the whole prompt."""
-        return "options" in _variables(self.template)
-
     def label_of(self, index: int, example: Mapping[str, Any]) -> int:
         """Return the right option of an example, given by its name or its number. Raises ValueError."""
         names = list(self.label_names or example["choices"])
@@ -274,7 +266,7 @@ class LanguageSpec(PromptSettings, KindSpec):
             return names.index(label)
         number = int(label) if str(label).isascii() and str(label).isdigit() else -1
         if not 0 <= number < len(names):
-            raise ValueError(f"example {index}: there is no label {label!r}; there are {', '.join(map(str, names))}")
+            raise ValueError(f"example {index}: unknown label {label!r}; the labels are {', '.join(map(str, names))}")
         return number
 
 
@@ -292,27 +284,23 @@ class ImagePromptSpec(LanguageSpec):
         """Return the column of images, if it is read."""
         return frozenset({"image"} if self.image else ())
 
-    @property
-    def columns_read(self) -> InputColumns:
-        """Return the columns of the prompt, and that of images if it is read."""
-        columns = super().columns_read
-        return replace(
-            columns,
-            required=columns.required | self.image_columns,
-            texts=columns.texts - self.image_columns,
-        )
-
 
 class Prompts:
     """The prompts of rows, for a model that continues a text or for one that answers in a chat."""
 
     def __init__(self, spec: LanguageSpec, chat: bool, n_letters: int = len(LETTERS)) -> None:
-        """Take how rows are asked.   n_letters: so many options can be letters."""
+        """Prepare what the prompts of all rows share.
+
+        Args:
+            spec: How rows are asked.
+            chat: Whether a prompt is a message of a conversation.
+            n_letters: Number of options that can be letters.
+        """
         self._n_letters = n_letters
         self._spec = spec
         self._chat = chat
         self._with = spec.answers_with
-        self._whole = spec.lists_itself
+        self._whole = "options" in _variables(spec.template)
         self._template = _ENVIRONMENT.from_string(spec.template)
         self._reads = sorted((spec.columns_read.names or frozenset()) - {"choices", *spec.image_columns})
         self.head = self._head()
@@ -320,8 +308,11 @@ class Prompts:
     def __call__(self, batch: Batch) -> tuple[dict[int, Asked], dict[int, str]]:
         """Return a batch's questions by row, and why the other rows have none.
 
-        batch: the columns of the prompt, (n,) each; with a prompt of one's own all are required, by default `question`
-        (text) and `choices` (a list of texts). Raises DataError when a required column is missing.
+        Args:
+            batch: The columns of the prompt, (n,) each; by default `question` (text) and `choices` (a list of texts).
+
+        Raises:
+            DataError: A required column is missing.
         """
         require_columns(batch, *sorted(self._spec.columns_read.required))
         columns = [name for name in [*self._reads, "choices"] if name in batch]
@@ -369,7 +360,7 @@ class Prompts:
         return Asked(self.head + text, tuple(LETTERS[: len(options)]) if self._with == "letter" else options)
 
     def _text(self, values: Mapping[str, Any], options: Sequence[str], answer: str | None = None) -> str:
-        """Return a row's own part of the prompt.   answer: of an example, which ends with it."""
+        """Return a row's own part of the prompt; that of an example ends with its answer."""
         if self._whole:
             text = self._template.render({**values, "options": self._listing(options).rstrip()}).rstrip()
             return text if answer is None else f"{text} {answer}\n\n"

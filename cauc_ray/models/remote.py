@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
-from ssl import SSLContext
+import re
+import ssl
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from cauc_ray.models.credentials import LOOPBACK, Credentials, HeaderSettings
-from cauc_ray.models.kind import DeclaringSpec, InputColumns
+from cauc_ray.errors import ConfigError
+from cauc_ray.models.credentials import Access, ServerSpec, ServerUrl, required_secret
+from cauc_ray.models.kind import DeclaringSpec, InputColumns, LocalFile
+
+LOOPBACK = re.compile(r"http://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?(/|$)")
 
 
-class RemoteSpec(DeclaringSpec, Credentials, HeaderSettings):
+class RemoteSpec(DeclaringSpec, ServerSpec):
     """`{kind: remote, url: https://cloud:8000, model: NAME}`: a model of another server.
 
     Attributes:
+        token_env: The environment variable that holds the token, which is stored nowhere else.
+        ca: PEM file of certificates to trust instead of the system's.
+        cert: PEM file of the client's own certificate, if the server asks for one.
+        key: PEM file of the key of that certificate.
         inputs: Tensors of the model by the columns that fill them; without them each input is filled from the column
             of its name.
         output: The output that has the logits, rows by options.
-        timeout_s: Seconds of a call, all attempts together.
+        timeout_s: Seconds of a call, all attempts together. An attempt has half of what is left, the last one all.
         retries: Further attempts of a request after a fault of the connection, or if the server is busy or down.
         compress: Whether bodies are sent gzipped.
         max_rows: Rows in one request; fewer once the server has rejected as many.
         max_concurrency: Requests at a time.
     """
 
-    LOADER: ClassVar[str] = "cauc_ray.models.inference_client:load"
+    LOADER: ClassVar[str] = "cauc_ray.models.inference_client:RemoteModel"
     PACKAGES: ClassVar[tuple[str, ...]] = ("remote", "httpx2")
     EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = DeclaringSpec.EXCLUDED_FROM_IDENTITY | {
         *("token_env", "headers", "ca", "cert", "key", "timeout_s", "retries", "compress", "max_rows"),
         "max_concurrency",
     }
-    ENFORCES_OWN_TIMEOUT: ClassVar[bool] = True
     REMOTE: ClassVar[bool] = True
     kind: Literal["remote"]
-    # A password in the address would appear in tables and messages.
-    url: str = Field(pattern=r"^https?://[^/@?#\s]+(/[^?#\s]*)?$")
+    token_env: str | None = Field(default=None, min_length=1)
+    ca: LocalFile | None = None
+    cert: LocalFile | None = None
+    key: LocalFile | None = None
+    url: ServerUrl
     model: str = Field(pattern=r"^[^/?#%\s]+$")
     inputs: dict[str, str] = Field(default_factory=dict)
     output: str = Field(default="logits", min_length=1)
@@ -47,6 +57,8 @@ class RemoteSpec(DeclaringSpec, Credentials, HeaderSettings):
 
     @model_validator(mode="after")
     def _agrees(self) -> RemoteSpec:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("cert and key belong together")
         if self.url.startswith("http:") and (self.ca or self.cert):
             raise ValueError("ca, cert and key need a url with https")
         has_secret = self.token_env or any(value.startswith("$") for value in self.headers.values())
@@ -66,13 +78,19 @@ class RemoteSpec(DeclaringSpec, Credentials, HeaderSettings):
         """Return the model and its server as a phrase."""
         return f"{self.model} at {self.url}"
 
-    def check(self, local: bool) -> None:
-        """Raise ConfigError if the token, a header's variable or a certificate is missing."""
-        if local:
-            self.proof()
-
-    def proof(self) -> tuple[str | None, SSLContext | None]:
-        """Return the token, and how the server is verified. Raises ConfigError if one of them is missing."""
+    def server(self) -> Access:
+        """Return how the server is reached. Raises ConfigError if a secret or a certificate is missing."""
         owner = f"model {self.model!r}"
-        self.http_headers(owner)
-        return self.token(owner), None if self.url.startswith("http:") else self.trust(owner)
+        token = None if self.token_env is None else required_secret(self.token_env, owner)
+        settings = "url, model, inputs, compress, token_env and headers in the stage's model"
+        if self.url.startswith("http:"):
+            return self.access(self.url, settings, token)
+        try:
+            tls = ssl.create_default_context(cafile=self.ca)
+            if self.cert is not None:
+                # Without this, OpenSSL would ask for a key's passphrase on the terminal.
+                tls.load_cert_chain(self.cert, self.key, password=lambda: b"")
+        except (OSError, ValueError) as error:
+            files = ", ".join(file for file in (self.ca, self.cert, self.key) if file)
+            raise ConfigError(f"{owner}: {files} cannot be used as ca, cert and key: {error}") from error
+        return self.access(self.url, settings, token, tls)

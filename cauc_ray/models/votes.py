@@ -7,82 +7,71 @@ none has probability 0.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from itertools import chain
 
 import numpy as np
 
 from cauc_ray.errors import DataError
-from cauc_ray.models.endpoint import Bill, EndpointModel, Reply, messages
-from cauc_ray.models.http_client import value_at
+from cauc_ray.models.endpoint import EndpointModel, Inquiry, conversation
+from cauc_ray.models.http_client import all_until_error, value_at
 from cauc_ray.models.openai import OpenAISpec
-from cauc_ray.models.prompts import Asked
 from cauc_ray.numbers.types import Floats
 
 TEMPERATURE = 1.0
 # Votes that are spread over all options.
 PRIOR_VOTES = 1.0
+# What Answers.counts has of votes.
+INVALID_VOTES = "sampled answers that are none of the options"
 
 
 class VotesModel(EndpointModel):
     """A served model whose sampled answers are votes."""
 
     _spec: OpenAISpec
+    # Whether a request may sample several answers; unknown before the first.
+    _samples_several: bool | None = None
 
-    def __init__(self, spec: OpenAISpec, key: str | None, deadline_s: float) -> None:
-        source = f"openai {spec.model} at {spec.url}, {spec.votes} sampled votes"
-        super().__init__(spec, key, deadline_s, source)
-        # Whether a request may sample several answers; unknown before the first.
-        self._samples_several: bool | None = None
-
-    async def ask(self, question: Asked, bill: Bill) -> Reply:
+    async def ask(self, inquiry: Inquiry) -> Floats:
         """Sample answers until there are enough votes."""
         n, samples = self._spec.votes or 0, list[str]()
         if self._samples_several is not False:
             try:
-                samples = await self._sampled(question, n, bill)
-            except DataError:
+                samples = await self._sampled(inquiry, n)
+                self._samples_several = len(samples) > 1
+            except DataError:  # some servers reject n, others ignore it
                 if self._samples_several:
                     raise
-                samples = await self._sampled(question, 1, bill)  # some servers reject n, others ignore it
-            self._samples_several = len(samples) > 1
-        requests = (self._sampled(question, 1, bill) for _ in range(n - len(samples)))
-        results = await asyncio.gather(*requests, return_exceptions=True)
-        failures = [result for result in results if isinstance(result, BaseException)]
-        if errors := [failure for failure in failures if not isinstance(failure, DataError)]:
-            raise errors[0]
-        samples += [sample for result in results if isinstance(result, list) for sample in result]
-        votes = Counter(vote for sample in samples if (vote := _vote(sample, question.options)) is not None)
+        jobs = [partial(self._sampled, inquiry, 1)] * (n - len(samples))
+        samples += chain.from_iterable(await all_until_error(jobs, self._spec.max_concurrency))
+        self._samples_several = bool(self._samples_several)
+        options = inquiry.question.options
+        votes = Counter(vote for sample in samples if (vote := _vote(sample, options)) is not None)
         if not votes:
-            raise failures[0] if failures else DataError(f"none of its {n} sampled answers is one of its options")
-        return Reply(shares(votes, question.options), n_invalid=n - votes.total())
+            raise DataError(f"none of its {n} sampled answers is one of its options")
+        inquiry.counts[INVALID_VOTES] = n - votes.total()
+        return shares(votes, options)
 
-    async def _sampled(self, question: Asked, n: int, bill: Bill) -> list[str]:
+    async def _sampled(self, inquiry: Inquiry, n: int) -> list[str]:
         """Return the texts of sampled answers."""
-        answer = {"type": "string", "enum": list(dict.fromkeys(question.options))}
+        answer = {"type": "string", "enum": list(dict.fromkeys(inquiry.question.options))}
         schema = {
             "type": "object",
             "properties": {"answer": answer},
             "required": ["answer"],
             "additionalProperties": False,
         }
-        body: dict[str, Any] = {
-            "messages": messages(self._spec, question),
+        described = {"name": "answer", "strict": True, "schema": schema}
+        body = conversation(self._spec, inquiry.question) | {
             "temperature": TEMPERATURE,
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "answer", "strict": True, "schema": schema},
-            },
+            "response_format": {"type": "json_schema", "json_schema": described},
         }
-        if self._spec.chat_template_kwargs:
-            body["chat_template_kwargs"] = self._spec.chat_template_kwargs
-        if n > 1:
-            body["n"] = n
-        choices = value_at(await self.post("/chat/completions", body, bill), "choices")
+        answers = await self.post("/chat/completions", body | ({"n": n} if n > 1 else {}), inquiry)
+        choices = value_at(answers, "choices")
         if not choices or not isinstance(choices, list):
             raise DataError("the server's answer has no choices")
         return [str(value_at(choice, "message", "content") or "") for choice in choices[:n]]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from google.protobuf import message_factory
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
@@ -66,14 +66,14 @@ class GrpcMessage:
 
     def read(self) -> InferRequest:
         """Read it, with all outputs as raw bytes. Raises RequestError as read_infer_request."""
-        message, raw = self.message, list(self.message.raw_input_contents)
+        message, raw = self.message, self.message.raw_input_contents
         if raw and len(raw) != len(message.inputs):
             raise RequestError(f"the request has {len(raw)} raw_input_contents, but {len(message.inputs)} inputs")
-        sizes = list(map(len, raw))
+        sizes: list[int | None] = [*map(len, raw)] or [None] * len(message.inputs)
         content = {
             "id": message.id or None,
             "parameters": _values(message.parameters),
-            "inputs": [_input(tensor, sizes[at] if sizes else None, raw) for at, tensor in enumerate(message.inputs)],
+            "inputs": [_input(tensor, n_raw) for tensor, n_raw in zip(message.inputs, sizes, strict=True)],
             "outputs": [{"name": one.name, "parameters": _values(one.parameters)} for one in message.outputs],
         }
         request = infer_request_of(content, memoryview(b"".join(raw)))
@@ -104,25 +104,20 @@ def _values(parameters: Any) -> dict[str, Any]:
     return {name: getattr(parameters[name], field) for name, field in fields.items() if field is not None}
 
 
-def _input(tensor: Any, n_raw: int | None, raw: list[bytes]) -> dict[str, Any]:
+def _input(tensor: Any, n_raw: int | None) -> dict[str, Any]:
     """Return an input as JSON has it. Raises RequestError if it has contents of several types.
 
     Args:
         tensor: Its message.
         n_raw: Length of its raw contents, None if the request has none.
-        raw: Raw contents; gains those of BYTES, which need not be UTF-8.
     """
-    parameters, data = {**_values(tensor.parameters), "binary_data_size": n_raw}, None
     filled = {field.name: values for field, values in tensor.contents.ListFields()}
     if len(filled) > 1:
         raise RequestError(f"input {shown(tensor.name)} has {' and '.join(filled)}; give one of them")
-    if "bytes_contents" in filled and n_raw is None:
-        if tensor.datatype != "BYTES":
-            raise RequestError(f"input {shown(tensor.name)} is {shown(tensor.datatype)}, but has bytes_contents")
-        elements = np.array([*filled["bytes_contents"], None], dtype=object)[:-1]  # None: else numpy looks into them
-        raw.append(Tensor(tensor.name, "BYTES", elements).to_raw())
-        parameters["binary_data_size"] = len(raw[-1])
-    elif tensor.HasField("contents"):
-        data = [value for values in filled.values() for value in values]
-    item = {"name": tensor.name, "shape": list(tensor.shape), "datatype": tensor.datatype}
-    return {**item, "parameters": parameters, "data": data}
+    return {
+        "name": tensor.name,
+        "shape": list(tensor.shape),
+        "datatype": tensor.datatype,
+        "parameters": {**_values(tensor.parameters), "binary_data_size": n_raw},
+        "data": [*chain.from_iterable(filled.values())] if tensor.HasField("contents") else None,
+    }

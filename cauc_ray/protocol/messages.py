@@ -150,19 +150,6 @@ class InferRequest:
     parameters: RequestParameters
 
 
-@dataclass(frozen=True, slots=True)
-class InferResponse:
-    """The answer to a request for inference.
-
-    Attributes:
-        outputs: Tensors by name.
-        parameters: Parameters of the response.
-    """
-
-    outputs: Mapping[str, Tensor]
-    parameters: Mapping[str, Any]
-
-
 def read_infer_request(body: bytes | memoryview, json_length: int | None) -> InferRequest:
     """Read a request's body: JSON, then the raw bytes of those inputs that declare them, in order.
 
@@ -177,20 +164,17 @@ def read_infer_request(body: bytes | memoryview, json_length: int | None) -> Inf
     >>> read_infer_request(body, None).inputs["x"].values.tolist()
     [3, 4]
     """
-    return _request_of(*_split_body(_REQUEST, "request", body, json_length))
+    return infer_request_of(*_split_body(body, json_length))
 
 
-def infer_request_of(content: Mapping[str, Any], raw: memoryview) -> InferRequest:
-    """Read a request whose JSON is parsed already. Raises RequestError as read_infer_request.
+def infer_request_of(content: bytes | Mapping[str, Any], raw: memoryview) -> InferRequest:
+    """Read a request in two parts. Raises RequestError as read_infer_request.
 
     Args:
-        content: The content of the JSON part.
+        content: The JSON part, which may be parsed.
         raw: The raw bytes of the inputs that declare them, in order.
     """
-    return _request_of(_read(_REQUEST, "request", content), raw)
-
-
-def _request_of(message: InferenceRequest, raw: memoryview) -> InferRequest:
+    message = _read(_REQUEST, "request", content)
     parameters = message.get("parameters") or {}
     return InferRequest(
         id=message.get("id"),
@@ -228,10 +212,20 @@ def write_infer_request(
     return _written({**settings, "outputs": requested}, "inputs", [(tensor, binary) for tensor in inputs])
 
 
-def read_infer_response(body: bytes | memoryview, json_length: int | None) -> InferResponse:
-    """Read a response's body as read_infer_request reads a request's. Raises RequestError for anything else."""
-    message, raw = _split_body(_RESPONSE, "response", body, json_length)
-    return InferResponse(_read_tensors("output", message["outputs"], raw), message.get("parameters") or {})
+def read_infer_response(
+    body: bytes | memoryview, json_length: int | None
+) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    """Read a response's body as read_infer_request reads a request's.
+
+    Returns:
+        Its tensors by name, and its parameters.
+
+    Raises:
+        RequestError: The body is anything else.
+    """
+    content, raw = _split_body(body, json_length)
+    message = _read(_RESPONSE, "response", content)
+    return _read_tensors("output", message["outputs"], raw), message.get("parameters") or {}
 
 
 def read_model_metadata(body: bytes) -> ModelMetadata:
@@ -252,7 +246,13 @@ def decoded_body(body: bytes, encoding: str | None, limit: int) -> bytes:
     """
     name = (encoding or "").strip().lower() or "identity"
     if name in _WINDOWS:
-        body = _inflated(body, name, limit)
+        inflater = zlib.decompressobj(wbits=_WINDOWS[name])
+        try:
+            body = inflater.decompress(body, limit + 1)
+        except zlib.error as error:
+            raise RequestError(f"the body is not valid {name}: {error}") from error
+        if len(body) <= limit and (not inflater.eof or inflater.unused_data):
+            raise RequestError(f"the body does not end with its {name} data")
     elif name != "identity":
         raise RequestError(f"Content-Encoding is {shown(name)}; supported are gzip, deflate and identity", status=415)
     if len(body) > limit:
@@ -306,14 +306,12 @@ def _written(
     return (b"".join([text, *raw]), len(text)) if raw else (text, None)
 
 
-def _split_body(
-    adapter: TypeAdapter[T], what: str, body: bytes | memoryview, json_length: int | None
-) -> tuple[T, memoryview]:
+def _split_body(body: bytes | memoryview, json_length: int | None) -> tuple[bytes, memoryview]:
     """Return a message's JSON part and the raw bytes after it."""
     end = len(body) if json_length is None else json_length
     if not 0 <= end <= len(body):
         raise RequestError(f"Inference-Header-Content-Length is {shown(end)}, but the body has {len(body)} bytes")
-    return _read(adapter, what, bytes(body[:end])), memoryview(body)[end:]
+    return bytes(body[:end]), memoryview(body)[end:]
 
 
 def _read(adapter: TypeAdapter[T], what: str, content: bytes | Mapping[str, Any]) -> T:
@@ -360,17 +358,3 @@ def _read_outputs(items: Sequence[NamedOutput], by_default: bool) -> dict[str, b
         binary = (item.get("parameters") or {}).get("binary_data")
         outputs[item["name"]] = by_default if binary is None else binary
     return outputs or dict.fromkeys(DEFAULT_OUTPUTS, by_default)
-
-
-def _inflated(body: bytes, encoding: str, limit: int) -> bytes:
-    """Inflate a body, up to one byte beyond the limit. Raises RequestError if it is damaged."""
-    inflater = zlib.decompressobj(wbits=_WINDOWS[encoding])
-    try:
-        inflated = inflater.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise RequestError(f"the body is not valid {encoding}: {error}") from error
-    if len(inflated) <= limit and not inflater.eof:
-        raise RequestError(f"the body ends within its {encoding} data")
-    if inflater.eof and inflater.unused_data:
-        raise RequestError(f"the body continues after the end of its {encoding} data")
-    return inflated

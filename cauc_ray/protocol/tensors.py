@@ -7,8 +7,7 @@ import reprlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -50,33 +49,12 @@ def shown(value: object) -> str:
 Datatype: TypeAlias = Literal[
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "BYTES"
 ]
+_NUMPY = ("?", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "O")
 DATATYPES: Mapping[str, np.dtype[Any]] = {
-    "BOOL": np.dtype(np.bool_),
-    "UINT8": np.dtype(np.uint8),
-    "UINT16": np.dtype(np.uint16),
-    "UINT32": np.dtype(np.uint32),
-    "UINT64": np.dtype(np.uint64),
-    "INT8": np.dtype(np.int8),
-    "INT16": np.dtype(np.int16),
-    "INT32": np.dtype(np.int32),
-    "INT64": np.dtype(np.int64),
-    "FP16": np.dtype(np.float16),
-    "FP32": np.dtype(np.float32),
-    "FP64": np.dtype(np.float64),
-    "BYTES": np.dtype(np.object_),
+    name: np.dtype(code) for name, code in zip(get_args(Datatype), _NUMPY, strict=True)
 }
-
-# The JSON types of each kind of dtype, and their names in messages. True and 1 are different here.
-_JSON_TYPES: Mapping[str, set[type]] = {"b": {bool}, "u": {int}, "i": {int}, "f": {int, float}, "O": {str}}
-_JSON_NAMES: Mapping[type, str] = {
-    bool: "booleans",
-    int: "whole numbers",
-    float: "numbers with a point or an exponent",
-    str: "texts",
-    list: "lists deeper than its shape",
-    dict: "objects",
-    type(None): "nulls",
-}
+# Python's types of each kind of dtype. True and 1 are different here; only gRPC has bytes.
+_TYPES: Mapping[str, set[type]] = {"b": {bool}, "u": {int}, "i": {int}, "f": {int, float}, "O": {str, bytes}}
 
 # numpy's own limit of an array, which it counts even if another dimension is 0.
 MAX_BYTES = 2**63 - 1
@@ -116,12 +94,12 @@ class Tensor:
         n = _size(name, datatype, shape)
         if not isinstance(data, list):
             raise _fault(name, "has no 'data', a list of its values")
-        flat = _flattened(data, shape)
-        if flat is None:
+        values = np.array(data, dtype=np.object_)
+        if values.ndim != 1 and values.shape != tuple(shape)[: values.ndim]:
             raise _fault(name, f"has data that are not nested by its shape {shown(shape)}")
-        if len(flat) != n:
-            raise _fault(name, f"has {len(flat)} values, but its shape {shown(shape)} needs {n}")
-        return cls(name, datatype, _read_list(name, datatype, flat).reshape(shape))
+        if values.size != n:
+            raise _fault(name, f"has {values.size} values, but its shape {shown(shape)} needs {n}")
+        return cls(name, datatype, _typed(name, datatype, values.ravel().tolist()).reshape(shape))
 
     @classmethod
     def from_raw(cls, name: str, datatype: str, shape: Sequence[int], raw: memoryview) -> Tensor:
@@ -179,39 +157,21 @@ def all_finite(values: npt.NDArray[Any]) -> bool:
     return bool(np.count_nonzero(np.isfinite(values)) == values.size)
 
 
-def _flattened(data: list[Any], dims: Sequence[int]) -> list[Any] | None:
-    """Return data row-major, as they are where they are flat; None where they are nested unlike the shape."""
-    if not data or not isinstance(data[0], list):
-        return data
-    level = [data]
-    for dim in dims:
-        # Both sets and the chain run in C: an image's numbers are too many for a loop.
-        if set(map(type, level)) != {list} or set(map(len, level)) != {dim}:
-            return None
-        level = list(chain.from_iterable(level))
-        if not level:
-            break
-    return level
-
-
-def _read_list(name: str, datatype: str, flat: list[Any]) -> npt.NDArray[Any]:
-    """Return JSON's values as an array (n,). Raises RequestError for other types and what the datatype cannot hold."""
+def _typed(name: str, datatype: str, values: list[Any]) -> npt.NDArray[Any]:
+    """Return values (n,) as an array. Raises RequestError for other types and what the datatype cannot hold."""
     dtype = DATATYPES[datatype]
-    wrong = set(map(type, flat)) - _JSON_TYPES[dtype.kind]
-    if wrong:
-        raise _fault(name, f"is {datatype}, but its data have {' and '.join(sorted(_JSON_NAMES[t] for t in wrong))}")
+    if wrong := sorted(value_type.__name__ for value_type in set(map(type, values)) - _TYPES[dtype.kind]):
+        raise _fault(name, f"is {datatype}, but its data have values of type {' and '.join(wrong)}")
     if datatype == "BYTES":
-        return np.array([text.encode() for text in flat], dtype=dtype)
+        return np.array([text.encode() if isinstance(text, str) else text for text in values], dtype=dtype)
     try:
-        if dtype.kind != "f":
-            return np.array(flat, dtype=dtype)
         # Rounds as numpy does, and raises where numpy would warn.
-        values = np.frombuffer(struct.pack(f"{len(flat)}{dtype.char}", *flat), dtype)
-    except (OverflowError, struct.error) as error:
-        raise _beyond(name, datatype) from error
-    if not all_finite(values):
-        raise _beyond(name, datatype)
-    return values
+        array: npt.NDArray[Any] | None = np.frombuffer(struct.pack(f"{len(values)}{dtype.char}", *values), dtype)
+    except (OverflowError, struct.error):
+        array = None
+    if array is None or not all_finite(array):
+        raise _fault(name, f"has a number outside the range of {datatype}")
+    return array
 
 
 def _read_elements(name: str, n: int, raw: memoryview) -> npt.NDArray[Any]:
@@ -225,16 +185,6 @@ def _read_elements(name: str, n: int, raw: memoryview) -> npt.NDArray[Any]:
     if at != len(raw) or len(elements) != n:
         raise _fault(name, f"has {len(raw)} bytes, which are not {n} BYTES, each after its length as a uint32")
     return np.array(elements, dtype=DATATYPES["BYTES"])
-
-
-def _beyond(name: str, datatype: str) -> RequestError:
-    dtype = DATATYPES[datatype]
-    if dtype.kind == "f":
-        most = float(np.finfo(dtype).max)
-        limits = f"{-most:.6g} to {most:.6g}"
-    else:
-        limits = f"{np.iinfo(dtype).min} to {np.iinfo(dtype).max}"
-    return _fault(name, f"has a number outside the range of {datatype}, {limits}")
 
 
 def _fault(name: str, what: str) -> RequestError:

@@ -14,7 +14,6 @@ from cauc_ray.models.answers import Answers, ModelFacts
 from cauc_ray.models.costs import (
     FAR,
     MEASURED_ROWS,
-    MEASURED_UNIT,
     cost_far_off,
     cost_unit,
     measured,
@@ -35,13 +34,10 @@ UNKNOWN = ModelFacts("m")
     [
         (CostSpec(gflops="auto"), FACTS, 8.0, 0.1, 4.0),
         (CostSpec(gflops="auto"), UNKNOWN, 8.0, 0.1, 8.0),
-        (CostSpec(gflops="auto"), UNKNOWN, None, 0.1, None),
         (CostSpec(params_b="auto"), FACTS, 8.0, 0.1, 7.0),
         (CostSpec(params_b="auto"), UNKNOWN, 8.0, 0.1, None),
-        (None, FACTS, 8.0, 0.1, 0.1),
         (None, FACTS, 8.0, 0.0, 0.0),
         (None, FACTS, 8.0, None, 4.0),
-        (None, UNKNOWN, 8.0, None, 8.0),
         (None, UNKNOWN, None, None, None),
         *((CostSpec(**{key: value}), FACTS, 8.0, 0.1, value) for key in COST_UNITS for value in (3.5, 0)),
     ],
@@ -58,12 +54,10 @@ PYTHON = {"kind": "python", "factory": "user_models:by_x"}
 
 
 def test_the_unit_is_declared_or_the_calls_own_or_gflops():
-    assert cost_unit(stage()) == MEASURED_UNIT == COST_UNITS["gflops"]
-    for key, unit in COST_UNITS.items():
-        assert cost_unit(stage({key: 2})) == unit
-        assert cost_unit(stage({key: 2}, kind="openai", model="m", prices={"input": 1, "output": 2})) == unit
-    billed = stage(kind="openai", model="m", prices={"input": 1, "output": 2})
-    assert cost_unit(billed) == billed.model.cost_unit == "USD"
+    billed = {"kind": "openai", "model": "m", "prices": {"input": 1, "output": 2}}
+    assert cost_unit(stage()) == COST_UNITS["gflops"]
+    assert cost_unit(stage(**billed)) == "USD"
+    assert all(cost_unit(stage({key: 2}, **billed)) == unit for key, unit in COST_UNITS.items())
 
 
 @given(
@@ -75,9 +69,6 @@ def test_a_cost_is_far_off_when_it_and_the_measured_one_are_more_than_a_quarter_
     ratio = cost / measured
     assert (warning is None) == (1 / FAR <= ratio <= FAR)
     if warning is not None:
-        assert "\n" not in warning
-        assert "stage 'lite'" in warning
-        assert f"{measured:.4g}" in warning
         assert ("two operations" in warning) == (2 / FAR <= ratio <= 2 * FAR)
     for cost, unmeasured in ((measured, None), (measured, 0.0), (0.0, measured)):  # free is what somebody said
         assert cost_far_off("lite", cost, unmeasured) is None
@@ -86,39 +77,22 @@ def test_a_cost_is_far_off_when_it_and_the_measured_one_are_more_than_a_quarter_
 # What is counted.
 
 
-def counted(forward, n=2):
-    """Return what is counted where each row takes a pass."""
-
+@pytest.mark.parametrize(
+    ("layer", "shape", "n_products"),
+    [
+        (nn.Conv2d(6, 6, 3, stride=2, padding=1, groups=3), (6, 8, 8), 4 * 4 * (2 * 6 * 9)),
+        (models.resnet18(weights=None).eval(), (3, 224, 224), models.ResNet18_Weights.DEFAULT.meta["_ops"] * 1e9),
+        # Two heads, 16 positions, 8 wide: scores and their sum are a product of matrices each.
+        (lambda x: nn.functional.scaled_dot_product_attention(x, x, x), (2, 16, 8), 2 * 2 * 16 * 16 * 8),
+    ],
+    ids=["convolution", "as published", "attention"],
+)
+def test_layers_are_counted_exactly(layer, shape, n_products):
     def answer(batch):
         with torch.inference_mode():
-            return forward(len(batch["x"])).flatten(1).numpy()
+            return layer(torch.zeros(len(batch["x"]), *shape)).flatten(1).numpy()
 
-    return measured(python_model(answer, "test"), {"x": np.ones(n)}).gflops
-
-
-class Attention(nn.Module):
-    """Two heads, 16 positions, 8 wide: scores and their sum are a product of matrices each."""
-
-    def forward(self, x):
-        return nn.functional.scaled_dot_product_attention(x, x, x)
-
-
-@pytest.mark.parametrize(
-    ("layers", "shape", "n_products"),
-    [
-        ([nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 3)], (10,), 10 * 20 + 20 * 3),
-        (
-            [nn.Conv2d(4, 6, 3, stride=2, padding=1), nn.Conv2d(6, 6, 3, groups=3)],
-            (4, 8, 8),
-            4 * 4 * (4 * 6 * 9) + 2 * 2 * (2 * 6 * 9),
-        ),
-        ([models.resnet18(weights=None).eval()], (3, 224, 224), models.ResNet18_Weights.DEFAULT.meta["_ops"] * 1e9),
-        ([Attention()], (2, 16, 8), 2 * 2 * 16 * 16 * 8),
-    ],
-    ids=["linear", "convolutions", "as published", "attention"],
-)
-def test_layers_are_counted_exactly(layers, shape, n_products):
-    gflops = counted(lambda n: nn.Sequential(*layers)(torch.zeros(n, *shape)))
+    gflops = measured(python_model(answer, "test"), {"x": np.ones(2)})[0]
     assert gflops == pytest.approx(n_products / 1e9, rel=1e-3)
 
 
@@ -140,22 +114,18 @@ def test_the_count_is_a_mean_over_the_first_rows_each_alone_without_those_that_f
 
     batch = {"x": np.arange(1, MEASURED_ROWS + 40)}
     expected = (batch["x"][:MEASURED_ROWS].sum() - 3) / (MEASURED_ROWS - 1) / 1e9
-    assert measured(Model(), batch).gflops == pytest.approx(expected)
+    assert measured(Model(), batch)[0] == pytest.approx(expected)
     assert sizes == [1] * MEASURED_ROWS
     assert (batch["x"] == np.arange(1, MEASURED_ROWS + 40)).all()
-    assert measured(Model(), {"x": np.full(4, 3)}).gflops is None
+    assert measured(Model(), {"x": np.full(4, 3)})[0] is None
 
 
-def test_what_cannot_be_counted_has_no_count():
-    in_numpy = python_model(lambda batch: batch["x"] @ np.ones((10, 4)), "test")
-    assert measured(in_numpy, {"x": np.ones((3, 10))}).gflops is None
-
+def test_a_model_that_cannot_answer_single_rows_has_no_count():
     def raises(batch):
         torch.ones(3, 3) @ torch.ones(3, 3)
         raise RuntimeError("only whole batches")
 
-    assert measured(python_model(raises, "test"), {"x": np.ones((3, 10))}).gflops is None
-    assert measured(python_model(raises, "test"), {"x": np.ones((0, 10))}).gflops is None
+    assert measured(python_model(raises, "test"), {"x": np.ones((3, 10))})[0] is None
 
 
 def test_noise_is_how_far_the_other_rows_of_a_batch_move_a_logit():
@@ -167,8 +137,8 @@ def test_noise_is_how_far_the_other_rows_of_a_batch_move_a_logit():
             return Answers(np.column_stack([batch["x"], np.zeros(n)]).astype(np.float32) + 0.25 * (n > 1))
 
     batch = {"x": np.arange(4.0)}
-    assert measured(Model(), batch, Model()(batch)).noise == 0.25
-    assert measured(Model(), batch).noise is None
+    assert measured(Model(), batch, Model()(batch))[1] == 0.25
+    assert measured(Model(), batch)[1] is None
 
 
 def test_counting_does_not_load_torch():
@@ -179,7 +149,7 @@ def test_counting_does_not_load_torch():
         from cauc_ray.models.python import python_model
         asked = []
         model = python_model(asked.append, "test")
-        assert measured(model, {"x": np.zeros(2)}).gflops is None
+        assert measured(model, {"x": np.zeros(2)})[0] is None
         assert "torch" not in sys.modules
         assert not asked
     """

@@ -7,7 +7,7 @@ from completion_server import Fault, scripted_server
 
 from cauc_ray.models.openai import DecisionsSpec
 
-LABELS = {"billing": "about invoices", "bug": "", "other": ""}
+LABELS = {"low": "about x", "mid": "", "high": "about z"}
 
 
 def spec(server, **settings):
@@ -15,114 +15,80 @@ def spec(server, **settings):
     return DecisionsSpec(kind="decisions", model="m", base_url=server.url, **settings)
 
 
-def texts(values):
+def texts(*values):
     return {"text": column(values)}
 
 
-def probabilities(text):
-    """Return what the server's model thinks of a text, float64 (3,)."""
-    odds = np.random.default_rng(int(text.rsplit(" ", 1)[1])).normal(0, 2, 3)
-    return np.exp(odds) / np.exp(odds).sum()
+def listed(name, values, **more):
+    """Return probabilities by option in another order than that of the labels, as the format decisions has them."""
+    entries = zip(LABELS, values, strict=True)
+    return {"probabilities": [{name: label, "probability": value, **more} for label, value in entries][::-1]}
 
 
-def answer(text, confidence=max, order=slice(None)):
-    p = probabilities(text)
-    listed = [{"value": name, "probability": float(q)} for name, q in zip(LABELS, p, strict=True)][order]
-    best = [*LABELS][int(p.argmax())]
-    reply = {"type": "choice", "choice": best, "confidence": confidence(list(p)), "probabilities": listed, "name": None}
-    usage = {"input_tokens": 30, "output_tokens": 1, "total_tokens": 31}
-    return {"answers": [reply], "model": "m", "usage": usage}
+def described(name):
+    return [{name: "low", "description": "about x"}, {name: "mid"}, {name: "high", "description": "about z"}]
 
 
-def test_a_question_is_asked_as_the_protocol_has_it():
-    with scripted_server(lambda text, before: answer(text)) as server:
-        model = spec(server, prices={"input": 1, "output": 2}, examples=[{"text": "Pay", "label": "billing"}]).load()
-        answers = model(texts(["row 1", "row 2", None]))
-        path, _, body = server.requests[0]
-    assert path == "/v1/decisions"
-    listed = [{"value": "billing", "description": "about invoices"}, {"value": "bug"}, {"value": "other"}]
-    question = {"type": "choice", "instructions": "Choose the right option.", "choices": listed}
-    assert body["questions"] == [question]
-    assert body["input"].startswith("Ticket: Pay\nAnswer: billing\n\nTicket: row ")
-    assert answers.logits[0] == pytest.approx(probabilities("row 1"))
-    assert answers.costs == pytest.approx([32e-6, 32e-6, 0])
-    assert answers.failures.keys() == {2}
-    assert model.facts.logit_kind == "probabilities"
+def answer(reply):
+    return {"answers": [reply]}
 
 
-@pytest.mark.parametrize("confidence", [max, min, lambda p: sorted(p)[-1] - sorted(p)[-2]])
-@pytest.mark.parametrize("order", [1, -1])
-def test_no_formula_of_confidence_and_no_order_changes_an_answer(confidence, order):
-    rows = [f"row {n}" for n in range(5)]
-    with scripted_server(lambda text, before: answer(text, confidence, slice(None, None, order))) as server:
-        logits = spec(server).load()(texts(rows)).logits
-    assert logits == pytest.approx(np.array([probabilities(row) for row in rows]))
+# The settings of a question, the question as it is sent, and the answer to it.
+QUESTIONS = [
+    (
+        {},
+        {"type": "choice", "choices": described("value")},
+        {"choice": "mid", "confidence": 0.1, **listed("value", [0.2, 0.3, 0.5])},
+    ),
+    (
+        {"question": "score"},
+        {"type": "score", "levels": described("label")},
+        {"score": 2.3, **listed("label", [0.2, 0.3, 0.5], value=0)},
+    ),
+    ({"question": "predicate"}, {"type": "predicate"}, {"probability": 0.8}),
+    (
+        {"format": "systemone"},
+        {"type": "choice", "criteria": {"low": "about x", "mid": None, "high": "about z"}},
+        {"confidence": 0.1, "probabilities": {"high": 0.5, "low": 0.2, "mid": 0.3}},
+    ),
+    (
+        {"format": "systemone", "question": "score"},
+        {"type": "score", "criteria": ["low: about x", "mid", "high: about z"]},
+        {"probabilities": {"0": 0.2, "1": 0.3, "2": 0.5}},
+    ),
+    ({"format": "systemone", "question": "predicate"}, {"type": "noul"}, {"noul": 0.8}),
+]
 
 
-def levels(format, values):
-    """Return probabilities of levels as a server writes them."""
-    if format == "systemone":
-        return {str(n): value for n, value in enumerate(values)}
-    return [{"label": f"{n}", "value": n - 1, "probability": value} for n, value in enumerate(values, 1)][::-1]
-
-
-@pytest.mark.parametrize("format", ["decisions", "systemone"])
-def test_predicates_and_scores_are_read_by_their_own_probabilities(format):
-    def script(text, before):
-        body = server.requests[-1][2]
-        question = body["questions"]["answer"] if format == "systemone" else body["questions"][0]
-        is_score = question["type"] == "score"
-        reply = {"score": 2.3, "probabilities": levels(format, [0.2, 0.3, 0.5])} if is_score else {"probability": 0.8}
-        reply = {"noul": 0.8} if question["type"] == "noul" else reply
-        return {"answers": {"answer": reply} if format == "systemone" else [reply]}
-
-    with scripted_server(script) as server:
-        predicate = spec(server, labels=["no", "yes"], question="predicate", instructions="Urgent.", format=format)
-        assert predicate.load()(texts(["row 1"])).logits.tolist() == [pytest.approx([0.2, 0.8])]
-        score = spec(server, labels={"1": "low", "2": "", "3": "high"}, question="score", format=format)
-        assert score.load()(texts(["row 1"])).logits.tolist() == [pytest.approx([0.2, 0.3, 0.5])]
-        (path, _, first), (_, _, second) = server.requests
-    assert path == f"/v1/{format}"
-    if format == "systemone":
-        assert first["state"] == "Ticket: row 1"
-        assert first["questions"] == {"answer": {"type": "noul", "instructions": "Urgent."}}
-        assert second["questions"]["answer"]["criteria"] == ["1: low", "2", "3: high"]
-    else:
-        assert first["questions"] == [{"type": "predicate", "instructions": "Urgent."}]
-        described = [{"label": "1", "description": "low"}, {"label": "2"}, {"label": "3", "description": "high"}]
-        assert second["questions"][0]["levels"] == described
-
-
-def test_choices_are_asked_as_system_one_has_them():
-    def script(text, before):
-        values = dict(zip(LABELS, map(float, probabilities(text)), strict=True))
-        reply = {"type": "choice", "choice": max(values, key=values.get), "probabilities": values, "confidence": 0.1}
-        usage = {"input_tokens": 30, "output_tokens": 0}
-        return {"answers": {} if text.endswith("row 3") else {"answer": reply}, "usage": usage}
-
-    with scripted_server(script) as server:
-        answers = spec(server, format="systemone", prices={"input": 1, "output": 2}).load()(texts(["row 1", "row 3"]))
-        path, _, body = server.requests[0]
-    assert path == "/v1/systemone"
-    criteria = {"billing": "about invoices", "bug": None, "other": None}
-    question = {"type": "choice", "instructions": "Choose the right option.", "criteria": criteria}
-    assert body["questions"] == {"answer": question}
-    assert answers.logits[0] == pytest.approx(probabilities("row 1"))
+@pytest.mark.parametrize(("settings", "question", "reply"), QUESTIONS, ids=range(len(QUESTIONS)))
+def test_a_question_is_asked_and_its_probabilities_are_read_as_the_server_has_them(settings, question, reply):
+    is_systemone, is_predicate = "format" in settings, settings.get("question") == "predicate"
+    labels, expected = (["no", "yes"], [0.2, 0.8]) if is_predicate else (LABELS, [0.2, 0.3, 0.5])
+    content = {"answers": {"answer": reply}} if is_systemone else answer(reply)
+    more = {"labels": labels, "instructions": "How?", "examples": [{"text": "Pay", "label": 1}]}
+    with scripted_server(lambda text, before: content) as server:
+        answers = spec(server, **settings, **more).load()(texts("row", None))
+        ((path, _, body),) = server.requests
+    assert answers.logits[0] == pytest.approx(expected)
     assert answers.failures.keys() == {1}
-    assert answers.costs == pytest.approx([30e-6, 30e-6])
+    assert path == f"/v1/{'systemone' if is_systemone else 'decisions'}"
+    sent = body["questions"]["answer"] if is_systemone else body["questions"][0]
+    assert sent == {"instructions": "How?", **question}
+    prompt = body["state" if is_systemone else "input"]
+    assert prompt == f"Ticket: Pay\nAnswer: {[*labels][1]}\n\nTicket: row"
 
 
 def test_a_system_message_and_an_image_make_the_input_a_conversation():
-    with scripted_server(lambda text, before: answer(text)) as server:
+    with scripted_server(lambda text, before: answer(listed("value", [0.2, 0.3, 0.5]))) as server:
         model = spec(server, system="Be fair.", image=True).load()
-        answers = model({**texts(["row 1", "row 2"]), "image": column([np.zeros((4, 4, 3), np.uint8), None])})
+        answers = model({**texts("row 1", "row 2"), "image": column([np.zeros((4, 4, 3), np.uint8), None])})
         ((_, _, body),) = server.requests
     assert answers.failures.keys() == {1}
     system, user = body["input"]
     assert system == {"role": "system", "content": "Be fair."}
-    assert [part["type"] for part in user["content"]] == ["input_image", "input_text"]
-    assert user["content"][0]["image_url"].startswith("data:image/png;base64,")
-    assert user["content"][1]["text"] == "Ticket: row 1"
+    image, text = user["content"]
+    assert image["image_url"].startswith("data:image/png;base64,")
+    assert (image["type"], text) == ("input_image", {"type": "input_text", "text": "Ticket: row 1"})
 
 
 @pytest.mark.parametrize(
@@ -144,19 +110,16 @@ def test_settings_that_would_do_nothing_are_refused(settings, words):
 @pytest.mark.parametrize(
     ("reply", "words"),
     [
-        ({"type": "refusal", "name": None}, "refuses"),
-        ({"type": "choice", "choice": "bug", "confidence": 0.9}, "no probability of each option"),
-        ({"type": "choice", "probabilities": [{"value": "bug", "probability": 1.0}]}, "no probability of each option"),
-        (None, "no probability of each option"),
+        (answer({"type": "refusal", "name": None}), "refuses"),
+        (answer({"choice": "mid", "confidence": 0.9}), "no probability of each option"),
+        (answer({"probabilities": [{"value": "mid", "probability": 1.0}]}), "no probability of each option"),
+        ({"answers": []}, "no probability of each option"),
+        (Fault(422, {"detail": "too many choices"}), "too many choices"),
     ],
 )
 def test_an_answer_without_probabilities_fails_alone(reply, words):
-    def script(text, before):
-        return {"answers": [reply] if reply else []} if text.endswith("row 1") else answer(text)
-
-    with scripted_server(script) as server:
-        answers = spec(server).load()(texts(["row 1", "row 2"]))
-        assert answers.failures.keys() == {0}
-        assert words in answers.failures[0]
-        server.script = lambda text, before: Fault(422, {"detail": "too many choices"})
-        assert "too many choices" in spec(server).load()(texts(["row 3"])).failures[0]
+    sound = answer(listed("value", [0.2, 0.3, 0.5]))
+    with scripted_server(lambda text, before: reply if text.endswith("row 1") else sound) as server:
+        answers = spec(server).load()(texts("row 1", "row 2"))
+    assert answers.failures.keys() == {0}
+    assert words in answers.failures[0]

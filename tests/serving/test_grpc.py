@@ -195,7 +195,7 @@ INVALID = {
     "NaN": ({"inputs": [X], "raw_input_contents": [np.array([np.nan, 0], np.float32).tobytes()]}, "NaN"),
     "beyond": ({"inputs": [{**X, "datatype": "INT8", "contents": {"int_contents": [1, 300]}}]}, "INT8"),
     "two fields": ({"inputs": [{**X, "contents": {"fp32_contents": [1], "int_contents": [1]}}]}, "one of them"),
-    "bytes": ({"inputs": [{**X, "contents": {"bytes_contents": [b"a", b"b"]}}]}, "bytes_contents"),
+    "bytes": ({"inputs": [{**X, "contents": {"bytes_contents": [b"a", b"b"]}}]}, "values of type bytes"),
     "datatype": ({"inputs": [{**X, "datatype": "FP8"}]}, "datatype"),
     "ragged": ({"inputs": [{**X, "shape": [-1]}], "raw_input_contents": [b""]}, "shape"),
     "twice": ({"inputs": [X, X], "raw_input_contents": [b"12345678"] * 2}, "two inputs"),
