@@ -90,7 +90,7 @@ def texts() -> dict[str, np.ndarray]:
     return {"text": column(["It broke", "Why was I charged twice?", "thanks " * 30, "x", "Pay me now", "Hello there"])}
 
 
-NO_FOLDER, NO_HUB = ({"model": "/absent"}, "there is no such folder"), ({"model": "org/absent"}, "cannot be loaded")
+NO_FOLDER, NO_HUB = ({"model": "/absent"}, "does not exist"), ({"model": "org/absent"}, "cannot be loaded")
 NO_COLUMN = ({"prompt": "Which one?"}, "prompt reads no column")
 ONE_LABEL = ({"labels": ["one"]}, "labels")
 ASKED = {"labels": LABELS, "prompt": "Ticket: {{ text }}"}
@@ -174,7 +174,7 @@ def onnx(folder: Path, stack: ExitStack) -> Case:
         onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=9), str(folder / name))
     (folder / "broken.onnx").write_bytes(b"no graph")
     (folder / "tokenizer.json").write_text(json.dumps({"no": "tokenizer"}))
-    wrong = [({"model": name}, "cannot be loaded") for name in ("absent.onnx", "broken.onnx")]
+    wrong = [({"model": "absent.onnx"}, "does not exist"), ({"model": "broken.onnx"}, "cannot be loaded")]
     wrong += [({"output": "logit"}, "no output 'logit'; it has y"), ({"image": {"size": 0}}, "image.size")]
     wrong += [({"columns": [], "tokenizer": "tokenizer.json"}, "is not a tokenizer.json")]
     return Case(
@@ -355,7 +355,7 @@ def language(kind: str, **more: Any) -> Callable[[Path, ExitStack], Case]:
         tiny = tiny_language_model(folder / "m")
         broken = save(folder, tiny.network, tiny.tokenizer)
         wrong = [ONE_LABEL, NO_COLUMN, ({"options": "word"}, "options")]
-        missing = [({"model": name}, "cannot be loaded") for name in ("/absent", "org/absent")]
+        missing = [NO_FOLDER, NO_HUB]
         if kind == "transformers-choice":
             missing.append(({"gguf_file": "absent.gguf"}, "cannot be loaded"))
         return Case(

@@ -265,8 +265,3 @@ def test_token_ids_of_32_bits_in_rows_of_a_fixed_number_and_length(tmp_path):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     expected = [(tokenizer.encode(text).ids + [0] * 3)[:3] for text in texts]
     assert model({"text": column(texts)}).logits.tolist() == expected
-
-
-def test_a_network_without_a_column_of_its_inputs_name_says_how_to_give_columns(linear):
-    with pytest.raises(DataError, match=r"no column has that name.*Give columns"):
-        spec(linear).load()({"age": np.zeros(2), "income": np.zeros(2)})

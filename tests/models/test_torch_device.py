@@ -6,9 +6,9 @@ import torch
 from batches import question_batch, refused
 
 from cauc_ray.models.answers import ModelFacts
-from cauc_ray.models.classifiers import ImageModel
+from cauc_ray.models.image_networks import ImageModel
 from cauc_ray.models.language import ChoiceModel
-from cauc_ray.models.torch_device import WithoutTF32, choose_device
+from cauc_ray.models.torch_device import choose_device
 from cauc_ray.models.transformers import TransformersChoiceSpec
 
 
@@ -42,7 +42,7 @@ def image_model(network, *, gpu=None, device="cpu", prepare_s=0.0, dtype="auto")
             gpu.now_s += prepare_s
         return torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
 
-    return ImageModel(network, preprocess, ModelFacts("test"), device, dtype, gpu and gpu.event)
+    return ImageModel(network, preprocess, ModelFacts("test"), device, dtype, new_event=gpu and gpu.event)
 
 
 class Takes(torch.nn.Module):
@@ -92,37 +92,15 @@ def test_every_forward_pass_of_a_language_model_counts_and_nothing_else(tiny_mod
     assert answers.device_s == len(passes) == (2 if options == "letter" else 4)
 
 
-class Looks(torch.nn.Module):
-    """Answers with a linear layer, and notes whether GPUs might shorten the factors of products."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = torch.nn.Linear(3, 4)
-        self.allowed = set()
-
-    def forward(self, images):
-        self.allowed |= {torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32}
-        return self.head(images.mean(dim=(2, 3)))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_products_and_logits_have_the_precision_that_is_recorded(dtype):
-    network, before = Looks(), torch.backends.cudnn.allow_tf32
+def test_products_and_logits_have_the_precision_that_is_recorded(monkeypatch, dtype):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # by which GPUs shorten the factors of products
+    network = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, 4))
     images = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), dtype=np.uint8)
     logits = image_model(network, dtype=dtype)({"image": images}).logits
-    assert network.allowed == {False} or dtype != "float32"
-    assert torch.backends.cudnn.allow_tf32 == before
-    expected = network.head(torch.from_numpy(images).permute(0, 3, 1, 2).float().mean(dim=(2, 3)))
+    assert torch.backends.cudnn.allow_tf32 == (dtype != "float32")
+    expected = network[-1](torch.from_numpy(images).permute(0, 3, 1, 2).float().mean(dim=(2, 3)))
     assert logits == pytest.approx(expected.detach().numpy(), rel=1e-6)  # bfloat16 has steps of 1 in 128
-
-
-def test_products_may_be_shortened_again_when_the_last_pass_has_ended():
-    before, passes = torch.backends.cudnn.allow_tf32, WithoutTF32()
-    with passes:
-        with passes:
-            pass
-        assert not torch.backends.cudnn.allow_tf32
-    assert torch.backends.cudnn.allow_tf32 == before
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])

@@ -91,12 +91,14 @@ def test_a_classifier_and_its_features_are_those_of_the_library(vit, capfd):
         warnings.simplefilter("error")
         model = classifier(folder).load()
         answers = model({"image": COLUMN})
+        (_, pixels_on_host), *_ = model.prepare({"image": COLUMN})[1]
         features = FeaturesSpec(of=classifier(folder)).load()({"image": COLUMN}).logits
     with torch.inference_mode():
         assert_same(answers.logits, net(**pixels(processor)).logits.numpy())
         assert_same(features, net.vit(**pixels(processor)).last_hidden_state[:, 0].numpy())
     assert model.facts.params_b == pytest.approx(sum(p.numel() for p in net.parameters()) / 1e9)
     assert model.facts.gflops is None
+    assert pixels_on_host.dtype == torch.uint8  # which the device normalises
     assert capfd.readouterr() == ("", "")
 
 

@@ -4,9 +4,7 @@ import re
 import socket
 import struct
 import urllib.request
-import warnings
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import numpy as np
@@ -25,10 +23,9 @@ from torchvision import models
 from cauc_ray.errors import DataError
 from cauc_ray.models import torchvision as torchvision_kind
 from cauc_ray.models.answers import as_answers
-from cauc_ray.models.classifiers import classifier_size
 from cauc_ray.models.encoders import FeaturesSpec
 from cauc_ray.models.images import FORMATS, MAX_ASPECT, decode_image
-from cauc_ray.models.torchvision import TorchvisionSpec
+from cauc_ray.models.torchvision import TorchvisionSpec, classifier_size
 
 PHOTOGRAPHS = SHARED_DATA / "imagenet_nips17_1000.parquet"
 RNG = np.random.default_rng(5)
@@ -341,15 +338,6 @@ def test_damaged_images_are_an_image_or_a_data_error(whole, data):
         assert np.asarray(image).shape == (image.height, image.width, 3)
         return
     assert "\n" not in reason
-
-
-def test_decoding_in_many_threads_leaves_the_warnings_as_they_were():
-    with pytest.raises(UserWarning, match="Transparency"):  # what is kept from callers
-        Image.open(io.BytesIO(TRANSPARENT)).convert("RGB")
-    filters = list(warnings.filters)
-    with ThreadPoolExecutor(8) as threads:
-        assert {image.mode for image in threads.map(decode_image, [TRANSPARENT] * 400)} == {"RGB"}
-    assert warnings.filters == filters
 
 
 # Real networks.

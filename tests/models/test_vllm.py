@@ -109,7 +109,7 @@ def test_images_go_with_the_prompts_of_their_rows(engines, tiny_model, monkeypat
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"lora": "/adapter"}, "there is no such folder"), ({"device": "cuda"}, "device cuda: no GPU is visible")],
+    [({"lora": "/adapter"}, "does not exist"), ({"device": "cuda"}, "device cuda: no GPU is visible")],
 )
 def test_what_an_engine_cannot_use_is_refused_before_it_starts(engines, tiny_model, settings, words):
     assert words in refused(spec(tiny_model, **settings).load)
