@@ -135,7 +135,6 @@ class ChoiceModel(TorchModel):
         compute_in_float32(network.get_output_embeddings())  # bfloat16 logits between 16 and 32 are 0.125 apart
         self._spec = spec
         self._accepts = set(inspect.signature(network.forward).parameters)
-        self._over_gpus = any(weights.device != self._device for weights in network.parameters())
         # transformers 5.24 renamed past_key_values to cache, as it now also calls the state of a network like Mamba.
         attends = "position_ids" in self._accepts or not getattr(network, "_is_stateful", False)
         # The state of linear attention (Qwen3.5) cannot be given to several options.
@@ -211,10 +210,8 @@ class ChoiceModel(TorchModel):
         raw = logits[tensors.owners, tensors.starts]
         totals = (raw - torch.logsumexp(logits, dim=1)[tensors.owners]).double()
         if len(tensors.longer):
-            # A cache of many devices takes the host's.
-            owners = (on_host if self._over_gpus else tensors).owners
-            longer = (on_host if self._over_gpus else tensors).longer
-            totals[tensors.longer] += self._continuations(tensors, owners[longer], getattr(output, self._cache), mask)
+            owners = on_host.owners[on_host.longer]  # a cache may lie on many devices, which take the host's indices
+            totals[tensors.longer] += self._continuations(tensors, owners, getattr(output, self._cache), mask)
         return raw, totals
 
     def take(
@@ -233,7 +230,7 @@ class ChoiceModel(TorchModel):
 
         Args:
             tensors: Tensors of the pass.
-            owners: Question of each longer option, where the cache takes it, (l,).
+            owners: Question of each longer option, on the host, (l,).
             cache: The cache of the prompts.
             mask: What the cache holds, (n, width).
         """

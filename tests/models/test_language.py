@@ -141,21 +141,12 @@ def test_rows_that_cannot_be_asked_are_reported_and_the_others_answered(loaded, 
     assert "the model takes up to 50" in failures[1]
 
 
-def test_operations_follow_the_length_and_leave_padding_out(loaded, language_model):
+def test_operations_follow_the_length_and_leave_padding_out(loaded):
     model = loaded(chat_template=False)
     short, long = ("Why?", ["yes", "no"]), ("Why " * 200 + "?", ["yes", "no"])
     alone = [measured(model, question_batch(q)).gflops for q in (short, long)]
     assert alone[1] > 5 * alone[0]
     assert measured(model, question_batch(short, long)).gflops == pytest.approx(np.mean(alone), rel=1e-6)
-    network, config = language_model.network, language_model.network.config
-    n_tokens = len(language_model.tokenizer.encode(question_prompt("Why?", ["yes", "no"])))
-    # Two operations for each weight and token, of which one is counted. The embedding is looked up, and the head
-    # runs for the last token alone. Attention multiplies each token's queries and values with those of all others.
-    inside = [p for n, p in network.named_parameters() if not any(part in n for part in ("embed", "norm", "lm_head"))]
-    head = network.get_output_embeddings().weight.numel()
-    attention = config.num_hidden_layers * 2 * n_tokens**2 * config.hidden_size
-    expected = n_tokens * sum(p.numel() for p in inside) + head + attention
-    assert alone[0] == pytest.approx(expected / 1e9, rel=0.005)
 
 
 FAMILIES = "gpt2 qwen2 qwen3 mistral3 qwen3_vl gemma3 gemma4 gemma4-experts qwen3_5"
