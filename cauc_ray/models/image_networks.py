@@ -17,7 +17,7 @@ from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.encoders import ImageEncoderSpec
 from cauc_ray.models.hub import context_length, fetched, load_network, option_names
 from cauc_ray.models.images import read_images
-from cauc_ray.models.kind import Placement, Precision, TorchDevice
+from cauc_ray.models.kind import Placement, TorchSpec
 from cauc_ray.models.passes import Passes
 from cauc_ray.models.torch_device import TorchModel, choose_device, choose_dtype, compute_in_float32, last_linear
 from cauc_ray.models.transformers import HubImageSpec, TransformersImageSpec
@@ -35,33 +35,31 @@ class ImageModel(TorchModel):
     float32.
 
     Args:
+        spec: Where and how precisely it computes.
         network: The network.
         preprocess: Turns an RGB image into a tensor (C, H, W), of one shape for all.
         facts: Facts that the network does not show.
-        device: Where it computes.
-        dtype: The precision in which it computes.
         scale: By what the device normalises the pixels, if that is left of the preprocessing.
         new_event: As TorchModel has it.
     """
 
     def __init__(
         self,
+        spec: TorchSpec,
         network: nn.Module,
         preprocess: Preprocess,
         facts: ModelFacts,
-        device: TorchDevice = "auto",
-        dtype: Precision = "auto",
         scale: Scale | None = None,
         new_event: Callable[[], Any] | None = None,
     ) -> None:
-        chosen = choose_device(device)
-        self._dtype = choose_dtype(dtype, chosen)
-        self._layout = torch.channels_last if chosen.type == "cuda" else torch.contiguous_format
-        network = network.eval().to(chosen, torch.float32).to(memory_format=self._layout)
+        device = choose_device(spec.device)
+        self._dtype = choose_dtype(spec.dtype, device)
+        self._layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+        network = network.eval().to(device, torch.float32).to(memory_format=self._layout)
         compute_in_float32(last_linear(network))
-        super().__init__(network, facts, chosen, self._dtype, new_event)
+        super().__init__(network, facts, device, self._dtype, new_event)
         self._preprocess = preprocess
-        self._scale = None if scale is None else torch.tensor(scale, device=chosen)[:, :, None, None]
+        self._scale = None if scale is None else torch.tensor(scale, device=device)[:, :, None, None]
         # As many as torch's own threads: the CPUs of the stage. Next to a GPU each needs no more threads of its own.
         alone = partial(torch.set_num_threads, 1) if self._on_gpu else None
         self._pool = ThreadPoolExecutor(torch.get_num_threads(), initializer=alone)
@@ -183,7 +181,7 @@ def _image_model(spec: HubImageSpec, network: nn.Module, labels: tuple[str, ...]
 
     preprocess, scale = split_preprocessing(fetched(AutoImageProcessor, spec))
     facts = ModelFacts(source=f"transformers {spec.model}", labels=labels)
-    return ImageModel(network, preprocess, facts, spec.device, spec.dtype, scale)
+    return ImageModel(spec, network, preprocess, facts, scale)
 
 
 def split_preprocessing(processor: Any) -> tuple[Preprocess, Scale | None]:

@@ -243,6 +243,18 @@ def sampled_digest(path: Path) -> str | None:
     return digest.hexdigest()[:16]
 
 
+class TorchSpec(KindSpec):
+    """A network in torch.
+
+    Attributes:
+        device: Where it computes; auto is a GPU if the stage has one.
+        dtype: Precision of the computation; auto is bfloat16 on GPUs that have it, else float32.
+    """
+
+    device: TorchDevice = "auto"
+    dtype: Precision = "auto"
+
+
 class ImageSpec(KindSpec):
     """A model that reads the column `image`."""
 

@@ -112,15 +112,13 @@ def load(spec: OnnxSpec, placement: Placement) -> OnnxModel:
     spec.require("onnx", "onnxruntime", *(["PIL"] if spec.image else []), *(["tokenizers"] if spec.tokenizer else []))
     import onnxruntime
 
-    available = onnxruntime.get_available_providers()
-    if spec.device == "cuda" and _CUDA not in available:
-        raise ConfigError("device cuda: this onnxruntime has no GPU; install onnxruntime-gpu, or give device cpu")
-    on_gpu = _CUDA in available and (spec.device == "cuda" or (spec.device == "auto" and placement.num_gpus > 0))
+    has_cuda = _CUDA in onnxruntime.get_available_providers()
+    on_gpu = spec.device == "cuda" or (spec.device == "auto" and placement.num_gpus > 0 and has_cuda)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = _n_cpus()
     options.log_severity_level = 3
     # TF32 has the range of float32 and a precision of 10 bits.
-    providers = [*([(_CUDA, {"use_tf32": "0"})] if on_gpu else []), _CPU]
+    providers = [*([(_CUDA, {"use_tf32": "0"})] if on_gpu and has_cuda else []), _CPU]
     if on_gpu and hasattr(onnxruntime, "preload_dlls"):
         onnxruntime.preload_dlls()
     try:
@@ -129,8 +127,8 @@ def load(spec: OnnxSpec, placement: Placement) -> OnnxModel:
         raise ConfigError(f"{spec.model} cannot be loaded: {first_line(error)}") from error
     if on_gpu and _CUDA not in session.get_providers():  # ONNX Runtime only logs this
         raise ConfigError(
-            f"{spec.model}: ONNX Runtime cannot load CUDA's libraries and would compute on the CPU; install them "
-            "(onnxruntime-gpu[cuda,cudnn]), or give device cpu"
+            f"device {spec.device}: ONNX Runtime has no GPU here, or cannot load CUDA's libraries; "
+            "install onnxruntime-gpu[cuda,cudnn], or give device cpu"
         )
     return OnnxModel(spec, session)
 

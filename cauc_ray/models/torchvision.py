@@ -17,7 +17,7 @@ from pydantic import AfterValidator, ValidationInfo
 
 from cauc_ray.errors import ConfigError, first_line, one_line, unknown_name
 from cauc_ray.models.answers import ModelFacts
-from cauc_ray.models.kind import ImageSpec, Placement, Precision, TorchDevice, local_path
+from cauc_ray.models.kind import ImageSpec, Placement, TorchSpec, local_path
 
 if TYPE_CHECKING:
     from cauc_ray.models.image_networks import ImageModel
@@ -37,7 +37,7 @@ _INCEPTION = {"aux_logits": False, "init_weights": False, "transform_input": Tru
 _DENSE_LAYER = re.compile(r"^(.*denselayer\d+\.(?:norm|conv))\.([12]\.)")
 
 
-class TorchvisionSpec(ImageSpec):
+class TorchvisionSpec(TorchSpec, ImageSpec):
     """`{kind: torchvision, arch: resnet50, weights: IMAGENET1K_V2}`.
 
     The images are resized, cropped and normalised as the weights ask, those of a file as the architecture's default
@@ -47,8 +47,6 @@ class TorchvisionSpec(ImageSpec):
         arch: Any classifier that TorchVision builds.
         weights: One of the architecture's published weights, or a file of them (.pth, .pt, .safetensors; the number of
             classes is the file's).
-        device: Where it computes; auto is a GPU if the stage has one.
-        dtype: Precision of the computation; auto is bfloat16 on GPUs that have it, else float32.
     """
 
     LOADER: ClassVar[str] = "cauc_ray.models.torchvision:load"
@@ -57,8 +55,6 @@ class TorchvisionSpec(ImageSpec):
     kind: Literal["torchvision"]
     arch: str
     weights: Annotated[str, AfterValidator(_weights)] = "DEFAULT"
-    device: TorchDevice = "auto"
-    dtype: Precision = "auto"
 
 
 def load(spec: TorchvisionSpec, placement: Placement) -> ImageModel:
@@ -99,14 +95,7 @@ def load(spec: TorchvisionSpec, placement: Placement) -> ImageModel:
     (size,), (shorter,), resample = steps.crop_size, steps.resize_size, steps.interpolation.value
     square = partial(centre_square, size=size, shorter=shorter, resample=resample)
     scale = [255 * mean for mean in steps.mean], [255 * std for std in steps.std]
-    return ImageModel(
-        network,
-        lambda image: torch.from_numpy(square(image)).permute(2, 0, 1),
-        facts,
-        spec.device,
-        spec.dtype,
-        scale,
-    )
+    return ImageModel(spec, network, lambda image: torch.from_numpy(square(image)).permute(2, 0, 1), facts, scale)
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -11,19 +11,17 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.kind import HubModel, ImageSpec, InputColumns, KindSpec, Precision, TextColumns, TorchDevice
+from cauc_ray.models.kind import HubModel, ImageSpec, InputColumns, TextColumns, TorchSpec
 from cauc_ray.models.prompts import LanguageSpec
 from cauc_ray.numbers.logits import LogitKind
 
 
-class HubSpec(KindSpec):
+class HubSpec(TorchSpec):
     """A model of transformers by hub id or local folder.
 
     Attributes:
         model: A hub id or a local folder.
-        device: Where it computes; auto is a GPU if the stage has one.
         revision: Of the hub's repository.
-        dtype: Precision of the computation; auto is bfloat16 on GPUs that have it, else float32.
         REQUIRED_HEAD: What a checkpoint must be, and a pattern of the architectures that are saved with the head that
             this needs.
     """
@@ -32,9 +30,7 @@ class HubSpec(KindSpec):
     FILES: ClassVar[tuple[str, ...]] = ("model",)
     REQUIRED_HEAD: ClassVar[tuple[str, str]] = ("model", "")
     model: HubModel
-    device: TorchDevice = "auto"
     revision: str | None = None
-    dtype: Precision = "auto"
 
     def check(self, local: bool) -> None:
         """Raise ConfigError if a folder is missing, or its model was saved without the required head, by its config."""

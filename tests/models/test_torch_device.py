@@ -7,6 +7,7 @@ from batches import question_batch, refused
 
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.image_networks import ImageModel
+from cauc_ray.models.kind import TorchSpec
 from cauc_ray.models.language import ChoiceModel
 from cauc_ray.models.torch_device import choose_device
 from cauc_ray.models.transformers import TransformersChoiceSpec
@@ -42,7 +43,8 @@ def image_model(network, *, gpu=None, device="cpu", prepare_s=0.0, dtype="auto")
             gpu.now_s += prepare_s
         return torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
 
-    return ImageModel(network, preprocess, ModelFacts("test"), device, dtype, new_event=gpu and gpu.event)
+    spec = TorchSpec(kind="test", device=device, dtype=dtype)
+    return ImageModel(spec, network, preprocess, ModelFacts("test"), new_event=gpu and gpu.event)
 
 
 class Takes(torch.nn.Module):
