@@ -164,7 +164,7 @@ def _favour_letters(network: Any, tokenizer: Any) -> None:
         network.lm_head.weight[letters, 0] = 10.0
 
 
-def tiny_network(family: str, vocabulary: int) -> Any:
+def tiny_network(family: str, vocabulary: int, **more: Any) -> Any:
     """Return a network of a real architecture with random weights; all but gpt2, qwen2 and qwen3 also see images."""
     import transformers as t
 
@@ -179,7 +179,7 @@ def tiny_network(family: str, vocabulary: int) -> Any:
         sizes = {"n_positions": 512, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
         return t.GPT2LMHeadModel(t.GPT2Config(vocab_size=vocabulary, **sizes, bos_token_id=0, eos_token_id=1))
     if family == "qwen2":
-        return t.Qwen2ForCausalLM(t.Qwen2Config(**text))
+        return t.Qwen2ForCausalLM(t.Qwen2Config(**text, **more))
     if family == "qwen3":
         return t.Qwen3ForCausalLM(t.Qwen3Config(**text))
     if family == "mistral3":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -89,24 +90,30 @@ def fetched(factory: Any, spec: PretrainedSpec, **options: Any) -> Any:
         return factory.from_pretrained(spec.model, revision=spec.revision, **{**common, **options})
 
 
+# transformers replaces functions of the process while it loads a model. Of two loads that overlap, one would leave the
+# replacements in place, and no model of the process would tie its weights from then on.
+_one_load = RLock()
+
+
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Load a model in the block, without progress bars and advice on the terminal.
+    """Load a model in the block, one at a time in a process, without progress bars and advice on the terminal.
 
     Errors of the library become a ConfigError of one line.
     """
     from transformers.utils import logging
 
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    except CaucError:
-        raise
-    except Exception as error:  # damaged files raise errors of many types
-        raise ConfigError(f"model {name!r} cannot be loaded: {first_line(error)}") from error
-    finally:
-        logging.set_verbosity(before)
-        if bars:
-            logging.enable_progress_bar()
+    with _one_load:
+        before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            yield
+        except CaucError:
+            raise
+        except Exception as error:  # damaged files raise errors of many types
+            raise ConfigError(f"model {name!r} cannot be loaded: {first_line(error)}") from error
+        finally:
+            logging.set_verbosity(before)
+            if bars:
+                logging.enable_progress_bar()

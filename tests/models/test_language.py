@@ -1,6 +1,7 @@
 """Language models that choose an option: networks of random weights, and SmolLM2-135M."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -175,6 +176,17 @@ def test_every_architecture_answers_texts_whatever_their_padding(tiny_model, tmp
     unused = ("vision", "visual", "projector")  # in the names of what reads images
     of_text = [w.numel() for name, w in network.named_parameters() if not any(part in name for part in unused)]
     assert model.facts.params_b == sum(of_text) / 1e9
+
+
+def test_models_that_threads_load_at_once_have_their_tied_weights(tiny_model, tmp_path):
+    """As stages of a local service do. The library replaces functions of the process while it loads one."""
+    network = tiny_network("qwen2", len(tiny_model.tokenizer), tie_word_embeddings=True)
+    replace(tiny_model, network=network).save(tmp_path)
+    with ThreadPoolExecutor(4) as threads:
+        models = list(threads.map(lambda _: spec(tmp_path).load(), range(12)))
+    answers = [model(question_batch(*MIXED)).logits for model in (*models[-2:], spec(tmp_path).load())]
+    assert np.array_equal(answers[0], answers[2])
+    assert np.array_equal(answers[1], answers[2])
 
 
 @pytest.mark.slow
