@@ -9,21 +9,20 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import nn
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.encoders import ImageEncoderSpec
 from cauc_ray.models.hub import context_length, fetched, load_network, option_names
-from cauc_ray.models.images import read_images
+from cauc_ray.models.images import decode_image, read_images
 from cauc_ray.models.kind import Placement, TorchSpec
 from cauc_ray.models.passes import Passes
 from cauc_ray.models.torch_device import TorchModel, choose_device, choose_dtype, compute_in_float32, last_linear
 from cauc_ray.models.transformers import HubImageSpec, TransformersImageSpec
 from cauc_ray.models.zero_shot import TransformersZeroShotSpec
 
-Preprocess: TypeAlias = Callable[[Image.Image], torch.Tensor]
+Preprocess: TypeAlias = Callable[[Any], torch.Tensor]
 # Mean and standard deviation of each channel of pixels from 0 to 255.
 Scale: TypeAlias = tuple[Sequence[float], Sequence[float]]
 
@@ -37,7 +36,7 @@ class ImageModel(TorchModel):
     Args:
         spec: Where and how precisely it computes.
         network: The network.
-        preprocess: Turns an RGB image into a tensor (C, H, W), of one shape for all.
+        preprocess: Turns an image, as decode_image reads it, into a tensor (C, H, W), of one shape for all.
         facts: Facts that the network does not show.
         scale: By what the device normalises the pixels, if that is left of the preprocessing.
         new_event: As TorchModel has it.
@@ -190,11 +189,11 @@ def split_preprocessing(processor: Any) -> tuple[Preprocess, Scale | None]:
     A processor whose last steps are not those of the library does all of its work on the host.
     """
 
-    def preprocess(image: Image.Image, **settings: Any) -> torch.Tensor:
-        pixels: torch.Tensor = processor(images=image, return_tensors="pt", **settings)["pixel_values"][0]
+    def preprocess(image: Any, **settings: Any) -> torch.Tensor:
+        pixels: torch.Tensor = processor(images=decode_image(image), return_tensors="pt", **settings)["pixel_values"][0]
         return pixels
 
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (96, 64, 3), np.uint8))
+    noise = np.random.default_rng(0).integers(0, 256, (96, 64, 3), np.uint8)
     in_bytes = partial(preprocess, do_rescale=False, do_normalize=False)
     try:
         step = processor.rescale_factor if processor.do_rescale else 1.0

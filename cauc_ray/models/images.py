@@ -30,34 +30,18 @@ class ImageError(DataError):
 
 
 def read_images(
-    batch: Batch, preprocess: Callable[[Image.Image], Any], apply: Callable[..., Iterable[Any]] = map
+    batch: Batch, read: Callable[[Any], Any], apply: Callable[..., Iterable[Any]] = map
 ) -> tuple[dict[int, Any], dict[int, str]]:
-    """Return a batch's images, preprocessed, by row, and why the other rows have none.
+    """Return what a batch's images are read as, by row, and why the other rows cannot be.
 
     Args:
         batch: Columns, with one named `image`.
-        preprocess: Takes an image in RGB, upright.
+        read: Reads an image, by decode_image.
         apply: The map that reads them.
 
     Raises:
-        DataError: There is no column `image`.
+        DataError: The column `image` is missing.
     """
-    return _read(batch, lambda image: preprocess(decode_image(image)), apply)
-
-
-def read_data_uris(batch: Batch, apply: Callable[..., Iterable[Any]] = map) -> tuple[dict[int, str], dict[int, str]]:
-    """Return a batch's images as data URIs by row, and why the other rows have none.
-
-    Args:
-        batch: Columns, with one named `image`.
-        apply: The map that reads them.
-    """
-    return _read(batch, _data_uri, apply)
-
-
-def _read(
-    batch: Batch, read: Callable[[Any], Any], apply: Callable[..., Iterable[Any]]
-) -> tuple[dict[int, Any], dict[int, str]]:
     require_columns(batch, "image")
 
     def read_or_fail(image: Any) -> Any:
@@ -69,18 +53,27 @@ def _read(
     return parted(dict(enumerate(apply(read_or_fail, batch["image"]))))
 
 
-def centre_square(image: Image.Image, size: int, shorter: int, resample: str) -> npt.NDArray[np.uint8]:
+def read_data_uris(batch: Batch, apply: Callable[..., Iterable[Any]] = map) -> tuple[dict[int, str], dict[int, str]]:
+    """Return a batch's images as data URIs by row, and why the other rows have none."""
+    return read_images(batch, _data_uri, apply)
+
+
+def centre_square(image: Any, size: int, shorter: int, resample: str) -> npt.NDArray[np.uint8]:
     """Return the centre of an image as uint8 (size, size, 3), as TorchVision's preprocessing resizes and cuts it.
 
     Args:
-        image: An image in RGB.
+        image: An image as decode_image reads it.
         size: Side of the square.
         shorter: Shorter side of the image before it is cut, at least size.
         resample: Filter of the resizing, bilinear or bicubic.
+
+    Raises:
+        ImageError: As decode_image.
     """
-    width, height = (shorter * side // min(image.size) for side in image.size)
+    decoded = decode_image(image)
+    width, height = (shorter * side // min(decoded.size) for side in decoded.size)
     left, top = round((width - size) / 2), round((height - size) / 2)
-    resized = image.resize((width, height), Image.Resampling[resample.upper()])
+    resized = decoded.resize((width, height), Image.Resampling[resample.upper()])
     return np.array(resized.crop((left, top, left + size, top + size)))
 
 
@@ -108,7 +101,7 @@ def decode_image(image: Any) -> Image.Image:
         ImageError: It is none of these, damaged, or far longer than wide.
     """
     if image is None or (isinstance(image, bytes) and not image):
-        raise ImageError("there is no image: the file is empty or cannot be read")
+        raise ImageError("missing image: the file is empty or cannot be read")
     try:
         decoded = _opened(image)
         if 0 in decoded.size:

@@ -228,7 +228,7 @@ _SAMPLE_BYTES = 1 << 20
 def sampled_digest(path: Path) -> str | None:
     """Return a digest of a file, or of the files of a folder: names, sizes and a sample of each file's bytes.
 
-    Weights of many gigabytes are told apart in a moment. Returns None if the path does not exist.
+    It takes a moment for weights of many gigabytes. Returns None if the path does not exist.
     """
     if not path.exists():
         return None

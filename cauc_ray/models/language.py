@@ -160,7 +160,6 @@ class ChoiceModel(TorchModel):
     def _passes(self, asked: Sequence[Tokens]) -> Iterator[_Questions]:
         """Yield questions of like lengths as passes of a bounded number of tokens, logits and cached tokens."""
         head = len(self._head)
-        n_scored = max((1 + len(one.options) * (one.longest - 1) for one in asked), default=1)
         lengths = {
             index: max(1, len(one.prompt) - head) + len(one.options) * (one.longest - 1)
             for index, one in enumerate(asked)
@@ -168,7 +167,7 @@ class ChoiceModel(TorchModel):
         caches = bool(head) or any(one.longest > 1 for one in asked)
         for indices in bucketed(lengths, self._spec.batch_tokens, self.pass_tokens):
             longest = max(len(asked[index].prompt) for index in indices)
-            n_rows = max(1, min(self._max_logits // n_scored, self._max_cached // longest if caches else len(indices)))
+            n_rows = max(1, min(self._max_logits, self._max_cached // longest if caches else len(indices)))
             for start in range(0, len(indices), n_rows):
                 together = [asked[index] for index in indices[start : start + n_rows]]
                 begins = all(len(one.prompt) > head and one.prompt[:head] == self._head for one in together)

@@ -141,9 +141,9 @@ class VllmModel(LocalModel):
         asked, faults = self._tokenizing(batch)
         images: dict[int, Any] = {}
         if self._spec.image:
-            from cauc_ray.models.images import read_images
+            from cauc_ray.models.images import decode_image, read_images
 
-            images, image_faults = read_images(batch, lambda image: image)
+            images, image_faults = read_images(batch, decode_image)
             asked, faults = [one for one in asked if one.row in images], image_faults | faults
         return [([one.row for one in asked], (asked, images))] if asked else [], faults
 

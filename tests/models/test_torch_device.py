@@ -1,5 +1,7 @@
 """Device time of forward passes: by the clock of a GPU that does not exist, and of a real one where there is one."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -41,7 +43,7 @@ def image_model(network, *, gpu=None, device="cpu", prepare_s=0.0, dtype="auto")
     def preprocess(image):
         if gpu is not None:
             gpu.now_s += prepare_s
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
+        return torch.from_numpy(image).permute(2, 0, 1).float()
 
     spec = TorchSpec(kind="test", device=device, dtype=dtype)
     return ImageModel(spec, network, preprocess, ModelFacts("test"), new_event=gpu and gpu.event)
@@ -77,7 +79,7 @@ def test_only_the_forward_pass_counts_and_each_call_anew():
 @pytest.mark.parametrize("options", ["letter", "text"])
 def test_every_forward_pass_of_a_language_model_counts_and_nothing_else(tiny_model, options):
     """The device's clock goes on by a second in each of the network's passes, and at no other time."""
-    gpu, passes, network = Gpu(), [], tiny_model.network
+    gpu, passes, network = Gpu(), [], copy.deepcopy(tiny_model.network)
     asked = {"options": options, "batch_tokens": 1}
     settings = TransformersChoiceSpec(kind="transformers-choice", model=str(tiny_model.folder), **asked)
     model = ChoiceModel(settings, tiny_model.tokenizer, network, gpu.event)
@@ -86,11 +88,8 @@ def test_every_forward_pass_of_a_language_model_counts_and_nothing_else(tiny_mod
         passes.append(1)
         gpu.now_s += 1.0
 
-    hook = network.register_forward_pre_hook(run)
-    try:
-        answers = model(question_batch(("Is it?", ["yes it is", "no"]), ("Which is more?", ["one", "a pair of them"])))
-    finally:
-        hook.remove()
+    network.register_forward_pre_hook(run)
+    answers = model(question_batch(("Is it?", ["yes it is", "no"]), ("Which is more?", ["one", "a pair of them"])))
     assert answers.device_s == len(passes) == (2 if options == "letter" else 4)
 
 

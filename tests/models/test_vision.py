@@ -256,8 +256,8 @@ EPS = encoded(Image.fromarray(PIXELS), "EPS")
 @pytest.mark.parametrize(
     ("image", "words"),
     [
-        (None, "there is no image"),
-        (b"", "there is no image: the file is empty or cannot be read"),
+        (None, "missing image"),
+        (b"", "missing image: the file is empty or cannot be read"),
         (b"hello, this is no image at all", "its format is unknown"),
         (JPEG[: len(JPEG) // 2], "truncated"),
         (JPEG[:20], "cannot be decoded"),
