@@ -16,7 +16,7 @@ from cauc_ray.models.prompts import Prompts
 from cauc_ray.models.transformers import TransformersChoiceSpec
 
 torch = pytest.importorskip("torch")
-from cauc_ray.models.language import ChoiceModel, cache_bytes_per_token  # noqa: E402
+from cauc_ray.models.language import ChoiceModel  # noqa: E402
 
 # Of float32 logits in the tens: passes of another shape add the same products in another order.
 TOLERANCE = 2e-3
@@ -91,9 +91,8 @@ def test_what_all_prompts_begin_with_is_run_once(language_model, options, chat):
 def test_copies_of_the_cache_fit_into_memory(language_model, monkeypatch, n_tokens):
     """Of options that are longer than one token, each has a copy of its prompt's keys and values."""
     network, config = language_model.network, language_model.network.config
-    n_bytes = cache_bytes_per_token(config, 4)
     head_size = config.hidden_size // config.num_attention_heads
-    assert n_bytes == 2 * config.num_hidden_layers * config.num_key_value_heads * head_size * 4
+    n_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size * 4
     model = ChoiceModel(spec(language_model.folder, options="text"), language_model.tokenizer, network)
     plain = model(question_batch(*MIXED)).logits
     monkeypatch.setattr("cauc_ray.models.language.free_bytes", lambda device, num_gpus: 4 * n_tokens * n_bytes)
@@ -150,10 +149,7 @@ def test_operations_follow_the_length_and_leave_padding_out(loaded):
     assert measured(model, question_batch(short, long)).gflops == pytest.approx(np.mean(alone), rel=1e-6)
 
 
-FAMILIES = "gpt2 qwen2 qwen3 mistral3 qwen3_vl gemma3 gemma4 gemma4-experts qwen3_5"
-
-
-@pytest.mark.parametrize("family", FAMILIES.split())
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3_vl", "gemma3", "gemma4", "qwen3_5"])
 @pytest.mark.parametrize("options", ["letter", "text"])
 def test_every_architecture_answers_texts_whatever_their_padding(tiny_model, tmp_path, family, options):
     """Llama sees distances between tokens only; GPT-2 learns a vector for each position. Some also see images."""

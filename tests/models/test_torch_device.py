@@ -18,8 +18,7 @@ from cauc_ray.models.transformers import TransformersChoiceSpec
 class Gpu:
     """A device whose clock goes on as a test has it; it does all work at once."""
 
-    def __init__(self):
-        self.now_s = 0.0
+    now_s = 0.0
 
     def event(self):
         return Event(self)
@@ -27,7 +26,7 @@ class Gpu:
 
 class Event:
     def __init__(self, gpu):
-        self.gpu, self.at_s = gpu, None
+        self.gpu = gpu
 
     def record(self):
         self.at_s = self.gpu.now_s
