@@ -10,6 +10,7 @@ from language_models import tiny_language_model
 from PIL import Image
 
 from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec
+from cauc_ray.models.image_networks import split_preprocessing
 from cauc_ray.models.pool import pool_of
 from cauc_ray.models.transformers import TransformersImageSpec
 
@@ -107,6 +108,24 @@ def test_images_of_any_shape_are_read_by_a_processor(vit):
     grey = [np.full(shape, 7, dtype=np.uint8) for shape in ((1, 1, 3), (3, 9, 3), (9, 3, 3), (3, 3), (1, 90))]
     logits = classifier(vit[0]).load()({"image": column(grey)}).logits
     assert_same(logits, np.repeat(logits[:1], len(grey), axis=0))
+
+
+@pytest.mark.parametrize("steps", [{"do_normalize": False}, {"do_rescale": False}, {"image_std": [0.2, 0.4, 0.6]}])
+def test_the_device_takes_the_last_steps_of_any_processor(vit, tmp_path, steps):
+    _, net, _ = vit
+    processor = transformers.ViTImageProcessor(size=SQUARE, **steps)
+    saved(tmp_path, net, processor)
+    with torch.inference_mode():
+        assert_same(classifier(tmp_path).load()({"image": COLUMN}).logits, net(**pixels(processor)).logits.numpy())
+
+
+def test_a_processor_whose_last_steps_are_its_own_does_them_on_the_host():
+    def processor(images, return_tensors, **settings):
+        return {"pixel_values": torch.from_numpy(np.array(images)).permute(2, 0, 1)[None] / 127.5 - 1}
+
+    preprocess, scale = split_preprocessing(processor)
+    assert scale is None
+    assert preprocess(np.zeros((2, 3, 3), np.uint8)).unique().tolist() == [-1.0]
 
 
 @pytest.mark.parametrize(
