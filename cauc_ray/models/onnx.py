@@ -176,7 +176,8 @@ class OnnxModel(LocalModel):
         names = [self._output, *self._label_outputs]
         parts = []
         for start in range(0, n, size):
-            rows = np.minimum(np.arange(start, start + size), n - 1)  # the last call of a fixed size repeats a row
+            # The last call of a fixed size repeats a row.
+            rows: Any = np.minimum(np.arange(start, start + size), n - 1) if self._n_rows else slice(None)
             parts.append(self._session.run(names, {name: values[rows] for name, values in inputs.items()}))
         scores, *labels = ([*itertools.chain(*output)][:n] for output in zip(*parts, strict=True))
         if self._has_maps:
