@@ -16,7 +16,6 @@ import fake_vllm
 import numpy as np
 import pytest
 import torch
-import transformers
 from batches import column, encoded
 from completion_server import chat_answer, scripted_server
 from language_models import tiny_language_model
@@ -24,6 +23,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from strict_server import logits_of, strict_server
 from synthetic import write_table
+from tiny_networks import image_network, saved, text_classifier
 from torchvision import models as torchvision_models
 
 from cauc_ray.errors import CaucError, ConfigError, DataError
@@ -36,8 +36,6 @@ from cauc_ray.numbers.logits import kind_of
 # In units of a batch's spread: what float32 sums in another order may change.
 ROUNDING = 1e-3
 LABELS = {"billing": "about invoices", "bug": "", "other": ""}
-TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-VISION = {**TOWER, "image_size": 32, "patch_size": 8}
 
 
 @dataclass
@@ -107,18 +105,10 @@ def tokenizer() -> Any:
     return made
 
 
-def drawn(make: Callable[[], Any]) -> Any:
-    """Make a network with the same random weights each time."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return make().eval()
-
-
 def save(folder: Path, *parts: Any) -> dict[str, Any]:
     """Save a network and what reads its inputs in a folder; return the settings of the same with NaN for weights."""
-    for part in parts:
-        part.save_pretrained(folder / "m")
-        part.save_pretrained(folder / "nan")
+    for name in ("m", "nan"):
+        saved(folder / name, *parts)
     weights = load_file(folder / "m" / "model.safetensors")
     nan = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
     save_file(nan, folder / "nan" / "model.safetensors", {"format": "pt"})
@@ -135,7 +125,7 @@ def python(folder: Path, stack: ExitStack) -> Case:
     return case
 
 
-def saved(folder: Path, stack: ExitStack) -> Case:
+def saved_logits(folder: Path, stack: ExitStack) -> Case:
     chain = write_table(folder / "L", n=6, per_call=True)["test"]
     rows = {"example_id": column(f"test-{example}" for example in chain.example_ids)}
     case = Case({"kind": "saved", "logits": "L", "model": "m1", "split": "test"}, rows, "nobody", bills=True)
@@ -195,7 +185,8 @@ def sklearn(folder: Path, stack: ExitStack) -> Case:
 
 
 def torchvision(folder: Path, stack: ExitStack) -> Case:
-    network = drawn(lambda: torchvision_models.squeezenet1_1(weights=None, num_classes=5))
+    torch.manual_seed(0)
+    network = torchvision_models.squeezenet1_1(weights=None, num_classes=5)
     save_file(network.state_dict(), folder / "w.safetensors")
     save_file({name: w * torch.nan for name, w in network.state_dict().items()}, folder / "nan.safetensors")
     torch.save([1, 2], folder / "list.pth")
@@ -222,12 +213,11 @@ def torchvision(folder: Path, stack: ExitStack) -> Case:
     return case
 
 
-def image_kind(kind: str, network: Any, labels: Any = None, **more: Any) -> Callable[[Path, ExitStack], Case]:
+def image_kind(kind: str, family: str, labels: Any = None, **more: Any) -> Callable[[Path, ExitStack], Case]:
     """Return what makes a case of a network of images in transformers."""
 
     def made(folder: Path, stack: ExitStack) -> Case:
-        processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
-        broken = save(folder, drawn(network), processor)
+        broken = save(folder, *image_network(family, id2label=dict(enumerate(labels or "ab"))))
         (folder / "empty").mkdir()
         wrong = [NO_FOLDER, NO_HUB, ({"model": "empty"}, "cannot be loaded")]
         for name in ("truncated", "narrower", "deeper"):
@@ -242,7 +232,7 @@ def image_kind(kind: str, network: Any, labels: Any = None, **more: Any) -> Call
             (folder / name / "config.json").write_text(json.dumps({**config, **size}))
             wrong.append(({"model": name}, words))
         if kind == "transformers-image":  # the library would draw the classifier at random, and only log that it did
-            transformers.ViTModel(transformers.ViTConfig(**VISION)).save_pretrained(folder / "headless")
+            saved(folder / "headless", image_network("vit")[0])
             wrong.append(({"model": "headless"}, "is not a complete image classifier: it was saved as ViTModel"))
         case = Case({"kind": kind, "model": "m"}, images(), b"no image", labels=labels, refused=wrong, **more)
         case.same, case.different = {"device": "cpu"}, {"dtype": "bfloat16", "revision": "v2"}
@@ -252,20 +242,11 @@ def image_kind(kind: str, network: Any, labels: Any = None, **more: Any) -> Call
     return made
 
 
-def vit() -> Any:
-    config = transformers.ViTConfig(**VISION, id2label={0: "cat", 1: "dog", 2: "car"}, initializer_range=0.3)
-    return transformers.ViTForImageClassification(config)
-
-
 def zero_shot(folder: Path, stack: ExitStack) -> Case:
-    sizes = {**TOWER, "vocab_size": len(tokenizer()), "max_position_embeddings": 24, "projection_size": 32}
-    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    config = transformers.SiglipConfig(text_config={**sizes, **ends}, vision_config=VISION)
-    processor = transformers.SiglipImageProcessor(size={"height": 32, "width": 32})
-    broken = save(folder, drawn(lambda: transformers.SiglipModel(config)), tokenizer(), processor)
+    broken = save(folder, *image_network("siglip", len(tokenizer())), tokenizer())
+    saved(folder / "vit", image_network("classifier")[0])
     wrong = [NO_FOLDER, NO_HUB, ONE_LABEL, ({"prompt": "{{ text }}"}, "no 'text', only label, description")]
     wrong += [({"prompt": "a photo"}, "two labels have one text"), ({"model": "vit"}, "cannot be loaded")]
-    vit().save_pretrained(folder / "vit")
     settings = {"kind": "transformers-zero-shot", "model": "m", "labels": LABELS}
     case = Case(settings, images(), b"no image", labels=tuple(LABELS), refused=wrong, broken=broken)
     case.same, case.different = {"device": "cpu"}, {"labels": ["billing", "bug", "else"], "prompt": "one {{ label }}"}
@@ -273,15 +254,13 @@ def zero_shot(folder: Path, stack: ExitStack) -> Case:
 
 
 def classifier(folder: Path, stack: ExitStack) -> Case:
-    sizes = {**TOWER, "vocab_size": len(tokenizer()), "max_position_embeddings": 64, "initializer_range": 0.3}
-
     def network(**config: Any) -> Any:
-        return drawn(lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, **config)))
+        return text_classifier("bert", len(tokenizer()), initializer_range=0.3, **config)
 
     broken = save(folder, network(id2label={0: "calm", 1: "angry", 2: "glad"}), tokenizer())
-    network(num_labels=1).save_pretrained(folder / "one")
-    network(problem_type="multi_label_classification").save_pretrained(folder / "many")
-    transformers.BertModel(transformers.BertConfig(**sizes)).save_pretrained(folder / "headless")
+    saved(folder / "one", network(num_labels=1))
+    saved(folder / "many", network(problem_type="multi_label_classification"))
+    saved(folder / "headless", network().bert)
     wrong = [NO_FOLDER, NO_HUB, ({"text": []}, "text")]
     wrong += [({"model": name}, "does not choose one of several classes") for name in ("one", "many")]
     wrong += [({"model": "headless"}, "is not a complete text classifier: it was saved as BertModel")]
@@ -382,14 +361,12 @@ def sentence_encoder(folder: Path, stack: ExitStack) -> Case:
 
 KINDS = {
     "python": python,
-    "saved": saved,
+    "saved": saved_logits,
     "onnx": onnx,
     "sklearn": sklearn,
     "torchvision": torchvision,
-    "transformers-image": image_kind("transformers-image", vit, ("cat", "dog", "car")),
-    "vision-encoder": image_kind(
-        "vision-encoder", lambda: transformers.ViTModel(transformers.ViTConfig(**VISION)), logit_kind=EMBEDDING
-    ),
+    "transformers-image": image_kind("transformers-image", "classifier", ("cat", "dog", "car")),
+    "vision-encoder": image_kind("vision-encoder", "vit", logit_kind=EMBEDDING),
     "transformers-zero-shot": zero_shot,
     "transformers-classifier": classifier,
     "transformers-choice": language("transformers-choice", same={"device": "cpu", "batch_tokens": 50}),

@@ -1,7 +1,5 @@
 import importlib
 import json
-import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -183,17 +181,3 @@ def test_settings_of_another_package_have_the_rights_of_built_in_ones(tmp_path):
     answers = stage.model_copy(update={"resources": stage.resources.model_copy(update={"num_gpus": 2})}).load()(BATCH)
     assert answers.logits.tolist() == [[3.0, 3.0]]
     assert answers.costs.tolist() == [2.5]
-
-
-def test_a_process_of_its_own_finds_the_kind(tmp_path, other_package):
-    code = """
-        import sys
-        import numpy as np
-        from cauc_ray.models.pool import load_pool
-        model = load_pool(sys.argv[1]).stage("s").model.load()
-        print(model({"x": np.zeros(1)}).logits.tolist(), "torch" in sys.modules)
-    """
-    path = pool_file(tmp_path, kind="constant", value=4)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(other_package), os.environ["PYTHONPATH"]])}
-    command = [sys.executable, "-c", textwrap.dedent(code), str(path)]
-    assert subprocess.check_output(command, text=True, env=environment).strip() == "[[4.0, 4.0]] False"

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from language_models import tiny_language_model
 from pydantic import ValidationError
+from tiny_networks import saved, text_classifier
 
 from cauc_ray.models.answers import bucketed
 from cauc_ray.models.encoders import FeaturesSpec, TextEncoderSpec
@@ -26,28 +27,6 @@ def tokenizer(tmp_path_factory):
     return tiny_language_model(tmp_path_factory.mktemp("tokenizer")).tokenizer
 
 
-def network(family, n_tokens, **config):
-    """Return a classifier of an architecture, with random weights."""
-    import transformers as t
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    settings = {"vocab_size": n_tokens, "id2label": NAMES, "max_position_embeddings": 64, **sizes, **config}
-    if family == "llama":
-        settings |= {"num_key_value_heads": 2, "initializer_range": 0.3}
-    elif family != "bert":  # positions begin after that of padding
-        settings |= {"max_position_embeddings": 66, "pad_token_id": 1, "type_vocab_size": 1}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        made = t.AutoModelForSequenceClassification.from_config(t.AutoConfig.for_model(family, **settings))
-    return made.eval()
-
-
-def saved(net, tokenizer, folder):
-    net.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def spec(folder, **settings):
     return TransformersClassifierSpec(kind="transformers-classifier", model=str(folder), **settings)
 
@@ -58,9 +37,9 @@ TEXTS = ["It broke", "Why was I charged twice for one and the same thing, of all
 @pytest.mark.parametrize("family", ["bert", "llama", "roberta", "xlm-roberta", "camembert"])
 @pytest.mark.parametrize("pair", [False, True])
 def test_it_answers_as_the_library_does_for_each_text_alone(tokenizer, tmp_path, family, pair):
-    net = network(family, len(tokenizer))
+    net = text_classifier(family, len(tokenizer), id2label=NAMES)
     columns = ("premise", "hypothesis") if pair else ("text",)
-    model = spec(saved(net, tokenizer, tmp_path), text=columns, batch_tokens=100).load()
+    model = spec(saved(tmp_path, net, tokenizer), text=columns, batch_tokens=100).load()
     texts = [TEXTS, TEXTS[::-1]][: len(columns)]
     answers = model({name: column([*row_texts, None]) for name, row_texts in zip(columns, texts, strict=True)})
     assert answers.failures == {4: "it has no text in 'premise'" if pair else "it has no text in 'text'"}
@@ -75,7 +54,7 @@ def test_it_answers_as_the_library_does_for_each_text_alone(tokenizer, tmp_path,
 
 
 def test_settings_reach_the_library(tokenizer, tmp_path):
-    saved(network("bert", len(tokenizer)), tokenizer, tmp_path / "inner")
+    saved(tmp_path / "inner", text_classifier("bert", len(tokenizer)), tokenizer)
     inner = spec(tmp_path, settings={"subfolder": "inner", "attn_implementation": "eager"})
     assert inner.load()({"text": column(["It broke"])}).failures == {}
     assert inner.identity != spec(tmp_path, settings={"subfolder": "inner"}).identity
@@ -85,12 +64,13 @@ def test_settings_reach_the_library(tokenizer, tmp_path):
 
 
 def test_weights_that_no_gpu_of_the_stage_can_hold_are_refused_before_they_are_loaded(tokenizer, tmp_path, monkeypatch):
-    folder = saved(network("bert", len(tokenizer)), tokenizer, tmp_path)
+    network = text_classifier("bert", len(tokenizer))
+    folder = saved(tmp_path, network, tokenizer)
     (folder / "model.safetensors").unlink()  # the config tells
     gpu = {"is_available": True, "Stream": None, "set_stream": None, "is_bf16_supported": True, "device_count": 2}
     for name, value in (gpu | {"mem_get_info": (20_000, 20_000)}).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
-    n_bytes = 2 * sum(p.numel() for p in network("bert", len(tokenizer)).parameters())
+    n_bytes = 2 * sum(p.numel() for p in network.parameters())
     advice = f"give it num_gpus: {n_bytes // 20_000 + 1}"
     for n_gpus, gpus in ((0.5, "0.5 GPUs of"), (1, "1 GPU of"), (2, "2 GPUs of")):
         message = refused(lambda: spec(folder).load(Placement(num_gpus=n_gpus)))  # noqa: B023

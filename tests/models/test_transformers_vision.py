@@ -8,6 +8,7 @@ import pytest
 from batches import assert_same, column, encoded
 from language_models import tiny_language_model
 from PIL import Image
+from tiny_networks import SQUARE, image_network, saved
 
 from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec
 from cauc_ray.models.image_networks import split_preprocessing
@@ -20,11 +21,6 @@ transformers = pytest.importorskip("transformers")
 RNG = np.random.default_rng(6)
 IMAGES = [Image.fromarray(RNG.integers(0, 256, (40, 20 + row, 3), dtype=np.uint8)) for row in range(4)]
 COLUMN = column(map(encoded, IMAGES))
-TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-SIZES = {**TOWER, "image_size": 32, "patch_size": 8}
-TEXT = {**TOWER, "max_position_embeddings": 24, "projection_size": 32, "vocab_size": 100}
-TEXT |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-SQUARE = {"height": 32, "width": 32}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,37 +30,6 @@ def silent_library():
     transformers.logging.set_verbosity_error()
     yield
     transformers.logging.set_verbosity(before)
-
-
-def network(family, text=TEXT):
-    """Return a network of an architecture with the same random weights each time, and its image processor."""
-    t, crop = transformers, {"size": {"shortest_edge": 32}, "crop_size": SQUARE}
-    square = t.ViTImageProcessor(size=SQUARE)
-    resnet = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
-    clip = t.CLIPConfig(text_config=text, vision_config=SIZES, projection_dim=16)
-    siglip = t.SiglipConfig(text_config=text, vision_config=SIZES)
-    makers = {
-        "vit": lambda: (t.ViTModel(t.ViTConfig(**SIZES)), square),
-        "classifier": lambda: (t.ViTForImageClassification(t.ViTConfig(**SIZES, num_labels=5)), square),
-        "clip": lambda: (t.CLIPModel(clip), t.CLIPImageProcessor(**crop)),
-        "clip tower": lambda: (t.CLIPVisionModel(clip.vision_config), t.CLIPImageProcessor(**crop)),
-        "siglip": lambda: (t.SiglipModel(siglip), t.SiglipImageProcessor(size=SQUARE)),
-        "resnet": lambda: (t.ResNetModel(t.ResNetConfig(**resnet)), square),
-    }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        made, processor = makers[family]()
-        if family == "classifier":
-            torch.nn.init.normal_(made.classifier.weight)
-    if family == "siglip":
-        torch.nn.init.constant_(made.logit_scale, 2.0)
-        torch.nn.init.constant_(made.logit_bias, -3.0)
-    return made.eval(), processor
-
-
-def saved(folder, *parts):
-    for part in parts:
-        part.save_pretrained(folder)
 
 
 def pixels(processor):
@@ -78,8 +43,8 @@ def pixels(processor):
 def vit(tmp_path_factory):
     """Save a classifier with its preprocessing; return the folder, the network and the processor."""
     folder = tmp_path_factory.mktemp("hub") / "vit"
-    saved(folder, *network("classifier"))
-    return folder, *network("classifier")
+    network, processor = image_network("classifier", num_labels=5)
+    return saved(folder, network, processor), network, processor
 
 
 def classifier(model):
@@ -161,7 +126,7 @@ POOLED = {
 
 @pytest.mark.parametrize("family", POOLED)
 def test_an_encoder_answers_with_its_pooled_output_or_a_mean_over_places(tmp_path, family, capfd):
-    net, processor = network(family)
+    net, processor = image_network(family)
     saved(tmp_path, net, processor)
     capfd.readouterr()
     answers = ImageEncoderSpec(model=str(tmp_path)).load()({"image": COLUMN})
@@ -184,7 +149,7 @@ DESCRIBED = ["cat, a small animal that purrs", "dog, whatever", "red car, it has
 def test_similarities_of_images_and_labels_are_those_of_the_library(tmp_path, family, settings, texts):
     tokenizer = tiny_language_model(tmp_path / "text").tokenizer
     tokenizer.pad_token = tokenizer.eos_token
-    net, processor = network(family, {**TEXT, "vocab_size": len(tokenizer)})
+    net, processor = image_network(family, len(tokenizer))
     saved(tmp_path / "m", net, tokenizer, processor)
     stage = {"name": "a", "model": {"kind": "transformers-zero-shot", "model": "m", **settings}}
     half = {**stage, "model": {**stage["model"], "dtype": "bfloat16"}}
