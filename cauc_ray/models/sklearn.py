@@ -14,6 +14,7 @@ from cauc_ray.models.answers import (
     Model,
     ModelFacts,
     answered,
+    as_answers,
     batch_size,
     require_columns,
     require_same_labels,
@@ -98,13 +99,13 @@ class SklearnModel(Model):
         """
         n = batch_size(batch)
         try:
-            return answered(n, dict(enumerate(self._scores(batch))), {}, {})
+            return as_answers(self._scores(batch), n)
         except ValueError:
             columns = [batch[name] for name in self._columns(batch)]
             missing = [row for row, values in enumerate(zip(*columns, strict=True)) if any(map(_is_missing, values))]
             if not missing:
                 raise
-        rows = [row for row in range(n) if row not in set(missing)]
+        rows = sorted({*range(n)} - {*missing})
         scores = self._scores({name: column[rows] for name, column in batch.items()}) if rows else ()
         faults = dict.fromkeys(missing, "one of its values is missing")
         return answered(n, dict(zip(rows, scores, strict=True)), faults, {})
