@@ -164,14 +164,14 @@ def _favour_letters(network: Any, tokenizer: Any) -> None:
         network.lm_head.weight[letters, 0] = 10.0
 
 
-def tiny_network(family: str, vocabulary: int) -> Any:
-    """Return a network of a real architecture with random weights; all but gpt2, qwen2 and qwen3 also see images."""
+def tiny_network(family: str, vocabulary: int, **more: Any) -> Any:
+    """Return a network of a real architecture with random weights; those after qwen2 also see images."""
     import transformers as t
 
     text: dict[str, Any] = {"vocab_size": vocabulary, "hidden_size": 32, "intermediate_size": 64}
     text |= {"num_hidden_layers": 2, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
     text |= {"max_position_embeddings": 512, "initializer_range": 0.3}
-    text |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    text |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, **more}
     sees = {"hidden_size": 16, "intermediate_size": 32, "patch_size": 8}
     tower = {**sees, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
     deep = {**sees, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
@@ -180,12 +180,6 @@ def tiny_network(family: str, vocabulary: int) -> Any:
         return t.GPT2LMHeadModel(t.GPT2Config(vocab_size=vocabulary, **sizes, bos_token_id=0, eos_token_id=1))
     if family == "qwen2":
         return t.Qwen2ForCausalLM(t.Qwen2Config(**text))
-    if family == "qwen3":
-        return t.Qwen3ForCausalLM(t.Qwen3Config(**text))
-    if family == "mistral3":
-        vision = {**tower, "model_type": "pixtral", "head_dim": 8}
-        config = t.Mistral3Config(text_config=t.Ministral3Config(**text), vision_config=vision, image_token_index=3)
-        return t.Mistral3ForConditionalGeneration(config)
     if family == "qwen3_vl":
         rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
         vision = {**deep, "deepstack_visual_indexes": [0]}
@@ -195,8 +189,8 @@ def tiny_network(family: str, vocabulary: int) -> Any:
         return t.Qwen3VLForConditionalGeneration(config)
     if family == "qwen3_5":
         rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "mrope_interleaved": True, "rope_theta": 1e4}
-        text |= {"layer_types": ["linear_attention", "full_attention"], "rope_parameters": rope}
-        text["rope_parameters"]["partial_rotary_factor"] = 0.5
+        text |= {"layer_types": ["linear_attention", "full_attention"]}
+        text |= {"rope_parameters": {**rope, "partial_rotary_factor": 0.5}}
         text |= {f"linear_{part}": size for part, size in (("num_key_heads", 2), ("num_value_heads", 2))}
         text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
         return t.Qwen3_5ForConditionalGeneration(t.Qwen3_5Config(text_config=text, vision_config=deep))
@@ -205,8 +199,7 @@ def tiny_network(family: str, vocabulary: int) -> Any:
         config = t.Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4, image_token_index=3)
         return t.Gemma3ForConditionalGeneration(config)
     text |= {"global_head_dim": 8, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": vocabulary}
-    if family == "gemma4-experts":
-        text |= {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    text |= {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
     config = t.Gemma4Config(text_config=text, vision_config={**tower, "head_dim": 8}, audio_config=None)
     return t.Gemma4ForConditionalGeneration(config)
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import EMBEDDING, Model
-from cauc_ray.models.kind import HubModel, InputColumns, KindSpec, Placement, Precision, TorchDevice
-from cauc_ray.models.transformers import HubImageSpec
+from cauc_ray.models.kind import InputColumns, KindSpec, Placement, Precision
+from cauc_ray.models.transformers import HubImageSpec, HubSpec
 from cauc_ray.numbers.logits import LogitKind
-
-if TYPE_CHECKING:
-    from cauc_ray.models.classifiers import ImageModel
 
 
 class FeaturesSpec(KindSpec):
@@ -41,66 +38,27 @@ def load_features(spec: FeaturesSpec, placement: Placement) -> Model:
 class ImageEncoderSpec(HubImageSpec):
     """Any image model of transformers, by hub id or local folder; its pooled output is the embedding."""
 
-    LOADER: ClassVar[str] = "cauc_ray.models.encoders:load_image_encoder"
+    LOADER: ClassVar[str] = "cauc_ray.models.image_networks:load_image_encoder"
+    LOGITS: ClassVar[LogitKind] = EMBEDDING
     REQUIRED_HEAD: ClassVar[tuple[str, str]] = ("image encoder", "")
     kind: Literal["vision-encoder"] = "vision-encoder"
 
-    @property
-    def answers_kind(self) -> LogitKind:
-        """Return that it gives embeddings."""
-        return EMBEDDING
 
-
-def load_image_encoder(spec: ImageEncoderSpec, placement: Placement) -> ImageModel:
-    """Load the encoder. Raises ConfigError if it cannot be loaded."""
-    from torch import nn
-    from transformers import AutoModel
-
-    from cauc_ray.models.classifiers import image_model
-    from cauc_ray.models.hub import load_network
-
-    class Pooled(nn.Module):
-        """An encoder's pooled output, or the mean over its patches if it has no pooler.
-
-        A classifier's weights often lack the pooler, which transformers then initialises at random: it is unused.
-        """
-
-        def __init__(self, encoder: Any) -> None:
-            super().__init__()
-            self.encoder = getattr(encoder, "vision_model", encoder)
-            self.pools = not encoder.lacks_optional
-
-        def forward(self, images: Any) -> Any:
-            output = self.encoder(pixel_values=images)
-            pooled = getattr(output, "pooler_output", None) if self.pools else None
-            if pooled is not None:
-                return pooled.flatten(1)
-            patches = output.last_hidden_state  # (N, patches, C), or (N, C, H, W) of a convolution
-            return patches.mean(dim=1 if patches.ndim == 3 else (2, 3))
-
-    return image_model(spec, Pooled(load_network(AutoModel, spec, optional="pooler.")))
-
-
-class TextEncoderSpec(KindSpec):
+class TextEncoderSpec(HubSpec):
     """A sentence encoder of sentence-transformers, by hub id or local folder.
 
     Attributes:
-        model: A hub id or a local folder.
-        device: Where it computes; auto is a GPU if the stage has one.
-        revision: Of the hub's repository.
         dtype: Precision of the computation.
         batch_tokens: Most tokens of one forward pass, at about three bytes of text each.
         columns: What it reads, line by line; those of a question by default.
         required: Columns that each row must have.
     """
 
-    LOADER: ClassVar[str] = "cauc_ray.models.sentence_encoder:load"
+    LOADER: ClassVar[str] = "cauc_ray.models.text_networks:load_encoder"
+    LOGITS: ClassVar[LogitKind] = EMBEDDING
     PACKAGES: ClassVar[tuple[str, ...]] = ("embeddings", "torch", "sentence_transformers")
     EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = frozenset({"device", "batch_tokens"})
     kind: Literal["sentence-encoder"] = "sentence-encoder"
-    model: HubModel
-    device: TorchDevice = "auto"
-    revision: str | None = None
     dtype: Precision = "float32"
     batch_tokens: int = Field(default=16384, ge=1)
     columns: tuple[str, ...] = ("context", "question", "choices")
@@ -110,8 +68,3 @@ class TextEncoderSpec(KindSpec):
     def columns_read(self) -> InputColumns:
         """Return the columns that each row must have, and those that it may have."""
         return InputColumns(frozenset(self.required), frozenset(self.columns))
-
-    @property
-    def answers_kind(self) -> LogitKind:
-        """Return that it gives embeddings."""
-        return EMBEDDING

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
 
 from cauc_ray.errors import CaucError, ConfigError, first_line
 from cauc_ray.models.kind import Placement
-from cauc_ray.models.torch_device import choose_device, choose_dtype, require_memory
+from cauc_ray.models.torch_device import choose_device, choose_dtype, n_parameters, require_memory
 from cauc_ray.models.transformers import PretrainedSpec
 
 
@@ -28,17 +28,15 @@ def load_network(factory: Any, spec: PretrainedSpec, *, optional: str | None = N
     Raises:
         ConfigError: There is no such model, it lacks other weights, or they do not fit.
     """
-    spec.check(local=True)
     more = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     network, report = fetched(factory, spec, **more, **spec.settings, **options)
     for name, shape, expected in sorted(report["mismatched_keys"]):
         shapes = f"{tuple(shape)} in the file, {tuple(expected)} by its config"
         raise ConfigError(f"model {spec.model!r} cannot be loaded: {name} has shape {shapes}")
-    missing = sorted(report["missing_keys"])
     weights = dict(network.named_parameters(remove_duplicate=False))
-    loaded = {id(tensor) for name, tensor in weights.items() if name not in missing}
+    loaded = {id(tensor) for name, tensor in weights.items() if name not in report["missing_keys"]}
     # A weight that is tied to a loaded one is there, whether or not the library lists it.
-    missing = [name for name in missing if id(weights.get(name)) not in loaded]
+    missing = [name for name in sorted(report["missing_keys"]) if id(weights.get(name)) not in loaded]
     needed = [name for name in missing if optional is None or not name.startswith(optional)]
     if needed:
         lacks = ", ".join(needed[:3])
@@ -58,13 +56,10 @@ def load_placed(factory: Any, spec: PretrainedSpec, placement: Placement, *, con
     device = choose_device(spec.device)
     over_gpus = placement.over_gpus and spec.device != "cpu"
     dtype = choose_dtype(spec.dtype, device)
-    if device.type == "cuda":
-        spec.check(local=True)
-        if not is_quantised:
-            with loading(spec.model), torch.device("meta"):
-                outline = factory.from_config(config, trust_remote_code=spec.settings.get("trust_remote_code", False))
-            n_bytes = sum(p.numel() for p in outline.parameters()) * dtype.itemsize
-            require_memory(spec.model, n_bytes, placement.num_gpus)
+    if device.type == "cuda" and not is_quantised:
+        with loading(spec.model), torch.device("meta"):
+            outline = factory.from_config(config, trust_remote_code=spec.settings.get("trust_remote_code", False))
+        require_memory(spec.model, n_parameters(outline) * dtype.itemsize, placement.num_gpus)
     # What is quantised cannot be moved after it is loaded.
     spread = "auto" if over_gpus else {"": device} if "quantization_config" in spec.settings else None
     network = load_network(factory, spec, config=config, dtype=dtype, device_map=spread, **options).eval()
@@ -95,26 +90,30 @@ def fetched(factory: Any, spec: PretrainedSpec, **options: Any) -> Any:
         return factory.from_pretrained(spec.model, revision=spec.revision, **{**common, **options})
 
 
+# transformers replaces functions of the process while it loads a model. Of two loads that overlap, one would leave the
+# replacements in place, and no model of the process would tie its weights from then on.
+_one_load = RLock()
+
+
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Load a model in the block, without progress bars and advice on the terminal.
+    """Load a model in the block, one at a time in a process, without progress bars and advice on the terminal.
 
     Errors of the library become a ConfigError of one line.
     """
     from transformers.utils import logging
 
-    if Path(name).is_absolute() and not Path(name).exists():
-        raise ConfigError(f"model {name!r} cannot be loaded: there is no such folder")
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    except CaucError:
-        raise
-    except Exception as error:  # damaged files raise errors of many types
-        raise ConfigError(f"model {name!r} cannot be loaded: {first_line(error)}") from error
-    finally:
-        logging.set_verbosity(before)
-        if bars:
-            logging.enable_progress_bar()
+    with _one_load:
+        before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            yield
+        except CaucError:
+            raise
+        except Exception as error:  # damaged files raise errors of many types
+            raise ConfigError(f"model {name!r} cannot be loaded: {first_line(error)}") from error
+        finally:
+            logging.set_verbosity(before)
+            if bars:
+                logging.enable_progress_bar()

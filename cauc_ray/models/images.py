@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
-import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from cauc_ray.errors import DataError, one_line
@@ -32,28 +30,18 @@ class ImageError(DataError):
 
 
 def read_images(
-    batch: Batch, preprocess: Callable[[Image.Image], Any], apply: Callable[..., Iterable[Any]] = map
+    batch: Batch, read: Callable[[Any], Any], apply: Callable[..., Iterable[Any]] = map
 ) -> tuple[dict[int, Any], dict[int, str]]:
-    """Return a batch's images, preprocessed, by row, and why the other rows have none.
-
-    apply: the map that reads them. Raises DataError without a column `image`.
-    """
-    return _read(batch, lambda image: preprocess(decode_image(image)), apply)
-
-
-def read_data_uris(batch: Batch, apply: Callable[..., Iterable[Any]] = map) -> tuple[dict[int, str], dict[int, str]]:
-    """Return a batch's images as data URIs by row, and why the other rows have none.
+    """Return what a batch's images are read as, by row, and why the other rows cannot be.
 
     Args:
         batch: Columns, with one named `image`.
+        read: Reads an image, by decode_image.
         apply: The map that reads them.
+
+    Raises:
+        DataError: The column `image` is missing.
     """
-    return _read(batch, _data_uri, apply)
-
-
-def _read(
-    batch: Batch, read: Callable[[Any], Any], apply: Callable[..., Iterable[Any]]
-) -> tuple[dict[int, Any], dict[int, str]]:
     require_columns(batch, "image")
 
     def read_or_fail(image: Any) -> Any:
@@ -65,19 +53,41 @@ def _read(
     return parted(dict(enumerate(apply(read_or_fail, batch["image"]))))
 
 
+def read_data_uris(batch: Batch, apply: Callable[..., Iterable[Any]] = map) -> tuple[dict[int, str], dict[int, str]]:
+    """Return a batch's images as data URIs by row, and why the other rows have none."""
+    return read_images(batch, _data_uri, apply)
+
+
+def centre_square(image: Any, size: int, shorter: int, resample: str) -> npt.NDArray[np.uint8]:
+    """Return the centre of an image as uint8 (size, size, 3), as TorchVision's preprocessing resizes and cuts it.
+
+    Args:
+        image: An image as decode_image reads it.
+        size: Side of the square.
+        shorter: Shorter side of the image before it is cut, at least size.
+        resample: Filter of the resizing, bilinear or bicubic.
+
+    Raises:
+        ImageError: As decode_image.
+    """
+    decoded = decode_image(image)
+    width, height = (shorter * side // min(decoded.size) for side in decoded.size)
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    resized = decoded.resize((width, height), Image.Resampling[resample.upper()])
+    return np.array(resized.crop((left, top, left + size, top + size)))
+
+
 def _data_uri(image: Any) -> str:
     """Return an image as decode_image reads it: its own bytes if every server reads the same from them, else a PNG."""
-    pixels, buffer = decode_image(image), io.BytesIO()
-    kind, content = "png", b""
+    pixels = decode_image(image)
     if isinstance(image, bytes):
         with _opened(image) as header:
-            is_upright = header.getexif().get(ORIENTATION, 1) == 1
-            if header.format in ("JPEG", "PNG") and header.mode in ("RGB", "L") and is_upright:
-                kind, content = header.format.lower(), b"" if "transparency" in header.info else image
-    if not content:
-        pixels.save(buffer, "PNG")
-        kind, content = "png", buffer.getvalue()
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+            is_plain = header.format in ("JPEG", "PNG") and header.mode in ("RGB", "L")
+            if is_plain and "transparency" not in header.info and header.getexif().get(ORIENTATION, 1) == 1:
+                return f"data:image/{str(header.format).lower()};base64,{base64.b64encode(image).decode()}"
+    buffer = io.BytesIO()
+    pixels.save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def decode_image(image: Any) -> Image.Image:
@@ -91,19 +101,15 @@ def decode_image(image: Any) -> Image.Image:
         ImageError: It is none of these, damaged, or far longer than wide.
     """
     if image is None or (isinstance(image, bytes) and not image):
-        raise ImageError("there is no image: the file is empty or cannot be read")
+        raise ImageError("missing image: the file is empty or cannot be read")
     try:
-        with _unwarned():
-            decoded = _opened(image)
-            if 0 in decoded.size:
-                raise ImageError("the image has no pixels")
-            if max(decoded.size) > MAX_ASPECT * min(decoded.size):
-                width, height = decoded.size
-                raise ImageError(
-                    f"the image is {width} x {height} pixels, more than {MAX_ASPECT} times as long as wide"
-                )
-            upright = ImageOps.exif_transpose(decoded) if isinstance(image, bytes) else decoded
-            return _eight_bits(upright).convert("RGB")
+        decoded = _opened(image)
+        if 0 in decoded.size:
+            raise ImageError("the image has no pixels")
+        if max(decoded.size) > MAX_ASPECT * min(decoded.size):
+            size = " x ".join(map(str, decoded.size))
+            raise ImageError(f"the image is {size} pixels, more than {MAX_ASPECT} times as long as wide")
+        return _eight_bits(ImageOps.exif_transpose(decoded)).convert("RGB")
     except ImageError:
         raise
     except UnidentifiedImageError as error:
@@ -128,30 +134,5 @@ def _eight_bits(image: Image.Image) -> Image.Image:
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ImageError(f"pixels of mode {image.mode} are not supported; give 8 or 16 bits per channel")
-    return image
-
-
-_quiet = threading.Lock()
-_n_quiet = 0
-_filters = ExitStack()
-
-
-@contextmanager
-def _unwarned() -> Iterator[None]:
-    """Suppress warnings in a block that several threads may be in.
-
-    Pillow warns about images that it reads all the same: odd metadata, sizes near its limit. Filters belong to the
-    process, so the first thread to enter changes them and the last one to leave restores them.
-    """
-    global _n_quiet
-    with _quiet:
-        if _n_quiet == 0:
-            _filters.enter_context(warnings.catch_warnings(action="ignore"))
-        _n_quiet += 1
-    try:
-        yield
-    finally:
-        with _quiet:
-            _n_quiet -= 1
-            if _n_quiet == 0:
-                _filters.close()
+    # From palettes with transparency, Pillow warns of a conversion straight to RGB.
+    return image.convert("RGBA") if image.mode == "P" and "transparency" in image.info else image

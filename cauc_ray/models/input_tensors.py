@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic_core import to_json
 
-from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import Batch, Unusable, batch_size, require_columns
+from cauc_ray.errors import ConfigError, first_line
+from cauc_ray.models.answers import Batch, batch_size, require_columns
 from cauc_ray.numbers.types import Ints
 from cauc_ray.protocol.messages import TensorMetadata
 from cauc_ray.protocol.tensors import DATATYPES, Tensor
@@ -45,10 +45,13 @@ class InputTensors:
 
     def of(self, rows: Ints) -> list[Tensor]:
         """Return the tensors of rows that can share a request."""
-        return [
-            _stacked(self.inputs[name], [self.elements[row][name] for row in rows.tolist()])
-            for name in self.elements[int(rows[0])]
-        ]
+        tensors = []
+        for name in self.elements[int(rows[0])]:
+            datatype, shape = self.inputs[name]["datatype"], self.inputs[name]["shape"]
+            elements = [self.elements[row][name] for row in rows.tolist()]
+            values = np.array(elements, dtype=DATATYPES[datatype])
+            tensors.append(Tensor(name, datatype, values.reshape(-1, 1) if shape == [-1, 1] else values))
+        return tensors
 
 
 def input_tensors(
@@ -70,71 +73,47 @@ def input_tensors(
     elements: dict[int, dict[str, Element]] = {row: {} for row in range(batch_size(batch))}
     faults: dict[int, str] = {}
     for column, tensor in filled.items():
-        read = _reader(column, tensor)
+        datatype, shape = tensor["datatype"], tensor["shape"]
+        if datatype not in DATATYPES or (shape and shape[0] != -1):
+            raise ConfigError(
+                f"column {column!r} cannot fill the tensor {tensor['name']!r}: it is {datatype} of shape {shape}; "
+                f"expected one of {', '.join(DATATYPES)}, and rows, -1, first"
+            )
         for row, value in enumerate(batch[column]):
             if value is None and column in optional:
                 continue
-            element = read(value)
-            if isinstance(element, Unusable):
-                faults.setdefault(row, f"column {column!r} {element}")
-            else:
-                elements[row][tensor["name"]] = element
-    for row in faults:
-        del elements[row]
-    return InputTensors({tensor["name"]: tensor for tensor in filled.values()}, elements, faults)
+            try:
+                elements[row][tensor["name"]] = _text(value) if datatype == "BYTES" else _numbers(value, tensor)
+            except ValueError as error:
+                faults.setdefault(row, f"column {column!r} {first_line(error)}")
+    usable = {row: element for row, element in elements.items() if row not in faults}
+    return InputTensors({tensor["name"]: tensor for tensor in filled.values()}, usable, faults)
 
 
-def _reader(column: str, tensor: TensorMetadata) -> Callable[[Any], Element | Unusable]:
-    """Return the function that reads a value of a column for a tensor. Raises ConfigError if no column can fill it."""
-    datatype, shape = tensor["datatype"], tensor["shape"]
-    if datatype not in DATATYPES or (shape and shape[0] != -1):
-        raise ConfigError(
-            f"column {column!r} cannot fill the tensor {tensor['name']!r}: it is {datatype} of shape {shape}; "
-            f"expected one of {', '.join(DATATYPES)}, and rows, -1, first"
-        )
-    if datatype == "BYTES":
-        return lambda value: _bytes(value)
-    dtype, dims = DATATYPES[datatype], shape[1:]
-
-    def number(value: Any) -> Element | Unusable:
-        if value is None:
-            return Unusable("has no value")
-        try:
-            values = np.asarray(value)
-        except ValueError:  # lists of several lengths
-            return Unusable(f"is not of the shape {dims}")
-        if not np.can_cast(values.dtype, dtype, "same_kind"):
-            return Unusable(f"has {values.dtype}, the server takes {datatype}")
-        if dims == [1] and not values.ndim:
-            values = values.reshape(1)
-        if values.ndim != len(dims) or any(size not in (-1, n) for size, n in zip(dims, values.shape, strict=True)):
-            return Unusable(f"is of shape {list(values.shape)}, the server takes {dims}")
-        with np.errstate(over="ignore"):
-            cast = values.astype(dtype)
-        if dtype.kind in "iu" and not np.array_equal(cast, values):
-            return Unusable(f"has a number outside the range of {datatype}")
-        return cast
-
-    return number
+def _numbers(value: Any, tensor: TensorMetadata) -> npt.NDArray[Any]:
+    """Return a row's numbers as a tensor takes them. Raises ValueError if it does not."""
+    datatype, dims = tensor["datatype"], tensor["shape"][1:]
+    dtype, values = DATATYPES[datatype], np.asarray(value)
+    if value is None or not np.can_cast(values.dtype, dtype, "same_kind"):
+        content = "no value" if value is None else values.dtype
+        raise ValueError(f"has {content}, the server takes {datatype}")
+    if dims == [1] and not values.ndim:
+        values = values.reshape(1)
+    if values.ndim != len(dims) or any(size not in (-1, n) for size, n in zip(dims, values.shape, strict=True)):
+        raise ValueError(f"is of shape {list(values.shape)}, the server takes {dims}")
+    with np.errstate(over="ignore"):
+        cast = values.astype(dtype)
+    if dtype.kind in "iu" and not np.array_equal(cast, values):
+        raise ValueError(f"has a number outside the range of {datatype}")
+    return cast
 
 
-def _bytes(value: Any) -> Element | Unusable:
-    """Return texts in UTF-8, bytes as they are, lists as JSON."""
+def _text(value: Any) -> bytes:
+    """Return texts in UTF-8, bytes as they are, lists as JSON. Raises ValueError for anything else."""
+    value = value.tolist() if isinstance(value, np.ndarray) else value
     if isinstance(value, bytes):
         return value
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
     if not isinstance(value, str | list | tuple):
-        return Unusable("has no value" if value is None else f"has {type(value).__name__}, the server takes texts")
-    try:
-        return value.encode() if isinstance(value, str) else to_json(value)
-    except ValueError:
-        return Unusable("has text that is not valid Unicode")
-
-
-def _stacked(tensor: TensorMetadata, elements: Sequence[Element]) -> Tensor:
-    name, datatype = tensor["name"], tensor["datatype"]
-    if datatype != "BYTES":
-        return Tensor(name, datatype, np.stack(elements))
-    values = np.fromiter(elements, dtype=object, count=len(elements))
-    return Tensor(name, datatype, values.reshape(-1, 1) if tensor["shape"] == [-1, 1] else values)
+        content = "no value" if value is None else type(value).__name__
+        raise ValueError(f"has {content}, the server takes texts")
+    return value.encode() if isinstance(value, str) else to_json(value)

@@ -58,12 +58,6 @@ def local_path(name: str, info: ValidationInfo) -> str:
     return str(path)
 
 
-def require_file(path: str, local: bool) -> None:
-    """Raise ConfigError for a file that does not exist, if it is to be read on this machine."""
-    if local and not Path(path).exists():
-        raise ConfigError(f"{path} does not exist")
-
-
 def _here_or_hub(name: str, info: ValidationInfo) -> str:
     folder = folder_of(info)
     return local_path(name, info) if folder is not None and path_from(folder, name).exists() else name
@@ -76,6 +70,10 @@ def _located(value: Any, info: ValidationInfo) -> Any:
     return str(value if folder is None else path_from(folder, str(value)))
 
 
+def _listed(columns: Any) -> Any:
+    return (columns,) if isinstance(columns, str) else columns
+
+
 # Relative paths are those from the file's folder.
 Location: TypeAlias = Annotated[str, BeforeValidator(_located)]
 LocalFile: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(local_path)]
@@ -85,9 +83,7 @@ HubModel: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(_here_o
 TextColumns: TypeAlias = Annotated[
     tuple[str, ...],
     Field(min_length=1, max_length=2),
-    BeforeValidator(
-        lambda columns: (columns,) if isinstance(columns, str) else columns, json_schema_input_type=str | list[str]
-    ),
+    BeforeValidator(_listed, json_schema_input_type=str | list[str]),
 ]
 
 
@@ -138,6 +134,8 @@ class KindSpec(Section):
         LOADER: "module:function" of a function (spec, placement) that returns the loaded model.
         PACKAGES: The extra that installs what the loader imports, "" for none, then the packages.
         EXCLUDED_FROM_IDENTITY: Settings that do not change answers.
+        FILES: Settings that are files or folders, which must exist where the model runs.
+        LOGITS: The kind of its logits.
         REVISION: Raised when the same settings give other answers than before.
         SPANS_GPUS: Whether a model may span several GPUs.
         ENFORCES_OWN_TIMEOUT: Whether a call ends by itself and must be awaited until then: another replica would ask
@@ -148,6 +146,8 @@ class KindSpec(Section):
     LOADER: ClassVar[str]
     PACKAGES: ClassVar[tuple[str, ...]] = ()
     EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = frozenset({"device"})
+    FILES: ClassVar[tuple[str, ...]] = ()
+    LOGITS: ClassVar[LogitKind] = "raw"
     REVISION: ClassVar[int] = 0
     SPANS_GPUS: ClassVar[bool] = False
     ENFORCES_OWN_TIMEOUT: ClassVar[bool] = False
@@ -173,7 +173,7 @@ class KindSpec(Section):
     def identity(self) -> str:
         """Return a hash of all settings that its answers depend on, with the content of local files, not their path."""
         settings = self.model_dump(mode="json", exclude=set(self.EXCLUDED_FROM_IDENTITY))
-        for name in _FILES & settings.keys():
+        for name in _NAMES_OF_FILES & settings.keys():
             path = settings[name]
             if isinstance(path, str) and Path(path).is_absolute():
                 settings[name] = sampled_digest(Path(path)) or path
@@ -183,7 +183,7 @@ class KindSpec(Section):
     @property
     def answers_kind(self) -> LogitKind:
         """Return the kind of its logits."""
-        return "raw"
+        return self.LOGITS
 
     @property
     def cost_unit(self) -> str | None:
@@ -205,19 +205,22 @@ class KindSpec(Section):
         Args:
             local: Whether it will run on this machine, so that its files and packages must be here.
         """
-        return
+        for path in filter(None, (getattr(self, name) for name in self.FILES)):
+            if local and Path(path).is_absolute() and not Path(path).exists():
+                raise ConfigError(f"{path} does not exist")
 
     def load(self, placement: Placement = Placement()) -> Model:
         """Load the model. Raises CaucError if it or a package is missing."""
         if self.PACKAGES:
             self.require(*self.PACKAGES)
+        self.check(local=True)
         module, _, function = self.LOADER.partition(":")
         model: Model = getattr(import_module(module), function)(self, placement)
         return model
 
 
-# Settings that may be local files or folders of a model.
-_FILES = frozenset({"model", "weights", "tokenizer", "lora", "path"})
+# Settings of any kind that may be local files or folders of a model.
+_NAMES_OF_FILES = frozenset({"model", "weights", "tokenizer", "lora", "path"})
 # Bytes that are read at the start, in the middle and at the end of each file for its digest.
 _SAMPLE_BYTES = 1 << 20
 
@@ -225,7 +228,7 @@ _SAMPLE_BYTES = 1 << 20
 def sampled_digest(path: Path) -> str | None:
     """Return a digest of a file, or of the files of a folder: names, sizes and a sample of each file's bytes.
 
-    Weights of many gigabytes are told apart in a moment. Returns None if the path does not exist.
+    It takes a moment for weights of many gigabytes. Returns None if the path does not exist.
     """
     if not path.exists():
         return None
@@ -240,6 +243,18 @@ def sampled_digest(path: Path) -> str | None:
     return digest.hexdigest()[:16]
 
 
+class TorchSpec(KindSpec):
+    """A network in torch.
+
+    Attributes:
+        device: Where it computes; auto is a GPU if the stage has one.
+        dtype: Precision of the computation; auto is bfloat16 on GPUs that have it, else float32.
+    """
+
+    device: TorchDevice = "auto"
+    dtype: Precision = "auto"
+
+
 class ImageSpec(KindSpec):
     """A model that reads the column `image`."""
 
@@ -252,10 +267,10 @@ class ImageSpec(KindSpec):
 
 
 class DeclaringSpec(KindSpec):
-    """A model whose kind of logits its user declares.
+    """A model whose kind of logits its user may declare.
 
     Attributes:
-        logit_kind: The kind of its logits, raw unless declared.
+        logit_kind: The kind of its logits, by default what its kind gives.
     """
 
     EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = KindSpec.EXCLUDED_FROM_IDENTITY | {"logit_kind"}
@@ -263,5 +278,20 @@ class DeclaringSpec(KindSpec):
 
     @property
     def answers_kind(self) -> LogitKind:
-        """Return the declared kind, raw without one."""
-        return self.logit_kind or "raw"
+        """Return the declared kind, that of the class without one."""
+        return self.logit_kind or self.LOGITS
+
+
+class TableSpec(DeclaringSpec):
+    """A model that reads columns of a table.
+
+    Attributes:
+        columns: The columns that it reads, in its order.
+    """
+
+    columns: tuple[str, ...] = ()
+
+    @property
+    def columns_read(self) -> InputColumns:
+        """Return its columns; all of the input if the settings do not name them."""
+        return InputColumns(frozenset(self.columns), frozenset() if self.columns else None)

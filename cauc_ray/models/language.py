@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -135,7 +135,6 @@ class ChoiceModel(TorchModel):
         compute_in_float32(network.get_output_embeddings())  # bfloat16 logits between 16 and 32 are 0.125 apart
         self._spec = spec
         self._accepts = set(inspect.signature(network.forward).parameters)
-        self._over_gpus = any(weights.device != self._device for weights in network.parameters())
         # transformers 5.24 renamed past_key_values to cache, as it now also calls the state of a network like Mamba.
         attends = "position_ids" in self._accepts or not getattr(network, "_is_stateful", False)
         # The state of linear attention (Qwen3.5) cannot be given to several options.
@@ -149,32 +148,30 @@ class ChoiceModel(TorchModel):
         # A quarter of the free memory each for the prompts' cache, its copy and the options' copies of it.
         self._max_cached = 0
         if self._cache:
-            n_free = free_bytes(self._device, num_gpus)
-            self._max_cached = n_free // 4 // cache_bytes_per_token(config, network.dtype.itemsize)
+            self._max_cached = free_bytes(self._device, num_gpus) // 4 // cache_bytes_per_token(config, network.dtype)
         self._max_logits = _LOGITS_AT_ONCE // config.vocab_size
 
     def read(self, batch: Batch) -> tuple[Passes, dict[int, str]]:
-        """Turn a batch into tokens and passes. Raises DataError when a column is missing."""
-        asked, faults = self._tokenizing(batch)
-        return [([question.row for question in one[0]], one) for one in self._passes(asked)], faults
+        """Turn questions of like lengths into passes of a bounded number of tokens, logits and cached tokens.
 
-    def _passes(self, asked: Sequence[Tokens]) -> Iterator[_Questions]:
-        """Yield questions of like lengths as passes of a bounded number of tokens, logits and cached tokens."""
-        head = len(self._head)
-        n_scored = max((1 + len(one.options) * (one.longest - 1) for one in asked), default=1)
-        lengths = {
-            index: max(1, len(one.prompt) - head) + len(one.options) * (one.longest - 1)
-            for index, one in enumerate(asked)
-        }
-        caches = bool(head) or any(one.longest > 1 for one in asked)
+        Raises DataError when a column is missing.
+        """
+        asked, faults = self._tokenizing(batch)
+        head, passes = len(self._head), []
+        n_continued = [len(one.options) * (one.longest - 1) for one in asked]
+        lengths = {index: max(1, len(one.prompt) - head) + n_continued[index] for index, one in enumerate(asked)}
         for indices in bucketed(lengths, self._spec.batch_tokens, self.pass_tokens):
-            longest = max(len(asked[index].prompt) for index in indices)
-            n_rows = max(1, min(self._max_logits // n_scored, self._max_cached // longest if caches else len(indices)))
+            n_rows = len(indices)
+            if head or any(n_continued):
+                n_rows = self._max_cached // max(len(asked[index].prompt) for index in indices)
+            n_rows = max(1, min(n_rows, self._max_logits))
             for start in range(0, len(indices), n_rows):
                 together = [asked[index] for index in indices[start : start + n_rows]]
                 begins = all(len(one.prompt) > head and one.prompt[:head] == self._head for one in together)
                 cached = head if begins else 0
-                yield together, cached, _Pass(*map(self.on_host, _Pass.of(together, cached)))
+                on_host = _Pass(*map(self.on_host, _Pass.of(together, cached)))
+                passes.append(([one.row for one in together], (together, cached, on_host)))
+        return passes, faults
 
     def _run_head(self) -> Any:
         """Run what all prompts begin with, and return its cache; None where there is nothing that they can share."""
@@ -211,10 +208,8 @@ class ChoiceModel(TorchModel):
         raw = logits[tensors.owners, tensors.starts]
         totals = (raw - torch.logsumexp(logits, dim=1)[tensors.owners]).double()
         if len(tensors.longer):
-            # A cache of many devices takes the host's.
-            owners = (on_host if self._over_gpus else tensors).owners
-            longer = (on_host if self._over_gpus else tensors).longer
-            totals[tensors.longer] += self._continuations(tensors, owners[longer], getattr(output, self._cache), mask)
+            owners = on_host.owners[on_host.longer]  # a cache may lie on many devices, which take the host's indices
+            totals[tensors.longer] += self._continuations(tensors, owners, getattr(output, self._cache), mask)
         return raw, totals
 
     def take(
@@ -233,7 +228,7 @@ class ChoiceModel(TorchModel):
 
         Args:
             tensors: Tensors of the pass.
-            owners: Question of each longer option, where the cache takes it, (l,).
+            owners: Question of each longer option, on the host, (l,).
             cache: The cache of the prompts.
             mask: What the cache holds, (n, width).
         """
@@ -260,10 +255,9 @@ class ChoiceModel(TorchModel):
         return self._network(**{name: value for name, value in inputs.items() if name in self._accepts})
 
 
-def cache_bytes_per_token(config: Any, itemsize: int) -> int:
+def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Return how many bytes a network keeps of each token, at most: keys and values of all heads in all layers."""
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return int(
-        2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * head_size * itemsize
-    )
+    n_heads = getattr(config, "num_key_value_heads", None) or heads
+    return int(2 * config.num_hidden_layers * n_heads * head_size * dtype.itemsize)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import (
     PASS_TOKENS,
     Answers,
@@ -64,27 +65,8 @@ class LocalModel(PreparingModel):
         return answered(n, logits, faults, counts, self.facts.dtype, device_s=self.device_s())
 
 
-def text_passes(
-    batch: Batch,
-    columns: Sequence[str],
-    encode: Callable[[list[list[str]]], Sequence[Any]],
-    collate: Callable[[list[Any]], Any],
-    batch_tokens: int,
-    pass_tokens: int = PASS_TOKENS,
-) -> tuple[Passes, dict[int, str]]:
-    """Return texts of like lengths as passes of at most so many tokens, and why the other rows are in none.
-
-    Args:
-        batch: A batch of rows.
-        columns: Column of a text, or two of a pair.
-        encode: Returns the encodings of rows of texts, each with its `input_ids`.
-        collate: Returns the inputs of a pass of encodings.
-        batch_tokens: Tokens of a pass, padding included.
-        pass_tokens: Tokens that cost as much as a pass does in itself.
-
-    Raises:
-        DataError: A column is missing.
-    """
+def row_texts(batch: Batch, columns: Sequence[str]) -> dict[int, list[str] | Unusable]:
+    """Return each row's texts, or why it lacks one. Raises DataError when a column is missing."""
     require_columns(batch, *columns)
 
     def texts(row: int) -> list[str] | Unusable:
@@ -92,11 +74,50 @@ def text_passes(
         missing = [name for name, text in values.items() if not isinstance(text, str)]
         return Unusable(f"it has no text in {missing[0]!r}") if missing else list(values.values())
 
-    asked, faults = parted({row: texts(row) for row in range(batch_size(batch))})
-    encoded = dict(zip(asked, encode(list(asked.values())) if asked else [], strict=True))
-    lengths = {row: len(encoding["input_ids"]) for row, encoding in encoded.items()}
-    passes = bucketed(lengths, batch_tokens, pass_tokens)
+    return {row: texts(row) for row in range(batch_size(batch))}
+
+
+def text_passes(
+    texts: Mapping[int, Any],
+    encode: Callable[[list[Any]], Sequence[Any]],
+    collate: Callable[[list[Any]], Any],
+    batch_tokens: int,
+    pass_tokens: int = PASS_TOKENS,
+    n_tokens: Callable[[Any], int] = lambda encoding: len(encoding["input_ids"]),
+) -> tuple[Passes, dict[int, str]]:
+    """Return texts of like lengths as passes of at most so many tokens, and why the other rows are in none.
+
+    Args:
+        texts: What each row is encoded from, or why it cannot be.
+        encode: Returns the encodings of rows.
+        collate: Returns the inputs of a pass of encodings.
+        batch_tokens: Tokens of a pass, padding included.
+        pass_tokens: Tokens that cost as much as a pass does in itself.
+        n_tokens: Returns the number of tokens of an encoding.
+    """
+    usable, faults = parted(texts)
+    encoded = dict(zip(usable, encode(list(usable.values())) if usable else [], strict=True))
+    passes = bucketed({row: n_tokens(encoding) for row, encoding in encoded.items()}, batch_tokens, pass_tokens)
     return [(rows, collate([encoded[row] for row in rows])) for rows in passes], faults
+
+
+def option_order(source: str, classes: Sequence[str], names: Sequence[str]) -> list[int]:
+    """Return the class of each of the pool's labels, where a model names its classes.
+
+    Args:
+        source: The model, for the message.
+        classes: The model's classes: names of labels, or options by their numbers.
+        names: The labels in the pool's order.
+
+    Raises:
+        ConfigError: The classes are not the labels.
+    """
+    numbers = [str(number) for number in range(len(names))]
+    if sorted(classes) != sorted(names) and sorted(classes) == sorted(numbers):
+        names = numbers
+    if sorted(classes) != sorted(names):
+        raise ConfigError(f"{source} has the labels {', '.join(classes)}, the pool has {', '.join(names)}")
+    return [classes.index(name) for name in names]
 
 
 def texts_in(values: Iterable[Any]) -> Iterator[str]:

@@ -6,14 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import (
-    Field,
-    PositiveInt,
-    StrictFloat,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveInt, StrictFloat, ValidationError, field_validator, model_validator
 
 from cauc_ray.errors import ConfigError, explain, unknown_name
 from cauc_ray.files.documents import read_yaml
@@ -169,15 +162,10 @@ class PoolServing(Section):
     policy_every_s: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
-    def _logs_a_sample(self) -> PoolServing:
-        if self.log is not None and not self.shadow:
-            raise ValueError("log writes the shadow sample: set shadow to the share of answers that are to be logged")
-        return self
-
-    @model_validator(mode="after")
-    def _has_its_evidence(self) -> PoolServing:
-        if self.canary.evidence == "shadow" and not self.shadow:
-            raise ValueError("canary: evidence from the shadow sample needs a share of rows, shadow: 0.01 for example")
+    def _has_its_sample(self) -> PoolServing:
+        if not self.shadow and (self.log is not None or self.canary.evidence == "shadow"):
+            reader = "canary: evidence from" if self.log is None else "log writes"
+            raise ValueError(f"{reader} the shadow sample: set shadow to a share of answers, 0.01 for example")
         return self
 
 
@@ -211,18 +199,19 @@ class CostSpec(Section):
 
     @model_validator(mode="after")
     def _one_unit(self) -> CostSpec:
-        if len(self.model_fields_set) != 1 or getattr(self, self._key) is None:
+        if len(self.model_fields_set) != 1 or self._amount is None:
             raise ValueError(f"give a cost as exactly one of {', '.join(COST_UNITS)}")
         return self
 
     @property
-    def _key(self) -> str:
-        return next(iter(self.model_fields_set))
+    def _amount(self) -> float | Literal["auto"] | None:
+        amount: float | Literal["auto"] | None = getattr(self, *self.model_fields_set)
+        return amount
 
     @property
     def unit(self) -> str:
         """Return the unit as costs are reported in it."""
-        return COST_UNITS[self._key]
+        return COST_UNITS[next(iter(self.model_fields_set))]
 
     @property
     def is_round_trip(self) -> bool:
@@ -232,8 +221,7 @@ class CostSpec(Section):
     @property
     def value(self) -> float | None:
         """Return the number, None for "auto"."""
-        value = getattr(self, self._key)
-        return None if value == "auto" else float(value)
+        return None if self._amount == "auto" else self._amount
 
 
 class StageSpec(PromptSettings):
@@ -277,21 +265,17 @@ class StageSpec(PromptSettings):
         return self.model_copy(update={"call_timeout_s": longest_s}) if self.model.REMOTE else self
 
     @model_validator(mode="after")
-    def _measures_its_seconds(self) -> StageSpec:
+    def _suits_its_model(self) -> StageSpec:
+        kind, n, least = self.model.kind, self.resources.num_gpus, self.model.least_gpus
         if self.cost is not None and self.cost.is_round_trip and not self.model.REMOTE:
             raise ValueError(
-                f"seconds: auto is the round trip of a remote stage; a model of kind {self.model.kind!r} needs a number"
+                f"seconds: auto is the round trip of a remote stage; a model of kind {kind!r} needs a number"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _uses_its_gpus(self) -> StageSpec:
-        n, least = self.resources.num_gpus, self.model.least_gpus
         if math.ceil(n) < least:
             raise ValueError(f"its model needs {amounts_text({'GPU': least})}, not {n:g}: set num_gpus under resources")
         if n > 1 and not self.model.SPANS_GPUS:
             raise ValueError(
-                f"a model of kind {self.model.kind!r} runs on one GPU at most, not {n:g}; "
+                f"a model of kind {kind!r} runs on one GPU at most, not {n:g}; "
                 "to use more, give the stage num_gpus: 1 and more replicas"
             )
         return self
@@ -352,48 +336,42 @@ class Pool(PromptSettings):
         return content
 
     @model_validator(mode="after")
-    def _prompts_are_for_language_models(self) -> Pool:
+    def _suits_its_stages(self) -> Pool:
+        names = [stage.name for stage in self.stages]
+        if repeated := sorted(name for name in names if names.count(name) > 1):
+            raise ValueError(f"two stages are named {repeated[0]!r}")
         for stage in self.stages:
             spec = stage.model
             if isinstance(spec, LanguageSpec) and self.task != "multiple-choice" and spec.labels is None:
                 raise ValueError(f"stage {stage.name!r} is a language model: it needs labels to choose from")
-            unused = stage.model_fields_set & PromptSettings.model_fields.keys()
-            if unused:
+            if unused := stage.model_fields_set & PromptSettings.model_fields.keys():
                 raise ValueError(f"stage {stage.name!r}: a model of kind {spec.kind!r} takes no {min(unused)}")
-        taken = frozenset({"labels"}).union(*(prompt_fields(stage.model.kind) for stage in self.stages))
-        for key in sorted(self.model_fields_set & PromptSettings.model_fields.keys() - taken):
-            kinds = sorted(kind for kind in built_in_specs() if key in prompt_fields(kind))
-            raise ValueError(f"{key} is for models of kind {', '.join(kinds)}")
+        used = frozenset({"labels"}).union(*(prompt_fields(stage.model.kind) for stage in self.stages))
+        if unused := self.model_fields_set & PromptSettings.model_fields.keys() - used:
+            kinds = sorted(kind for kind in built_in_specs() if min(unused) in prompt_fields(kind))
+            raise ValueError(f"{min(unused)} is for models of kind {', '.join(kinds)}")
         if self.labels is not None and self.task == "multiple-choice":
             raise ValueError("labels are names of classes; in multiple-choice, choices name themselves")
-        if len({len(names) for names in self._all_names if names}) > 1:
+        if len({len(labels) for labels in self._all_labels}) > 1:
             raise ValueError("stages differ in their number of labels")
         return self
 
     @property
-    def _all_names(self) -> list[tuple[str, ...] | None]:
-        """Return the names of the classes as the pool has them and as its models have them."""
-        return [super().label_names, *(stage.model.label_names for stage in self.stages)]
+    def _all_labels(self) -> list[tuple[str, ...]]:
+        """Return the names of the classes as the pool has them and as its models have them, where they do."""
+        return [*filter(None, [super().label_names, *(stage.model.label_names for stage in self.stages)])]
 
     @property
     def label_names(self) -> tuple[str, ...] | None:
         """Return the names of the classes in their order, None where they are unknown."""
-        return next(filter(None, self._all_names), None)
-
-    @model_validator(mode="after")
-    def _distinct_names(self) -> Pool:
-        names = [stage.name for stage in self.stages]
-        repeated = next((name for name in names if names.count(name) > 1), None)
-        if repeated is not None:
-            raise ValueError(f"two stages are named {repeated!r}")
-        return self
+        return next(iter(self._all_labels), None)
 
     def stage(self, name: str) -> StageSpec:
         """Return a stage by its name. Raises ConfigError with the nearest name if there is no such stage."""
-        for stage in self.stages:
-            if stage.name == name:
-                return stage
-        raise ConfigError(f"pool {self.name!r}: {unknown_name('stage', name, [s.name for s in self.stages])}")
+        stages = {stage.name: stage for stage in self.stages}
+        if name not in stages:
+            raise ConfigError(f"pool {self.name!r}: {unknown_name('stage', name, stages)}")
+        return stages[name]
 
     def columns_read(self, stages: Sequence[StageSpec]) -> frozenset[str] | None:
         """Return the columns of an input that a run over some stages reads; None for all columns.
@@ -401,11 +379,13 @@ class Pool(PromptSettings):
         A model that declares no columns reads the pool's `inputs`, if there are any. `example_id`, `label` and
         `choices`, with which the number of logits must agree, are always read.
         """
-        declared = frozenset(self.inputs) or None
-        by_model = [names if (names := stage.model.columns_read.names) is not None else declared for stage in stages]
-        if any(names is None for names in by_model):
-            return None
-        return frozenset({"example_id", "label", "choices"}).union(*filter(None, by_model))
+        names = {"example_id", "label", "choices"}
+        for stage in stages:
+            columns = stage.model.columns_read.names
+            if columns is None and not self.inputs:
+                return None
+            names |= self.inputs.keys() if columns is None else columns
+        return frozenset(names)
 
     def chain(self, names: tuple[str, ...]) -> tuple[StageSpec, ...]:
         """Return the stages of a chain in its order."""
@@ -418,8 +398,7 @@ def load_pool(path: str | AnyPath) -> Pool:
     Raises ConfigError in one line if the file is missing, not YAML, or has an unknown key, kind or value.
     """
     location = path_of(path)
-    content = read_yaml(location, "pool file")
-    return pool_of(content, location.parent, str(location))
+    return pool_of(read_yaml(location, "pool file"), location.parent, str(location))
 
 
 def pool_of(content: object, folder: AnyPath, source: str = "the pool") -> Pool:

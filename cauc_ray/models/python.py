@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -79,28 +79,22 @@ def imported(factory: str, what: str = "factory") -> Callable[..., object]:
 
 def called(factory: Callable[..., object], kwargs: Mapping[str, Any], placement: Placement) -> object:
     """Return what a user's factory returns, which gets its device if it takes one."""
-    device = {"device": "cuda" if placement.num_gpus else "cpu"} if _takes_device(factory) else {}
+    try:
+        takes_device = "device" in inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # some callables in C have no signature
+        takes_device = False
+    device = {"device": "cuda" if placement.num_gpus else "cpu"} if takes_device else {}
     return factory(**{**device, **kwargs})
 
 
 def python_model(
-    function: object, source: str, logit_kind: LogitKind | None = None, labels: Sequence[str] | None = None
+    function: object, source: str, logit_kind: LogitKind | None = None, labels: tuple[str, ...] | None = None
 ) -> Model:
     """Wrap what a factory returned as a model. Raises ConfigError if it is not callable."""
     if not callable(function):
         raise ConfigError(f"the factory of {source!r} returned {type(function).__name__}, which is not callable")
     kind = PreparingPythonModel if hasattr(function, "prepare") else PythonModel
-    return kind(
-        function,
-        ModelFacts(source, logit_kind or "as the model returns them", labels=None if labels is None else tuple(labels)),
-    )
-
-
-def _takes_device(factory: Callable[..., object]) -> bool:
-    try:
-        return "device" in inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # some callables in C have no signature
-        return False
+    return kind(function, ModelFacts(source, logit_kind or "as the model returns them", labels=labels))
 
 
 class PythonModel(Model):
@@ -112,12 +106,15 @@ class PythonModel(Model):
 
     def __call__(self, batch: Batch) -> Answers:
         """Answer a batch."""
-        n = batch_size(batch)  # before the call: the function may change its batch
-        return self._checked(self.function(batch), n)
+        return self.answer((batch_size(batch), batch))
 
-    def _checked(self, output: object, n: int) -> Answers:
-        """Return checked answers. Raises ConfigError if labels of the first batch do not have the highest scores."""
-        answers = as_answers(output, n)
+    def answer(self, prepared: tuple[int, Any]) -> Answers:
+        """Answer what the callable takes for n rows.
+
+        Raises ConfigError if labels of the first batch do not have the highest scores.
+        """
+        n, content = prepared
+        answers = as_answers(self.function(content), n)
         if answers.labels is not None and not self._is_checked:
             require_same_labels(self.facts.source, answers, answers.labels, self.facts.labels)
             self._is_checked = True
@@ -131,15 +128,8 @@ class PythonModel(Model):
 class PreparingPythonModel(PythonModel, PreparingModel):
     """A user's callable that prepares batches ahead."""
 
+    __call__ = PreparingModel.__call__
+
     def prepare(self, batch: Batch) -> tuple[int, Any]:
         """Return the batch's size and what the callable's own prepare makes of it."""
         return batch_size(batch), self.function.prepare(batch)
-
-    def answer(self, prepared: tuple[int, Any]) -> Answers:
-        """Answer a prepared batch."""
-        n, content = prepared
-        return self._checked(self.function(content), n)
-
-    def __call__(self, batch: Batch) -> Answers:
-        """Answer a batch."""
-        return self.answer(self.prepare(batch))

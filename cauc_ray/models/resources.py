@@ -6,15 +6,13 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, TypeAlias
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, ByteSize, Field, field_validator, model_validator
 
 from cauc_ray.models.kind import Section
 
 _VALUE = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _EXPRESSION = re.compile(rf"(?P<no>!?)(?:(?P<one>{_VALUE})|in\((?P<many>\s*{_VALUE}(?:\s*,\s*{_VALUE})*\s*)\))")
 CPUS_PER_GPU = 4
-_BYTES = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_BYTES)})")
 
 
 def _expression(text: str) -> str:
@@ -34,7 +32,7 @@ class Resources(Section):
         num_gpus: A fraction of one, which several replicas share, or whole ones, which need a language model or a model
             of your own.
         num_cpus: By default 4 for each GPU, to prepare its batches, and at least 1.
-        memory: Bytes, or text such as "4GiB"; Ray schedules by it and does not enforce it.
+        memory: Bytes, or text such as "4GiB" or "500MB"; Ray schedules by it and does not enforce it.
         custom: Ray's custom resources, by name.
         labels: Label -> "value", "!value", "in(a, b)" or "!in(a, b)"; a node without the label meets a negated one.
         fallback: Other labels, tried in order if no node meets the first.
@@ -42,7 +40,7 @@ class Resources(Section):
 
     num_gpus: float = Field(default=0, ge=0)
     num_cpus: float = Field(default_factory=lambda fields: max(1, CPUS_PER_GPU * fields.get("num_gpus", 0)), ge=0)
-    memory: int = Field(default=0, ge=0, le=1 << 60)
+    memory: ByteSize = Field(default=ByteSize(0), le=1 << 60)
     custom: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     labels: Labels = Field(default_factory=dict)
     fallback: tuple[Labels, ...] = ()
@@ -54,24 +52,11 @@ class Resources(Section):
             raise ValueError(f"num_gpus must be a fraction below 1 or a whole number, got {n:g}")
         return n
 
-    @field_validator("memory", mode="before", json_schema_input_type=int | str)
-    @classmethod
-    def _in_bytes(cls, memory: object) -> object:
-        if not isinstance(memory, str):
-            return memory
-        size = _SIZE.fullmatch(memory.strip())
-        if size is None:
-            raise ValueError(f"expected bytes, or a number with KiB, MiB, GiB or TiB, got {memory!r}")
-        return round(float(size[1]) * _BYTES[size[2]])
-
     @field_validator("custom")
     @classmethod
     def _are_custom(cls, custom: dict[str, float]) -> dict[str, float]:
-        for name in custom:
-            if name in ("CPU", "GPU", "memory", "object_store_memory") or not name:
-                raise ValueError(
-                    f"{name!r} is not a custom resource; use num_cpus, num_gpus and memory for CPUs, GPUs and memory"
-                )
+        for name in custom.keys() & {"CPU", "GPU", "memory", "object_store_memory", ""}:
+            raise ValueError(f"{name!r} is not a custom resource; use num_cpus, num_gpus and memory")
         return custom
 
     @model_validator(mode="after")
@@ -101,15 +86,14 @@ def amounts_text(amounts: Mapping[str, float]) -> str:
     >>> amounts_text({"CPU": 1, "GPU": 0, "memory": 3 << 29})
     '1 CPU and 1.5 GiB of memory'
     """
-    return " and ".join(_amount_text(name, amount) for name, amount in amounts.items() if amount) or "nothing"
-
-
-def _amount_text(name: str, amount: float) -> str:
-    if name == "memory":
-        unit = max((unit for unit, size in _BYTES.items() if size <= max(1, amount)), key=_BYTES.__getitem__)
-        return f"{amount / _BYTES[unit]:,.4g} {unit or 'bytes'} of memory"
-    plural = "s" if name in ("CPU", "GPU") and amount != 1 else ""
-    return f"{amount:,.6g} {name}{plural}"
+    texts = {
+        name: f"{ByteSize(amount).human_readable(separator=' ')} of memory"
+        if name == "memory"
+        else f"{amount:,.6g} {name}{'s' if name in ('CPU', 'GPU') and amount != 1 else ''}"
+        for name, amount in amounts.items()
+        if amount
+    }
+    return " and ".join(texts.values()) or "nothing"
 
 
 def _meets(value: str | None, expression: str) -> bool:

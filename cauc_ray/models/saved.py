@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
@@ -21,8 +20,15 @@ if TYPE_CHECKING:
 class SavedSpec(DeclaringSpec):
     """`{kind: saved, logits: LOGITS, model: NAME, split: SPLIT, seconds_per_call: 0, seconds_per_row: 0}`.
 
-    Answers from a logit table, a path or a URI, by example_id, with the given delays.   logit_kind: of the table's
-    logits, if its pool.json does not declare it; embedding for an encoder's embeddings.
+    Answers from a logit table, a path or a URI, by example_id.
+
+    Attributes:
+        logits: The table.
+        model: The model in the table.
+        split: The split in the table.
+        seconds_per_call: Least time that a call takes.
+        seconds_per_row: Time that is added for each row.
+        logit_kind: Of the table's logits, if its pool.json does not declare it; embedding for an encoder's embeddings.
     """
 
     LOADER: ClassVar[str] = "cauc_ray.models.saved:SavedModel"
@@ -42,9 +48,7 @@ class SavedSpec(DeclaringSpec):
     @property
     def answers_kind(self) -> LogitKind:
         """Return the kind of the table's logits."""
-        if self.logit_kind is not None:
-            return self.logit_kind
-        return self.table().kinds.get(self.model, "raw")
+        return self.logit_kind or self.table().kinds.get(self.model, self.LOGITS)
 
     @property
     def cost_unit(self) -> str | None:
@@ -66,21 +70,16 @@ class SavedModel(Model):
         """Read the logits. Raises CaucError if the table does not have them."""
         self._spec = spec
         self.facts = ModelFacts(f"{spec.logits}, model {spec.model}", spec.answers_kind)
-        ids: Sequence[str]
         if spec.answers_kind == EMBEDDING:
             from cauc_ray.data.logits import embedding_ids, read_embeddings
 
-            asked = path_of(spec.logits), spec.model, spec.split
-            ids, self._n_options, self._costs = embedding_ids(*asked), None, None
-            self._logits = read_embeddings(*asked, ids)
+            place = path_of(spec.logits), spec.model, spec.split
+            ids, self._n_options, self._costs = embedding_ids(*place), None, None
+            self._logits = read_embeddings(*place, ids)
         else:
             table = spec.table().read_model(spec.model, spec.split, as_stored=True)
-            ids, self._logits, self._n_options, self._costs = (
-                table.example_ids.to_pylist(),
-                table.logits,
-                table.n_options,
-                table.costs,
-            )
+            ids = table.example_ids.to_pylist()
+            self._logits, self._n_options, self._costs = table.logits, table.n_options, table.costs
         self._rows = {example: row for row, example in enumerate(ids)}
 
     def __call__(self, batch: Batch) -> Answers:
@@ -88,18 +87,13 @@ class SavedModel(Model):
         started = time.perf_counter()
         require_columns(batch, "example_id")
         ids = batch["example_id"]
-        failures = {
-            row: f"example {example!r:.100} is not in {self._spec.logits}, model {self._spec.model!r}, "
-            f"split {self._spec.split!r}"
-            for row, example in enumerate(ids)
-            if example not in self._rows
-        }
+        place = f"{self._spec.logits}, model {self._spec.model!r}, split {self._spec.split!r}"
+        unknown = [row for row, example in enumerate(ids) if example not in self._rows]
+        failures = {row: f"example {ids[row]!r:.100} is not in {place}" for row in unknown}
         rows = np.array([self._rows.get(example, 0) for example in ids], dtype=np.intp)
         n_options = None if self._n_options is None else self._n_options[rows]
         costs = None if self._costs is None else self._costs[rows]
         answers = Answers(self._logits[rows], n_options, costs, failures)
-        takes = self._spec.seconds_per_call + self._spec.seconds_per_row * len(ids)
-        remaining = takes - (time.perf_counter() - started)
-        if remaining > 0:
-            time.sleep(remaining)
+        takes_s = self._spec.seconds_per_call + self._spec.seconds_per_row * len(ids)
+        time.sleep(max(0.0, takes_s - (time.perf_counter() - started)))
         return answers

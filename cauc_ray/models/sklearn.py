@@ -13,19 +13,22 @@ from cauc_ray.models.answers import (
     Batch,
     Model,
     ModelFacts,
+    answered,
     as_answers,
     batch_size,
     require_columns,
     require_same_labels,
 )
-from cauc_ray.models.kind import DeclaringSpec, InputColumns, LocalFile, Placement, require_file
+from cauc_ray.models.kind import LocalFile, Placement, TableSpec
+from cauc_ray.models.passes import option_order
 from cauc_ray.models.prompts import Labelled
 from cauc_ray.numbers.logits import LogitKind
+from cauc_ray.numbers.types import Floats
 
 _NOT_FEATURES = ("example_id", "label")
 
 
-class SklearnSpec(Labelled, DeclaringSpec):
+class SklearnSpec(Labelled, TableSpec):
     """`{kind: sklearn, path: model.joblib, columns: [age, income]}`: a fitted classifier or pipeline in a file.
 
     Attributes:
@@ -38,32 +41,20 @@ class SklearnSpec(Labelled, DeclaringSpec):
 
     LOADER: ClassVar[str] = "cauc_ray.models.sklearn:load"
     PACKAGES: ClassVar[tuple[str, ...]] = ("sklearn", "sklearn", "joblib")
+    FILES: ClassVar[tuple[str, ...]] = ("path",)
+    LOGITS: ClassVar[LogitKind] = "probabilities"
     kind: Literal["sklearn"]
     path: LocalFile
-    columns: tuple[str, ...] = ()
     trusted: tuple[str, ...] = ()
-
-    @property
-    def columns_read(self) -> InputColumns:
-        """Return its columns; all of the input if the settings do not name them."""
-        return InputColumns(frozenset(self.columns), frozenset() if self.columns else None)
-
-    @property
-    def answers_kind(self) -> LogitKind:
-        """Return the declared kind, probabilities without one."""
-        return self.logit_kind or "probabilities"
-
-    def check(self, local: bool) -> None:
-        """Raise ConfigError for a file that does not exist."""
-        require_file(self.path, local)
 
 
 def load(spec: SklearnSpec, placement: Placement) -> SklearnModel:
     """Load the estimator. Raises ConfigError if it cannot be loaded, or is not a fitted classifier of the labels."""
-    spec.check(local=True)
+    is_skops = spec.path.endswith(".skops")
+    if is_skops:
+        spec.require("sklearn", "skops")
     try:
-        if spec.path.endswith(".skops"):
-            spec.require("sklearn", "skops")
+        if is_skops:
             from skops.io import load as load_skops
 
             estimator = load_skops(spec.path, trusted=list(spec.trusted))
@@ -71,10 +62,8 @@ def load(spec: SklearnSpec, placement: Placement) -> SklearnModel:
             import joblib
 
             estimator = joblib.load(spec.path)
-    except ConfigError:
-        raise
     except Exception as error:  # damaged files and missing modules raise errors of many types
-        remedy = "; list the types that you trust under trusted" if spec.path.endswith(".skops") else ""
+        remedy = "; list the types that you trust under trusted" if is_skops else ""
         raise ConfigError(f"{spec.path} cannot be loaded: {first_line(error)}{remedy}") from error
     return SklearnModel(spec, estimator)
 
@@ -88,16 +77,10 @@ class SklearnModel(Model):
         if not hasattr(estimator, "classes_") or not hasattr(estimator, method):
             remedy = "; declare logit_kind: surrogate" if hasattr(estimator, "decision_function") else ""
             raise ConfigError(f"{spec.path} holds {type(estimator).__name__} without classes_ and {method}{remedy}")
-        self._scores = getattr(estimator, method)
+        self._score = getattr(estimator, method)
         classes = [str(label) for label in np.asarray(estimator.classes_).tolist()]
         self._names = spec.label_names or tuple(classes)
-        if set(classes) != set(self._names) and classes == [str(number) for number in range(len(self._names))]:
-            classes = list(self._names)  # options by their numbers, as XGBoost has them
-        if sorted(classes) != sorted(self._names):
-            raise ConfigError(
-                f"{spec.path} was fitted on the labels {', '.join(classes)}, the pool has {', '.join(self._names)}"
-            )
-        self._order = [classes.index(name) for name in self._names]
+        self._order = option_order(spec.path, classes, self._names)
         self._fitted_names: Sequence[str] = [str(name) for name in getattr(estimator, "feature_names_in_", ())]
         if self._fitted_names:
             spec.require("sklearn", "pandas")
@@ -114,27 +97,23 @@ class SklearnModel(Model):
 
         Raises DataError for a missing column, ConfigError if the scores are not those of the labels.
         """
+        n = batch_size(batch)
         try:
-            return self._answers(batch)
+            return as_answers(self._scores(batch), n)
         except ValueError:
             columns = [batch[name] for name in self._columns(batch)]
-            missing_mask = np.array(
-                [any(map(_is_missing, values)) for values in zip(*columns, strict=True)], dtype=bool
-            )
-            if not missing_mask.any():
+            missing = [row for row, values in enumerate(zip(*columns, strict=True)) if any(map(_is_missing, values))]
+            if not missing:
                 raise
-        rows = np.flatnonzero(~missing_mask)
-        faults = dict.fromkeys(np.flatnonzero(missing_mask).tolist(), "one of its values is missing")
-        answers = self._answers({name: column[rows] for name, column in batch.items()}) if len(rows) else None
-        logits = np.zeros((len(missing_mask), len(self._names)), np.float32)
-        if answers is not None:
-            logits[rows] = answers.logits
-            faults |= {int(rows[row]): why for row, why in answers.failures.items()}
-        return Answers(logits, failures=faults)
+        rows = sorted({*range(n)} - {*missing})
+        scores = self._scores({name: column[rows] for name, column in batch.items()}) if rows else ()
+        faults = dict.fromkeys(missing, "one of its values is missing")
+        return answered(n, dict(zip(rows, scores, strict=True)), faults, {})
 
-    def _answers(self, batch: Batch) -> Answers:
+    def _scores(self, batch: Batch) -> Floats:
+        """Return scores in the order of the labels, (n, K). The estimator's labels of the first batch must agree."""
         rows = self._rows(batch)
-        scores = np.asarray(self._scores(rows), np.float32)
+        scores = np.asarray(self._score(rows), np.float32)
         if scores.ndim == 1:  # of the second of two classes
             scores = np.stack([np.zeros_like(scores), scores], axis=1)
         if scores.shape[1:] != (len(self._order),):
@@ -142,21 +121,18 @@ class SklearnModel(Model):
                 f"{self._spec.path} gives {scores.shape[1]} scores for {len(self._order)} labels: fit it with one "
                 "score for each label, such as decision_function_shape='ovr'"
             )
-        answers = as_answers(scores[:, self._order], batch_size(batch))
+        scores = scores[:, self._order]
         if not self._is_checked:
             labels = np.asarray(self._estimator.predict(rows)).tolist()
             try:
-                require_same_labels(self._spec.path, answers, labels, self._names)
+                require_same_labels(self._spec.path, Answers(scores), labels, self._names)
             except ConfigError as error:
+                # Probabilities and decision values of one estimator may order rows otherwise, as in SVC.
+                has_both = self._spec.answers_kind != "surrogate" and hasattr(self._estimator, "decision_function")
                 hint = "; its probabilities are fitted apart from its labels: declare logit_kind: surrogate"
-                raise ConfigError(f"{error}{hint if self._disagrees_with_itself else ''}") from None
+                raise ConfigError(f"{error}{hint if has_both else ''}") from None
             self._is_checked = True
-        return answers
-
-    @property
-    def _disagrees_with_itself(self) -> bool:
-        """Return whether it has both probabilities and decision values, which may order rows otherwise, as in SVC."""
-        return self._spec.answers_kind != "surrogate" and hasattr(self._estimator, "decision_function")
+        return scores
 
     def _columns(self, batch: Batch) -> Sequence[str]:
         return self._spec.columns or self._fitted_names or [name for name in batch if name not in _NOT_FEATURES]

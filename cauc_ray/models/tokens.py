@@ -88,10 +88,6 @@ class RememberedOptions:
         # Tokens of the prompt alone that the option changes, tokens in their place, and those of the options.
         self._by_end: dict[tuple[int, ...], tuple[int, list[int], tuple[list[int], ...]]] = {}
 
-    def key(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens by which a prompt's continuations are remembered."""
-        return tuple(prompt[-_KEY_TOKENS:])
-
     def add(self, prompt: list[int], joint: Continuations) -> None:
         """Remember what follows the encoding of a prompt alone."""
         n_shared = len(shared_tokens([prompt, joint.prompt]))
@@ -99,11 +95,11 @@ class RememberedOptions:
         if n_changed < _KEY_TOKENS:
             if len(self._by_end) >= _MAX_KEYS:
                 self._by_end.clear()
-            self._by_end[self.key(prompt)] = n_changed, joint.prompt[n_shared:], joint.options
+            self._by_end[tuple(prompt[-_KEY_TOKENS:])] = n_changed, joint.prompt[n_shared:], joint.options
 
     def find(self, prompt: list[int]) -> Continuations | None:
         """Return the continuations of a prompt, None where they must be encoded."""
-        if (entry := self._by_end.get(self.key(prompt))) is None:
+        if (entry := self._by_end.get(tuple(prompt[-_KEY_TOKENS:]))) is None:
             return None
         n_changed, replacement, options = entry
         return Continuations(prompt[: len(prompt) - n_changed] + replacement, options)
@@ -178,26 +174,23 @@ class Tokenizing:
         uses_template = spec.answers_with != "text" if spec.chat_template is None else spec.chat_template
         if spec.chat_template and not tokenizer.chat_template:
             raise ConfigError(f"chat_template: {spec.model} has no chat template")
-        self._spec = spec
-        self._tokenizer = tokenizer
-        self._max_tokens = max_tokens
-        self._chat: ChatTemplate | None = None
+        chat = None
         if uses_template and tokenizer.chat_template:
-            self._chat = ChatTemplate(spec.model, tokenizer, spec.chat_template_kwargs)
-        self.source = self._chat.source if self._chat else "without a chat template"
-        self._special = self._chat.special if self._chat else special_tokens(tokenizer)
+            chat = ChatTemplate(spec.model, tokenizer, spec.chat_template_kwargs)
+        self._spec, self._tokenizer, self._max_tokens, self._chat = spec, tokenizer, max_tokens, chat
+        self.source = chat.source if chat else "without a chat template"
+        self._special = chat.special if chat else special_tokens(tokenizer)
         # Whether the tokenizer adds its special tokens, how many come last, and whether those in texts are text.
-        self._adds_special, self._as_text = self._chat is None, False
+        self._adds_special, self._as_text = chat is None, False
         mask = tokenizer("Q", return_special_tokens_mask=True)["special_tokens_mask"]
         self._n_after = len(list(itertools.takewhile(bool, reversed(mask))))
-        self._before = self._chat.before if self._chat else " "
-        end = self._chat.end if self._chat else "\n"
-        self._after = end if spec.answers_with == "name" else ""
+        self._before = chat.before if chat else " "
+        self._after = (chat.end if chat else "\n") if spec.answers_with == "name" else ""
         self._letters = spec.answers_with == "letter"
         self._fixed = LETTERS[: self._n_letters()] if self._letters else spec.label_names
-        self._prompts = Prompts(spec, self._chat is not None, len(self._fixed or ""))
+        self._prompts = Prompts(spec, chat is not None, len(self._fixed or ""))
         # Special tokens of the prompt's own text are meant as such; one that begins with BOS is complete.
-        self._as_text = self._chat is None and not self._special.search(self._prompts.shown)
+        self._as_text = chat is None and not self._special.search(self._prompts.shown)
         self._adds_special &= not (tokenizer.bos_token and self._prompts.shown.startswith(tokenizer.bos_token))
         self._remembered = RememberedOptions()
 

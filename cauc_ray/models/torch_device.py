@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from threading import Lock
 from typing import Any
 
 import torch
@@ -30,6 +28,8 @@ _CONVERTED_ROWS = 2**15
 
 class TorchModel(LocalModel):
     """A network on a device that measures the GPU time of its forward passes alone.
+
+    A network in float32 keeps its process from shortening factors of products to 10 bits (TF32), as GPUs do by default.
 
     Args:
         network: The network.
@@ -53,6 +53,8 @@ class TorchModel(LocalModel):
         self._on_gpu = device.type == "cuda"
         # What a pass costs in itself, in tokens.
         self.pass_tokens = max(PASS_TOKENS, round(_LAUNCH_WORK / 1e9 / params_b)) if self._on_gpu else PASS_TOKENS
+        if dtype == torch.float32:
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         self._new_event = new_event or (partial(torch.cuda.Event, enable_timing=True) if self._on_gpu else None)
         self._events: list[Any] = []
         if self._new_event is not None:
@@ -67,7 +69,7 @@ class TorchModel(LocalModel):
     def answer(self, prepared: Inputs) -> Answers:
         """Compute a batch."""
         self._events = []  # without those of a call that failed
-        with torch.inference_mode(), _without_tf32 if self.facts.dtype == "float32" else nullcontext():
+        with torch.inference_mode():
             return super().answer(prepared)
 
     def device_s(self) -> float | None:
@@ -110,11 +112,10 @@ def choose_device(device: TorchDevice) -> torch.device:
 
 def require_memory(model: str, n_bytes: int, num_gpus: float) -> None:
     """Raise ConfigError if the GPUs of the stage, or its share of one, cannot hold so many bytes of weights."""
-    share = min(1.0, num_gpus or 1.0)
-    memory = [torch.cuda.mem_get_info(gpu) for gpu in range(torch.cuda.device_count() if num_gpus > 1 else 1)]
-    n_free = sum(min(free, share * total) for free, total in memory)
+    memory = _gpu_memory(num_gpus)
+    n_free, size = sum(free for free, _ in memory), memory[0][1]
     if n_bytes > n_free:
-        gpus, size = amounts_text({"GPU": len(memory) * share}), memory[0][1]
+        gpus = amounts_text({"GPU": len(memory) * min(1.0, num_gpus or 1.0)})
         raise ConfigError(
             f"model {model!r} has {n_bytes / 1e9:,.1f} GB of weights, more than the {n_free / 1e9:,.1f} GB free on "
             f"{gpus} of {size / 1e9:,.1f} GB; give it num_gpus: {n_bytes // size + 1} under resources"
@@ -125,46 +126,18 @@ def free_bytes(device: torch.device, num_gpus: float) -> int:
     """Return the memory that tensors may still take on a stage's GPUs or share of one; of the host's, a quarter."""
     if device.type != "cuda":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    gpus = range(torch.cuda.device_count()) if num_gpus > 1 else [torch.cuda.current_device()]
-    n_free = []
-    for gpu in gpus:
+    memory = _gpu_memory(num_gpus)
+    return len(memory) * max(0, int(min(free for free, _ in memory)))
+
+
+def _gpu_memory(num_gpus: float) -> list[tuple[float, int]]:
+    """Return the bytes that tensors may still take, and all bytes, of each of a stage's GPUs or its share of one."""
+    memory = []
+    for gpu in range(torch.cuda.device_count() if num_gpus > 1 else 1):
         (free, total), allocated = torch.cuda.mem_get_info(gpu), torch.cuda.memory_allocated(gpu)
         unused = torch.cuda.memory_reserved(gpu) - allocated
-        n_free.append(min(free + unused, min(1.0, num_gpus or 1.0) * total - allocated))
-    return len(gpus) * max(0, int(min(n_free)))
-
-
-class WithoutTF32:
-    """A block in which float32 is computed as such: GPUs shorten the factors of convolutions to 10 bits by default.
-
-    The setting is the process's: the first thread to enter changes it, and the last one to leave restores it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._n_inside = 0
-        self._before: list[bool] = []
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._n_inside:
-                self._before = [backend.allow_tf32 for backend in _TF32]
-                self._set([False] * len(_TF32))
-            self._n_inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._n_inside -= 1
-            if not self._n_inside:
-                self._set(self._before)
-
-    def _set(self, allowed: list[bool]) -> None:
-        for backend, value in zip(_TF32, allowed, strict=True):
-            backend.allow_tf32 = value
-
-
-_TF32 = (torch.backends.cuda.matmul, torch.backends.cudnn)
-_without_tf32 = WithoutTF32()
+        memory.append((min(free + unused, min(1.0, num_gpus or 1.0) * total - allocated), total))
+    return memory
 
 
 def compute_in_float32(layer: Any) -> None:
@@ -173,19 +146,23 @@ def compute_in_float32(layer: Any) -> None:
         return
 
     def forward(states: torch.Tensor) -> torch.Tensor:
-        bias = None if layer.bias is None else layer.bias.float()
         with torch.autocast(states.device.type, enabled=False):
             if layer.weight.dtype == torch.float32:
-                return linear(states.float(), layer.weight, bias)
+                return linear(states.float(), layer.weight, layer.bias)
             logits = states.new_empty(*states.shape[:-1], layer.out_features, dtype=torch.float32)
             for start in range(0, layer.out_features, _CONVERTED_ROWS):
                 rows = slice(start, start + _CONVERTED_ROWS)
-                part = None if bias is None else bias[rows]
-                logits[..., rows] = linear(states.float(), layer.weight[rows].float(), part)
+                bias = None if layer.bias is None else layer.bias[rows].float()
+                logits[..., rows] = linear(states.float(), layer.weight[rows].float(), bias)
             return logits
 
     # Where accelerate spreads a network, its own forward moves the inputs and calls the old one.
     setattr(layer, "_old_forward" if hasattr(layer, "_old_forward") else "forward", forward)
+
+
+def last_linear(network: nn.Module) -> nn.Module | None:
+    """Return a network's last linear layer, None without one."""
+    return next((module for module in reversed([*network.modules()]) if isinstance(module, nn.Linear)), None)
 
 
 def choose_dtype(dtype: Precision, device: torch.device) -> torch.dtype:
@@ -193,7 +170,7 @@ def choose_dtype(dtype: Precision, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         # Older GPUs emulate it, and are slow.
         has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if has_it else torch.float32
+        dtype = "bfloat16" if has_it else "float32"
     chosen: torch.dtype = getattr(torch, dtype)
     return chosen
 

@@ -2,52 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import Field, field_validator
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.kind import HubModel, ImageSpec, InputColumns, KindSpec, Precision, TextColumns, TorchDevice
+from cauc_ray.models.kind import HubModel, ImageSpec, InputColumns, TextColumns, TorchSpec
 from cauc_ray.models.prompts import LanguageSpec
 from cauc_ray.numbers.logits import LogitKind
 
 
-class _Config(BaseModel):
-    """Fields of a checkpoint's config.json that are read before loading."""
-
-    architectures: list[str] | None = None
-
-
-class HubSpec(KindSpec):
+class HubSpec(TorchSpec):
     """A model of transformers by hub id or local folder.
 
     Attributes:
         model: A hub id or a local folder.
-        device: Where it computes; auto is a GPU if the stage has one.
         revision: Of the hub's repository.
-        dtype: Precision of the computation; auto is bfloat16 on GPUs that have it, else float32.
         REQUIRED_HEAD: What a checkpoint must be, and a pattern of the architectures that are saved with the head that
             this needs.
     """
 
     PACKAGES: ClassVar[tuple[str, ...]] = ("transformers", "torch", "transformers")
+    FILES: ClassVar[tuple[str, ...]] = ("model",)
     REQUIRED_HEAD: ClassVar[tuple[str, str]] = ("model", "")
     model: HubModel
-    device: TorchDevice = "auto"
     revision: str | None = None
-    dtype: Precision = "auto"
 
     def check(self, local: bool) -> None:
-        """Raise ConfigError if a folder's config shows that its model was saved without the required head."""
-        path = Path(self.model, "config.json")
+        """Raise ConfigError if a folder is missing, or its model was saved without the required head, by its config."""
+        super().check(local)
         what, head = self.REQUIRED_HEAD
-        architectures = None
-        if path.is_absolute():
-            with suppress(OSError, ValueError):  # the library explains what cannot be read
-                architectures = _Config.model_validate_json(path.read_bytes()).architectures
+        architectures: list[str] = []
+        if Path(self.model).is_absolute():
+            with suppress(OSError, ValueError, AttributeError):  # the library explains what cannot be read
+                architectures = json.loads(Path(self.model, "config.json").read_bytes()).get("architectures") or []
         if architectures and not any(re.search(head, name) for name in architectures):
             raise ConfigError(f"model {self.model!r} is not a complete {what}: it was saved as {architectures[0]}")
 
@@ -85,7 +77,7 @@ class HubImageSpec(PretrainedSpec, ImageSpec):
 class TransformersImageSpec(HubImageSpec):
     """`{kind: transformers-image, model: google/vit-base-patch16-224}`: any AutoModelForImageClassification."""
 
-    LOADER: ClassVar[str] = "cauc_ray.models.classifiers:load_image_model"
+    LOADER: ClassVar[str] = "cauc_ray.models.image_networks:load_image_model"
     REQUIRED_HEAD: ClassVar[tuple[str, str]] = ("image classifier", "ForImageClassification")
     kind: Literal["transformers-image"]
 
@@ -106,7 +98,7 @@ class TransformersClassifierSpec(SpreadSpec, PretrainedSpec):
         batch_tokens: Most tokens of one forward pass, padding included.
     """
 
-    LOADER: ClassVar[str] = "cauc_ray.models.classifiers:load_text_model"
+    LOADER: ClassVar[str] = "cauc_ray.models.text_networks:load_classifier"
     REQUIRED_HEAD: ClassVar[tuple[str, str]] = ("text classifier", "ForSequenceClassification")
     kind: Literal["transformers-classifier"]
     text: TextColumns = ("text",)

@@ -40,6 +40,7 @@ class VllmSpec(HubLanguageSpec, ImagePromptSpec):
 
     LOADER: ClassVar[str] = "cauc_ray.models.vllm:load"
     PACKAGES: ClassVar[tuple[str, ...]] = ("vllm", "vllm", "torch")
+    FILES: ClassVar[tuple[str, ...]] = ("model", "lora")
     kind: Literal["vllm"]
     device: Device = "auto"
     lora: HubModel | None = None
@@ -67,7 +68,6 @@ class VllmSpec(HubLanguageSpec, ImagePromptSpec):
 
 def load(spec: VllmSpec, placement: Placement) -> VllmModel:
     """Start the engine on the CPU, one GPU, or tensor parallel on all that the process sees. Raises ConfigError."""
-    spec.check(local=True)
     import torch
     from vllm import LLM
 
@@ -97,15 +97,12 @@ def load(spec: VllmSpec, placement: Placement) -> VllmModel:
 
 def _max_lora_rank(adapter: str) -> int:
     """Return the smallest rank that vLLM supports and an adapter fits in. Raises ConfigError if it cannot be read."""
+    from transformers.utils import cached_file
+
     from cauc_ray.models.hub import loading
 
     with loading(adapter):
-        file = Path(adapter, "adapter_config.json")
-        if not Path(adapter).is_dir():
-            from huggingface_hub import hf_hub_download
-
-            file = Path(hf_hub_download(adapter, file.name))
-        config = json.loads(file.read_text())
+        config = json.loads(Path(cached_file(adapter, "adapter_config.json")).read_bytes())
         ranks = [config["r"], *config.get("rank_pattern", {}).values()]
     return next((rank for rank in _LORA_RANKS if rank >= max(ranks)), max(ranks))
 
@@ -127,11 +124,10 @@ class VllmModel(LocalModel):
         if spec.image:
             if not tokenizer.chat_template:
                 raise ConfigError(f"{spec.model}: image needs a chat template, and its tokenizer has none")
-            tokenizer = ImageTokenizer(tokenizer)
+            _show_images(tokenizer)
         self._tokenizing = Tokenizing(spec, tokenizer, longest)
-        precision = str(config.dtype).removeprefix("torch.")
-        if config.quantization:
-            precision = f"{config.quantization} in {precision}"
+        dtype = str(config.dtype).removeprefix("torch.")
+        precision = f"{config.quantization} in {dtype}" if config.quantization else dtype
         adapter = f" with {spec.lora}" if spec.lora else ""
         self.facts = ModelFacts(
             source=f"vllm {spec.model}{adapter}, {precision}, {self._tokenizing.source}",
@@ -145,52 +141,39 @@ class VllmModel(LocalModel):
         asked, faults = self._tokenizing(batch)
         images: dict[int, Any] = {}
         if self._spec.image:
-            from cauc_ray.models.images import read_images
+            from cauc_ray.models.images import decode_image, read_images
 
-            images, image_faults = read_images(batch, lambda image: image)
+            images, image_faults = read_images(batch, decode_image)
             asked, faults = [one for one in asked if one.row in images], image_faults | faults
         return [([one.row for one in asked], (asked, images))] if asked else [], faults
 
     def launch(self, questions: Questions) -> list[Floats]:
         """Return the log-likelihoods of each row's options; the engine makes batches of all requests."""
         inputs, images = questions
-        asked = [(index, *request) for index, one in enumerate(inputs) for request in next_tokens(one.options)]
+        asked = [(one, before, ids) for one in inputs for before, ids in next_tokens(one.options)]
         prompts = [
-            {"prompt_token_ids": inputs[index].prompt + before}
-            | ({"multi_modal_data": {"image": images[inputs[index].row]}} if images else {})
-            for index, before, _ in asked
+            {"prompt_token_ids": one.prompt + before}
+            | ({"multi_modal_data": {"image": images[one.row]}} if images else {})
+            for one, before, _ in asked
         ]
-        params = [
-            self._sampling(max_tokens=1, temperature=0, detokenize=False, logprob_token_ids=ids) for *_, ids in asked
-        ]
+        settings = {"max_tokens": 1, "temperature": 0, "detokenize": False}
+        params = [self._sampling(**settings, logprob_token_ids=ids) for *_, ids in asked]
         outputs = self._engine.generate(prompts, params, use_tqdm=False, lora_request=self._lora)
-        logprobs: list[dict[tuple[int, ...], float]] = [{} for _ in inputs]
-        for (index, before, ids), output in zip(asked, outputs, strict=True):
+        logprobs: dict[int, dict[tuple[int, ...], float]] = {one.row: {} for one in inputs}
+        for (one, before, ids), output in zip(asked, outputs, strict=True):
             following = output.outputs[0].logprobs[0]
-            logprobs[index] |= {(*before, token): following[token].logprob for token in ids}
-        return [log_likelihoods(one.options, scores) for one, scores in zip(inputs, logprobs, strict=True)]
+            logprobs[one.row] |= {(*before, token): following[token].logprob for token in ids}
+        return [log_likelihoods(one.options, logprobs[one.row]) for one in inputs]
 
     def take(self, questions: Questions, launched: list[Floats], counts: Counter[str]) -> list[Floats]:
         """Return each row's logits."""
         return scored(self._spec, questions[0], launched, counts)
 
 
-class ImageTokenizer:
-    """A tokenizer whose chat template gets an image before the text of each question."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def __call__(self, *arguments: Any, **settings: Any) -> Any:
-        """Return the tokens of texts."""
-        return self._tokenizer(*arguments, **settings)
-
-    def apply_chat_template(self, conversations: list[Any], **settings: Any) -> Any:
-        """Return the text of one or several conversations."""
-        return self._tokenizer.apply_chat_template(_with_images(conversations), **settings)
+def _show_images(tokenizer: Any) -> None:
+    """Let a tokenizer's chat template get an image before the text of each question."""
+    apply = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda turns, **settings: apply(_with_images(turns), **settings)
 
 
 def _with_images(conversations: Any) -> Any:

@@ -16,7 +16,6 @@ import fake_vllm
 import numpy as np
 import pytest
 import torch
-import transformers
 from batches import column, encoded
 from completion_server import chat_answer, scripted_server
 from language_models import tiny_language_model
@@ -24,6 +23,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from strict_server import logits_of, strict_server
 from synthetic import write_table
+from tiny_networks import image_network, saved, text_classifier
 from torchvision import models as torchvision_models
 
 from cauc_ray.errors import CaucError, ConfigError, DataError
@@ -36,8 +36,6 @@ from cauc_ray.numbers.logits import kind_of
 # In units of a batch's spread: what float32 sums in another order may change.
 ROUNDING = 1e-3
 LABELS = {"billing": "about invoices", "bug": "", "other": ""}
-TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-VISION = {**TOWER, "image_size": 32, "patch_size": 8}
 
 
 @dataclass
@@ -90,7 +88,7 @@ def texts() -> dict[str, np.ndarray]:
     return {"text": column(["It broke", "Why was I charged twice?", "thanks " * 30, "x", "Pay me now", "Hello there"])}
 
 
-NO_FOLDER, NO_HUB = ({"model": "/absent"}, "there is no such folder"), ({"model": "org/absent"}, "cannot be loaded")
+NO_FOLDER, NO_HUB = ({"model": "/absent"}, "does not exist"), ({"model": "org/absent"}, "cannot be loaded")
 NO_COLUMN = ({"prompt": "Which one?"}, "prompt reads no column")
 ONE_LABEL = ({"labels": ["one"]}, "labels")
 ASKED = {"labels": LABELS, "prompt": "Ticket: {{ text }}"}
@@ -107,18 +105,10 @@ def tokenizer() -> Any:
     return made
 
 
-def drawn(make: Callable[[], Any]) -> Any:
-    """Make a network with the same random weights each time."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return make().eval()
-
-
 def save(folder: Path, *parts: Any) -> dict[str, Any]:
     """Save a network and what reads its inputs in a folder; return the settings of the same with NaN for weights."""
-    for part in parts:
-        part.save_pretrained(folder / "m")
-        part.save_pretrained(folder / "nan")
+    for name in ("m", "nan"):
+        saved(folder / name, *parts)
     weights = load_file(folder / "m" / "model.safetensors")
     nan = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
     save_file(nan, folder / "nan" / "model.safetensors", {"format": "pt"})
@@ -127,33 +117,22 @@ def save(folder: Path, *parts: Any) -> dict[str, Any]:
 
 def python(folder: Path, stack: ExitStack) -> Case:
     settings = {"kind": "python", "factory": "user_models:by_x", "kwargs": {"factor": 2.0}}
-    wrong = [({"factory": "user_models:absent"}, "factory"), ({"factory": "absent_module:load"}, "factory")]
-    wrong += [({"factory": "user_models:no_callable"}, "not callable"), ({"factory": "no colon"}, "factory")]
-    different = {"factory": "user_models:ragged", "kwargs": {"factor": 3.0}}
-    nan = {"kwargs": {"factor": float("nan")}, "logit_kind": "raw"}
-    return Case(
-        settings,
-        {"x": np.arange(1.0, 7)},
-        same={"logit_kind": "surrogate"},
-        different=different,
-        refused=wrong,
-        broken=nan,
-    )
+    wrong = [({"factory": name}, "factory") for name in ("user_models:absent", "absent_module:load", "no colon")]
+    wrong.append(({"factory": "user_models:no_callable"}, "not callable"))
+    case = Case(settings, {"x": np.arange(1.0, 7)}, same={"logit_kind": "surrogate"}, refused=wrong)
+    case.different = {"factory": "user_models:ragged", "kwargs": {"factor": 3.0}}
+    case.broken = {"kwargs": {"factor": float("nan")}, "logit_kind": "raw"}
+    return case
 
 
-def saved(folder: Path, stack: ExitStack) -> Case:
+def saved_logits(folder: Path, stack: ExitStack) -> Case:
     chain = write_table(folder / "L", n=6, per_call=True)["test"]
-    settings = {"kind": "saved", "logits": "L", "model": "m1", "split": "test"}
-    wrong = [({"logits": "absent"}, "absent"), ({"model": "m9"}, "m9"), ({"split": "dev"}, "dev")]
-    return Case(
-        settings,
-        {"example_id": column(f"test-{example}" for example in chain.example_ids)},
-        unreadable="nobody",
-        bills=True,
-        same={"seconds_per_call": 0.1, "seconds_per_row": 0.1, "logit_kind": "surrogate"},
-        different={"model": "m0", "split": "validation"},
-        refused=wrong,
-    )
+    rows = {"example_id": column(f"test-{example}" for example in chain.example_ids)}
+    case = Case({"kind": "saved", "logits": "L", "model": "m1", "split": "test"}, rows, "nobody", bills=True)
+    case.refused = [({"logits": "absent"}, "absent"), ({"model": "m9"}, "m9"), ({"split": "dev"}, "dev")]
+    case.same = {"seconds_per_call": 0.1, "seconds_per_row": 0.1, "logit_kind": "surrogate"}
+    case.different = {"model": "m0", "split": "validation"}
+    return case
 
 
 def onnx(folder: Path, stack: ExitStack) -> Case:
@@ -163,29 +142,21 @@ def onnx(folder: Path, stack: ExitStack) -> Case:
         [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", n])] for name, n in (("x", 2), ("y", 3))
     ]
     weights = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)
-    for name, values in (("m.onnx", weights), ("nan.onnx", np.full_like(weights, np.nan))):
-        graph = onnx.helper.make_graph(
-            [onnx.helper.make_node("MatMul", ["x", "w"], ["y"])],
-            "g",
-            *ends,
-            [onnx.numpy_helper.from_array(values, "w")],
-        )
+    for name, values in (("m.onnx", weights), ("nan.onnx", weights * np.float32("nan"))):
+        nodes = [onnx.helper.make_node("MatMul", ["x", "w"], ["y"])]
+        graph = onnx.helper.make_graph(nodes, "g", *ends, [onnx.numpy_helper.from_array(values, "w")])
         opset = [onnx.helper.make_opsetid("", 19)]
         onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=9), str(folder / name))
     (folder / "broken.onnx").write_bytes(b"no graph")
     (folder / "tokenizer.json").write_text(json.dumps({"no": "tokenizer"}))
-    wrong = [({"model": name}, "cannot be loaded") for name in ("absent.onnx", "broken.onnx")]
+    wrong = [({"model": "absent.onnx"}, "does not exist"), ({"model": "broken.onnx"}, "cannot be loaded")]
     wrong += [({"output": "logit"}, "no output 'logit'; it has y"), ({"image": {"size": 0}}, "image.size")]
     wrong += [({"columns": [], "tokenizer": "tokenizer.json"}, "is not a tokenizer.json")]
-    return Case(
-        {"kind": "onnx", "model": "m.onnx", "columns": ["age", "income"]},
-        {"age": column(range(20, 80, 10)), "income": np.arange(6.0)},
-        unreadable=None,
-        same={"device": "cpu", "logit_kind": "surrogate"},
-        different={"columns": ["income", "age"]},
-        refused=wrong,
-        broken={"model": "nan.onnx"},
-    )
+    rows = {"age": column(range(20, 80, 10)), "income": np.arange(6.0)}
+    case = Case({"kind": "onnx", "model": "m.onnx", "columns": ["age", "income"]}, rows, refused=wrong)
+    case.same = {"device": "cpu", "logit_kind": "surrogate"}
+    case.different, case.broken = {"columns": ["income", "age"]}, {"model": "nan.onnx"}
+    return case
 
 
 def sklearn(folder: Path, stack: ExitStack) -> Case:
@@ -193,39 +164,29 @@ def sklearn(folder: Path, stack: ExitStack) -> Case:
     from sklearn.linear_model import LogisticRegression
     from sklearn.svm import SVC
 
-    rng = np.random.default_rng(0)
-    features = rng.normal(size=(300, 2))
+    features = np.random.default_rng(0).normal(size=(300, 2))
     answers = np.array(["other", "billing", "bug"])[np.digitize(features.sum(axis=1), [-0.8, 0.8])]
-    estimator = LogisticRegression().fit(features, answers)
-    joblib.dump(estimator, folder / "m.joblib")
-    estimator.coef_ = estimator.coef_ * np.nan
-    joblib.dump(estimator, folder / "nan.joblib")
-    joblib.dump(SVC(decision_function_shape="ovo").fit(features, answers), folder / "svc.joblib")
-    four = np.digitize(features[:, 0], [-0.5, 0, 0.5])
-    joblib.dump(SVC(decision_function_shape="ovo").fit(features, four), folder / "pairs.joblib")
-    joblib.dump({"no": "estimator"}, folder / "dict.joblib")
+    estimators = {name: LogisticRegression().fit(features, answers) for name in ("m", "nan")}
+    estimators["nan"].coef_ *= np.nan
+    estimators |= {"svc": SVC().fit(features, answers), "dict": {"no": "estimator"}}
+    for name, estimator in estimators.items():
+        joblib.dump(estimator, folder / f"{name}.joblib")
     (folder / "broken.joblib").write_bytes(b"no pickle")
     wrong = [({"path": "absent.joblib"}, "does not exist"), ({"path": "broken.joblib"}, "cannot be loaded")]
-    wrong += [
-        ({"path": "dict.joblib"}, "holds dict without classes_"),
-        ({"labels": ["a", "bug", "other"]}, "the pool has"),
-    ]
+    wrong += [({"path": "dict.joblib"}, "holds dict without classes_")]
     wrong += [({"path": "svc.joblib"}, "declare logit_kind: surrogate")]
-    return Case(
-        {"kind": "sklearn", "path": "m.joblib", "columns": ["age", "income"], "labels": [*LABELS]},
-        {"age": column(range(-3, 3)), "income": np.arange(6.0) / 3},
-        unreadable=None,
-        logit_kind="probabilities",
-        labels=tuple(LABELS),
-        different={"columns": ["income", "age"], "labels": ["bug", "billing", "other"]},
-        refused=wrong,
-        broken={"path": "nan.joblib"},
-        same={"logit_kind": "probabilities"},
-    )
+    wrong += [({"labels": ["a", "bug", "other"]}, "the pool has")]
+    settings = {"kind": "sklearn", "path": "m.joblib", "columns": ["age", "income"], "labels": [*LABELS]}
+    rows = {"age": column(range(-3, 3)), "income": np.arange(6.0) / 3}
+    case = Case(settings, rows, logit_kind="probabilities", labels=tuple(LABELS), refused=wrong)
+    case.same, case.broken = {"logit_kind": "probabilities"}, {"path": "nan.joblib"}
+    case.different = {"columns": ["income", "age"], "labels": ["bug", "billing", "other"]}
+    return case
 
 
 def torchvision(folder: Path, stack: ExitStack) -> Case:
-    network = drawn(lambda: torchvision_models.squeezenet1_1(weights=None, num_classes=5))
+    torch.manual_seed(0)
+    network = torchvision_models.squeezenet1_1(weights=None, num_classes=5)
     save_file(network.state_dict(), folder / "w.safetensors")
     save_file({name: w * torch.nan for name, w in network.state_dict().items()}, folder / "nan.safetensors")
     torch.save([1, 2], folder / "list.pth")
@@ -245,27 +206,20 @@ def torchvision(folder: Path, stack: ExitStack) -> Case:
         ({"weights": "none.safetensors"}, "has no classifier.1.weight"),
         ({"arch": "squeezenet1_0"}, "does not fit squeezenet1_0: "),
         ({"arch": "resnet18"}, "has no fc.weight"),
-        ({"dtype": "float8"}, "dtype"),
     ]
-    return Case(
-        {"kind": "torchvision", "arch": "squeezenet1_1", "weights": "w.safetensors"},
-        images(),
-        unreadable=b"no image",
-        same={"device": "cpu"},
-        different={"arch": "squeezenet1_0"},
-        refused=wrong,
-        broken={"weights": "nan.safetensors"},
-    )
+    settings = {"kind": "torchvision", "arch": "squeezenet1_1", "weights": "w.safetensors"}
+    case = Case(settings, images(), b"no image", same={"device": "cpu"}, refused=wrong)
+    case.different, case.broken = {"arch": "squeezenet1_0"}, {"weights": "nan.safetensors"}
+    return case
 
 
-def image_kind(kind: str, network: Any, labels: Any = None, **more: Any) -> Callable[[Path, ExitStack], Case]:
+def image_kind(kind: str, family: str, labels: Any = None, **more: Any) -> Callable[[Path, ExitStack], Case]:
     """Return what makes a case of a network of images in transformers."""
 
-    def case(folder: Path, stack: ExitStack) -> Case:
-        processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
-        broken = save(folder, drawn(network), processor)
+    def made(folder: Path, stack: ExitStack) -> Case:
+        broken = save(folder, *image_network(family, id2label=dict(enumerate(labels or "ab"))))
         (folder / "empty").mkdir()
-        wrong = [NO_FOLDER, NO_HUB, ({"model": "empty"}, "cannot be loaded"), ({"dtype": "float8"}, "dtype")]
+        wrong = [NO_FOLDER, NO_HUB, ({"model": "empty"}, "cannot be loaded")]
         for name in ("truncated", "narrower", "deeper"):
             shutil.copytree(folder / "m", folder / name)
         os.truncate(folder / "truncated" / "model.safetensors", 3000)
@@ -278,105 +232,66 @@ def image_kind(kind: str, network: Any, labels: Any = None, **more: Any) -> Call
             (folder / name / "config.json").write_text(json.dumps({**config, **size}))
             wrong.append(({"model": name}, words))
         if kind == "transformers-image":  # the library would draw the classifier at random, and only log that it did
-            transformers.ViTModel(transformers.ViTConfig(**VISION)).save_pretrained(folder / "headless")
+            saved(folder / "headless", image_network("vit")[0])
             wrong.append(({"model": "headless"}, "is not a complete image classifier: it was saved as ViTModel"))
-        same, different = {"device": "cpu"}, {"dtype": "bfloat16", "revision": "v2"}
-        settings = {"kind": kind, "model": "m"}
-        return Case(
-            settings,
-            images(),
-            b"no image",
-            labels=labels,
-            same=same,
-            different=different,
-            refused=wrong,
-            broken=broken,
-            **more,
-        )
+        case = Case({"kind": kind, "model": "m"}, images(), b"no image", labels=labels, refused=wrong, **more)
+        case.same, case.different = {"device": "cpu"}, {"dtype": "bfloat16", "revision": "v2"}
+        case.broken = broken
+        return case
 
-    return case
-
-
-def vit() -> Any:
-    config = transformers.ViTConfig(**VISION, id2label={0: "cat", 1: "dog", 2: "car"}, initializer_range=0.3)
-    return transformers.ViTForImageClassification(config)
+    return made
 
 
 def zero_shot(folder: Path, stack: ExitStack) -> Case:
-    sizes = {**TOWER, "vocab_size": len(tokenizer()), "max_position_embeddings": 24, "projection_size": 32}
-    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    config = transformers.SiglipConfig(text_config={**sizes, **ends}, vision_config=VISION)
-    processor = transformers.SiglipImageProcessor(size={"height": 32, "width": 32})
-    broken = save(folder, drawn(lambda: transformers.SiglipModel(config)), tokenizer(), processor)
+    broken = save(folder, *image_network("siglip", len(tokenizer())), tokenizer())
+    saved(folder / "vit", image_network("classifier")[0])
     wrong = [NO_FOLDER, NO_HUB, ONE_LABEL, ({"prompt": "{{ text }}"}, "no 'text', only label, description")]
     wrong += [({"prompt": "a photo"}, "two labels have one text"), ({"model": "vit"}, "cannot be loaded")]
-    vit().save_pretrained(folder / "vit")
-    return Case(
-        {"kind": "transformers-zero-shot", "model": "m", "labels": LABELS},
-        images(),
-        unreadable=b"no image",
-        labels=tuple(LABELS),
-        same={"device": "cpu"},
-        different={"labels": ["billing", "bug", "else"], "prompt": "one {{ label }}"},
-        refused=wrong,
-        broken=broken,
-    )
+    settings = {"kind": "transformers-zero-shot", "model": "m", "labels": LABELS}
+    case = Case(settings, images(), b"no image", labels=tuple(LABELS), refused=wrong, broken=broken)
+    case.same, case.different = {"device": "cpu"}, {"labels": ["billing", "bug", "else"], "prompt": "one {{ label }}"}
+    return case
 
 
 def classifier(folder: Path, stack: ExitStack) -> Case:
-    sizes = {**TOWER, "vocab_size": len(tokenizer()), "max_position_embeddings": 64, "initializer_range": 0.3}
-
     def network(**config: Any) -> Any:
-        return drawn(lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, **config)))
+        return text_classifier("bert", len(tokenizer()), initializer_range=0.3, **config)
 
     broken = save(folder, network(id2label={0: "calm", 1: "angry", 2: "glad"}), tokenizer())
-    network(num_labels=1).save_pretrained(folder / "one")
-    network(problem_type="multi_label_classification").save_pretrained(folder / "many")
-    transformers.BertModel(transformers.BertConfig(**sizes)).save_pretrained(folder / "headless")
-    wrong = [NO_FOLDER, NO_HUB, ({"text": []}, "text"), ({"max_tokens": 1}, "max_tokens")]
+    saved(folder / "one", network(num_labels=1))
+    saved(folder / "many", network(problem_type="multi_label_classification"))
+    saved(folder / "headless", network().bert)
+    wrong = [NO_FOLDER, NO_HUB, ({"text": []}, "text")]
     wrong += [({"model": name}, "does not choose one of several classes") for name in ("one", "many")]
     wrong += [({"model": "headless"}, "is not a complete text classifier: it was saved as BertModel")]
-    return Case(
-        {"kind": "transformers-classifier", "model": "m"},
-        texts(),
-        unreadable=None,
-        labels=("calm", "angry", "glad"),
-        same={"device": "cpu", "batch_tokens": 10, "text": "text"},
-        different={"max_tokens": 4, "text": ["text", "text"]},
-        refused=wrong,
-        broken=broken,
-    )
+    settings = {"kind": "transformers-classifier", "model": "m"}
+    case = Case(settings, texts(), labels=("calm", "angry", "glad"), refused=wrong, broken=broken)
+    case.same = {"device": "cpu", "batch_tokens": 10, "text": "text"}
+    case.different = {"max_tokens": 4, "text": ["text", "text"]}
+    return case
 
 
 def language(kind: str, **more: Any) -> Callable[[Path, ExitStack], Case]:
     """Return what makes a case of a language model that runs here."""
 
-    def case(folder: Path, stack: ExitStack) -> Case:
+    def made(folder: Path, stack: ExitStack) -> Case:
         tiny = tiny_language_model(folder / "m")
         broken = save(folder, tiny.network, tiny.tokenizer)
-        wrong = [ONE_LABEL, NO_COLUMN, ({"options": "word"}, "options")]
-        missing = [({"model": name}, "cannot be loaded") for name in ("/absent", "org/absent")]
+        wrong = [ONE_LABEL, NO_COLUMN, NO_FOLDER, NO_HUB]
         if kind == "transformers-choice":
-            missing.append(({"gguf_file": "absent.gguf"}, "cannot be loaded"))
-        return Case(
-            {"kind": kind, "model": "m", **ASKED},
-            texts(),
-            unreadable=None,
-            labels=tuple(LABELS),
-            different={**ASKED_OTHERWISE, "options": "text", "max_tokens": 99},
-            refused=[*wrong, *missing],
-            broken=broken,
-            **more,
-        )
+            wrong.append(({"gguf_file": "absent.gguf"}, "cannot be loaded"))
+        settings = {"kind": kind, "model": "m", **ASKED}
+        case = Case(settings, texts(), labels=tuple(LABELS), refused=wrong, broken=broken, **more)
+        case.different = {**ASKED_OTHERWISE, "options": "text", "max_tokens": 99}
+        return case
 
-    return case
+    return made
 
 
 def vllm(folder: Path, stack: ExitStack) -> Case:
     fake_vllm.install(stack.enter_context(pytest.MonkeyPatch.context()))
-    return language(
-        "vllm", logit_kind="log-probabilities", same={"device": "cpu", "engine": {"gpu_memory_utilization": 0.5}}
-    )(folder, stack)
+    same = {"device": "cpu", "engine": {"gpu_memory_utilization": 0.5}}
+    return language("vllm", logit_kind="log-probabilities", same=same)(folder, stack)
 
 
 def odds(text: str) -> dict[str, float]:
@@ -390,34 +305,22 @@ def served(
 ) -> Callable[[Path, ExitStack], Case]:
     """Return what makes a case of a language model behind a server."""
 
-    def case(folder: Path, stack: ExitStack) -> Case:
+    def made(folder: Path, stack: ExitStack) -> Case:
         server = stack.enter_context(scripted_server(lambda prompt, before: answer(odds(prompt))))
         nan = dict.fromkeys(LABELS, math.nan)
         broken = stack.enter_context(scripted_server(lambda prompt, before: answer(nan)))
         settings = {"kind": kind, "model": "m", "base_url": server.url, **ASKED, "prices": {"input": 1, "output": 2}}
-        wrong = [
-            ({"prices": {"input": -1, "output": 0}}, "prices.input"),
-            ({"prices": {"input": 1}}, "prices.output"),
-            ({"base_url": "http://user:password@host/v1"}, "base_url"),
-            ({"base_url": "host:8000"}, "base_url"),
-            ({"api_key": "sk-0123"}, "api_key"),
-            ({"prices": None, "max_usd": 1}, "max_usd needs prices"),
-            *(ONE_LABEL, NO_COLUMN),
-            *refused,
-        ]
-        same = {
-            "prices": {"input": 3, "output": 3},
-            "api_key_env": "K",
-            "max_concurrency": 1,
-            "timeout_s": 9,
-            "max_retries": 1,
-            "max_usd": 1,
-        }
-        extra = {"same": same, "different": {**ASKED_OTHERWISE, "base_url": "http://host"}, "refused": wrong}
-        extra["broken"] = {"base_url": broken.url}
-        return Case(settings, texts(), None, logit_kind, labels=tuple(LABELS), bills=True, **extra)
+        wrong = [ONE_LABEL, NO_COLUMN, *refused, ({"prices": {"input": 1}}, "prices.output")]
+        wrong += [({"base_url": url}, "base_url") for url in ("http://user:password@host/v1", "host:8000")]
+        wrong += [({"api_key": "sk-0123"}, "api_key"), ({"prices": None, "max_usd": 1}, "max_usd needs prices")]
+        case = Case(settings, texts(), None, logit_kind, tuple(LABELS), bills=True, refused=wrong)
+        case.same = {"prices": {"input": 3, "output": 3}, "api_key_env": "K", "max_concurrency": 1}
+        case.same |= {"timeout_s": 9, "max_retries": 1, "max_usd": 1}
+        case.different = {**ASKED_OTHERWISE, "base_url": "http://host"}
+        case.broken = {"base_url": broken.url}
+        return case
 
-    return case
+    return made
 
 
 def completion(odds: dict[str, float]) -> Any:
@@ -442,38 +345,28 @@ def remote(folder: Path, stack: ExitStack) -> Case:
         ({"inputs": {"a": "x", "b": "x"}}, "same tensor"),
         ({"token_env": "ABSENT_TOKEN"}, "the environment variable ABSENT_TOKEN has no token"),
     ]
-    return Case(
-        {"kind": "remote", "url": server.url, "model": "net", "inputs": inputs, "output": "OUTPUT__0"},
-        {"numbers": column(np.arange(12.0).reshape(6, 2) / 8), "title": column(f"né {row}" for row in range(6))},
-        unreadable=None,
-        same=ways,
-        different={"output": "y", "url": "http://h", "inputs": {}, "model": "nett"},
-        refused=wrong,
-        broken={"url": nan.url},
-    )
+    settings = {"kind": "remote", "url": server.url, "model": "net", "inputs": inputs, "output": "OUTPUT__0"}
+    rows = {"numbers": column(np.arange(12.0).reshape(6, 2) / 8), "title": column(f"né {row}" for row in range(6))}
+    case = Case(settings, rows, same=ways, refused=wrong, broken={"url": nan.url})
+    case.different = {"output": "y", "url": "http://h", "inputs": {}, "model": "nett"}
+    return case
 
 
 def sentence_encoder(folder: Path, stack: ExitStack) -> Case:
-    return Case(
-        {"kind": "sentence-encoder", "model": "m", "columns": ["text"], "required": ["text"]},
-        texts(),
-        logit_kind=EMBEDDING,
-        same={"device": "cpu"},
-        different={"columns": ["title", "text"], "required": []},
-        refused=[NO_FOLDER],
-    )
+    settings = {"kind": "sentence-encoder", "model": "m", "columns": ["text"], "required": ["text"]}
+    case = Case(settings, texts(), logit_kind=EMBEDDING, same={"device": "cpu"}, refused=[NO_FOLDER])
+    case.different = {"columns": ["title", "text"], "required": []}
+    return case
 
 
 KINDS = {
     "python": python,
-    "saved": saved,
+    "saved": saved_logits,
     "onnx": onnx,
     "sklearn": sklearn,
     "torchvision": torchvision,
-    "transformers-image": image_kind("transformers-image", vit, ("cat", "dog", "car")),
-    "vision-encoder": image_kind(
-        "vision-encoder", lambda: transformers.ViTModel(transformers.ViTConfig(**VISION)), logit_kind=EMBEDDING
-    ),
+    "transformers-image": image_kind("transformers-image", "classifier", ("cat", "dog", "car")),
+    "vision-encoder": image_kind("vision-encoder", "vit", logit_kind=EMBEDDING),
     "transformers-zero-shot": zero_shot,
     "transformers-classifier": classifier,
     "transformers-choice": language("transformers-choice", same={"device": "cpu", "batch_tokens": 50}),

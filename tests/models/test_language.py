@@ -1,6 +1,7 @@
 """Language models that choose an option: networks of random weights, and SmolLM2-135M."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from cauc_ray.models.prompts import Prompts
 from cauc_ray.models.transformers import TransformersChoiceSpec
 
 torch = pytest.importorskip("torch")
-from cauc_ray.models.language import ChoiceModel, cache_bytes_per_token  # noqa: E402
+from cauc_ray.models.language import ChoiceModel  # noqa: E402
 
 # Of float32 logits in the tens: passes of another shape add the same products in another order.
 TOLERANCE = 2e-3
@@ -90,9 +91,8 @@ def test_what_all_prompts_begin_with_is_run_once(language_model, options, chat):
 def test_copies_of_the_cache_fit_into_memory(language_model, monkeypatch, n_tokens):
     """Of options that are longer than one token, each has a copy of its prompt's keys and values."""
     network, config = language_model.network, language_model.network.config
-    n_bytes = cache_bytes_per_token(config, 4)
     head_size = config.hidden_size // config.num_attention_heads
-    assert n_bytes == 2 * config.num_hidden_layers * config.num_key_value_heads * head_size * 4
+    n_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size * 4
     model = ChoiceModel(spec(language_model.folder, options="text"), language_model.tokenizer, network)
     plain = model(question_batch(*MIXED)).logits
     monkeypatch.setattr("cauc_ray.models.language.free_bytes", lambda device, num_gpus: 4 * n_tokens * n_bytes)
@@ -141,27 +141,15 @@ def test_rows_that_cannot_be_asked_are_reported_and_the_others_answered(loaded, 
     assert "the model takes up to 50" in failures[1]
 
 
-def test_operations_follow_the_length_and_leave_padding_out(loaded, language_model):
+def test_operations_follow_the_length_and_leave_padding_out(loaded):
     model = loaded(chat_template=False)
     short, long = ("Why?", ["yes", "no"]), ("Why " * 200 + "?", ["yes", "no"])
     alone = [measured(model, question_batch(q))[0] for q in (short, long)]
     assert alone[1] > 5 * alone[0]
     assert measured(model, question_batch(short, long))[0] == pytest.approx(np.mean(alone), rel=1e-6)
-    network, config = language_model.network, language_model.network.config
-    n_tokens = len(language_model.tokenizer.encode(question_prompt("Why?", ["yes", "no"])))
-    # Two operations for each weight and token, of which one is counted. The embedding is looked up, and the head
-    # runs for the last token alone. Attention multiplies each token's queries and values with those of all others.
-    inside = [p for n, p in network.named_parameters() if not any(part in n for part in ("embed", "norm", "lm_head"))]
-    head = network.get_output_embeddings().weight.numel()
-    attention = config.num_hidden_layers * 2 * n_tokens**2 * config.hidden_size
-    expected = n_tokens * sum(p.numel() for p in inside) + head + attention
-    assert alone[0] == pytest.approx(expected / 1e9, rel=0.005)
 
 
-FAMILIES = "gpt2 qwen2 qwen3 mistral3 qwen3_vl gemma3 gemma4 gemma4-experts qwen3_5"
-
-
-@pytest.mark.parametrize("family", FAMILIES.split())
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3_vl", "gemma3", "gemma4", "qwen3_5"])
 @pytest.mark.parametrize("options", ["letter", "text"])
 def test_every_architecture_answers_texts_whatever_their_padding(tiny_model, tmp_path, family, options):
     """Llama sees distances between tokens only; GPT-2 learns a vector for each position. Some also see images."""
@@ -184,6 +172,17 @@ def test_every_architecture_answers_texts_whatever_their_padding(tiny_model, tmp
     unused = ("vision", "visual", "projector")  # in the names of what reads images
     of_text = [w.numel() for name, w in network.named_parameters() if not any(part in name for part in unused)]
     assert model.facts.params_b == sum(of_text) / 1e9
+
+
+def test_models_that_threads_load_at_once_have_their_tied_weights(tiny_model, tmp_path):
+    """As stages of a local service do. The library replaces functions of the process while it loads one."""
+    network = tiny_network("qwen2", len(tiny_model.tokenizer), tie_word_embeddings=True)
+    replace(tiny_model, network=network).save(tmp_path)
+    with ThreadPoolExecutor(4) as threads:
+        models = list(threads.map(lambda _: spec(tmp_path).load(), range(12)))
+    answers = [model(question_batch(*MIXED)).logits for model in (*models[-2:], spec(tmp_path).load())]
+    assert np.array_equal(answers[0], answers[2])
+    assert np.array_equal(answers[1], answers[2])
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 import importlib
 import json
-import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -14,7 +12,6 @@ from batches import refused
 
 from cauc_ray.models.kinds import GROUP, RegisteredSpec, built_in_specs, known_kinds
 from cauc_ray.models.pool import load_pool, pool_of
-from cauc_ray.models.python import PythonSpec
 from cauc_ray.schemas import schema_path
 
 KINDS = {
@@ -56,18 +53,9 @@ MODULES = {
             SPANS_GPUS: ClassVar[bool] = True
             kind: Literal["priced"]
             depth: int = 1
-
-            @property
-            def columns_read(self):
-                return InputColumns(frozenset({"x"}), texts=frozenset({"title"}))
-
-            @property
-            def label_names(self):
-                return ("low", "high")
-
-            @property
-            def cost_unit(self):
-                return "USD"
+            columns_read = property(lambda self: InputColumns(frozenset({"x"}), texts=frozenset({"title"})))
+            label_names = property(lambda self: ("low", "high"))
+            cost_unit = property(lambda self: "USD")
 
         def load(spec, placement):
             def answer(batch):
@@ -149,25 +137,34 @@ def test_what_stands_beside_the_kind_reaches_the_factory(tmp_path):
     # Names that a spec's own methods and fields have are no exception.
     settings = {"model_name": "x", "load": 3, "located": None, "cost_unit": "USD", "nested": {"a": [1, {"b": 2.0}]}}
     spec = load_pool(pool_file(tmp_path, kind="echo", **settings)).stage("s").model
-    assert isinstance(spec, RegisteredSpec)
     assert spec.cost_unit is None
+    assert spec.load().function.settings == settings
     identity = RegisteredSpec(kind="elsewhere", depth=3).identity
     assert RegisteredSpec(kind="elsewhere", depth=3, device="cpu", logit_kind="probabilities").identity == identity
     assert RegisteredSpec(kind="elsewhere", depth=4).identity != identity
-    assert spec.load().function.settings == settings
 
 
-def test_faults_of_a_registered_kind_are_said_in_one_line(tmp_path, other_package, monkeypatch):
-    assert "kind 'absent-module'" in refused(lambda: loaded(tmp_path, kind="absent-module"))
-    assert "has no attribute 'absent'" in refused(lambda: loaded(tmp_path, kind="absent-function"))
-    message = refused(lambda: loaded(tmp_path, kind="needs-a-package"))
-    assert "other_package.needs:load" in message
-    assert "a_package_that_is_not_there" in message
-    assert "the licence has ended" in refused(lambda: loaded(tmp_path, kind="breaks"))
-    assert "returned dict, which is not callable" in refused(lambda: loaded(tmp_path, kind="number"))
-    message = refused(lambda: loaded(tmp_path, kind="constannt"))
-    assert "unknown kind 'constannt'; did you mean 'constant'?" in message
-    assert all(name in message for name in known_kinds())
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"kind": "absent-module"}, "kind 'absent-module'"),
+        ({"kind": "absent-function"}, "has no attribute 'absent'"),
+        ({"kind": "needs-a-package"}, "a_package_that_is_not_there"),
+        ({"kind": "breaks"}, "the licence has ended"),
+        ({"kind": "number"}, "returned dict, which is not callable"),
+        ({"kind": "constannt"}, "unknown kind 'constannt'; did you mean 'constant'?"),
+        ({"kind": "priced", "depth": "deep"}, "stages.0.model.depth: input should be a valid integer"),
+        ({"kind": "priced", "dept": 1}, "unknown key 'dept'; did you mean 'depth'?"),
+        ({"kind": "python"}, "factory"),  # a built-in kind is not replaced
+    ],
+)
+@pytest.mark.usefixtures("other_package")
+def test_faults_of_a_registered_kind_are_one_line(tmp_path, model, words):
+    assert words in refused(lambda: loaded(tmp_path, **model))
+
+
+def test_a_kind_that_is_not_installed_where_the_model_runs_is_named(tmp_path, other_package, monkeypatch):
+    assert sorted(known_kinds()) == sorted({*built_in_specs(), *KINDS})
     spec = load_pool(pool_file(tmp_path, kind="echo")).stage("s").model
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place != str(other_package)])
     importlib.invalidate_caches()
@@ -184,33 +181,3 @@ def test_settings_of_another_package_have_the_rights_of_built_in_ones(tmp_path):
     answers = stage.model_copy(update={"resources": stage.resources.model_copy(update={"num_gpus": 2})}).load()(BATCH)
     assert answers.logits.tolist() == [[3.0, 3.0]]
     assert answers.costs.tolist() == [2.5]
-    assert "stages.0.model.depth: input should be a valid integer" in refused(
-        lambda: load_pool(pool_file(tmp_path, kind="priced", depth="deep"))
-    )
-    assert "unknown key 'dept'; did you mean 'depth'?" in refused(
-        lambda: load_pool(pool_file(tmp_path, kind="priced", dept=1))
-    )
-
-
-@pytest.mark.usefixtures("other_package")
-def test_a_built_in_kind_is_not_overridden(tmp_path):
-    spec = load_pool(pool_file(tmp_path, kind="python", factory="user_models:by_x")).stage("s").model
-    assert isinstance(spec, PythonSpec)
-    assert spec.load()({"x": np.array([2.0])}).logits.tolist() == [[2.0, 0.0]]
-    assert sorted(known_kinds()) == sorted({*built_in_specs(), *KINDS})
-    assert "factory" in refused(lambda: load_pool(pool_file(tmp_path, kind="python")))
-
-
-def test_a_process_of_its_own_finds_the_kind(tmp_path, other_package):
-    code = """
-        import json, sys
-        import numpy as np
-        from cauc_ray.models.pool import load_pool
-        model = load_pool(sys.argv[1]).stage("s").model.load()
-        print(json.dumps([model({"x": np.zeros(1)}).logits.tolist(), model.facts.source, "torch" in sys.modules]))
-    """
-    path = pool_file(tmp_path, kind="constant", value=4)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(other_package), os.environ["PYTHONPATH"]])}
-    command = [sys.executable, "-c", textwrap.dedent(code), str(path)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    assert json.loads(output) == [[[4.0, 4.0]], "constant other_package.kinds:constant", False]

@@ -1,22 +1,24 @@
 """Device time of forward passes: by the clock of a GPU that does not exist, and of a real one where there is one."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from batches import question_batch, refused
 
 from cauc_ray.models.answers import ModelFacts
-from cauc_ray.models.classifiers import ImageModel
+from cauc_ray.models.image_networks import ImageModel
+from cauc_ray.models.kind import TorchSpec
 from cauc_ray.models.language import ChoiceModel
-from cauc_ray.models.torch_device import WithoutTF32, choose_device
+from cauc_ray.models.torch_device import choose_device
 from cauc_ray.models.transformers import TransformersChoiceSpec
 
 
 class Gpu:
     """A device whose clock goes on as a test has it; it does all work at once."""
 
-    def __init__(self):
-        self.now_s = 0.0
+    now_s = 0.0
 
     def event(self):
         return Event(self)
@@ -24,7 +26,7 @@ class Gpu:
 
 class Event:
     def __init__(self, gpu):
-        self.gpu, self.at_s = gpu, None
+        self.gpu = gpu
 
     def record(self):
         self.at_s = self.gpu.now_s
@@ -40,9 +42,10 @@ def image_model(network, *, gpu=None, device="cpu", prepare_s=0.0, dtype="auto")
     def preprocess(image):
         if gpu is not None:
             gpu.now_s += prepare_s
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
+        return torch.from_numpy(image).permute(2, 0, 1).float()
 
-    return ImageModel(network, preprocess, ModelFacts("test"), device, dtype, gpu and gpu.event)
+    spec = TorchSpec(kind="test", device=device, dtype=dtype)
+    return ImageModel(spec, network, preprocess, ModelFacts("test"), new_event=gpu and gpu.event)
 
 
 class Takes(torch.nn.Module):
@@ -75,7 +78,7 @@ def test_only_the_forward_pass_counts_and_each_call_anew():
 @pytest.mark.parametrize("options", ["letter", "text"])
 def test_every_forward_pass_of_a_language_model_counts_and_nothing_else(tiny_model, options):
     """The device's clock goes on by a second in each of the network's passes, and at no other time."""
-    gpu, passes, network = Gpu(), [], tiny_model.network
+    gpu, passes, network = Gpu(), [], copy.deepcopy(tiny_model.network)
     asked = {"options": options, "batch_tokens": 1}
     settings = TransformersChoiceSpec(kind="transformers-choice", model=str(tiny_model.folder), **asked)
     model = ChoiceModel(settings, tiny_model.tokenizer, network, gpu.event)
@@ -84,45 +87,20 @@ def test_every_forward_pass_of_a_language_model_counts_and_nothing_else(tiny_mod
         passes.append(1)
         gpu.now_s += 1.0
 
-    hook = network.register_forward_pre_hook(run)
-    try:
-        answers = model(question_batch(("Is it?", ["yes it is", "no"]), ("Which is more?", ["one", "a pair of them"])))
-    finally:
-        hook.remove()
+    network.register_forward_pre_hook(run)
+    answers = model(question_batch(("Is it?", ["yes it is", "no"]), ("Which is more?", ["one", "a pair of them"])))
     assert answers.device_s == len(passes) == (2 if options == "letter" else 4)
 
 
-class Looks(torch.nn.Module):
-    """Answers with a linear layer, and notes whether GPUs might shorten the factors of products."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = torch.nn.Linear(3, 4)
-        self.allowed = set()
-
-    def forward(self, images):
-        self.allowed |= {torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32}
-        return self.head(images.mean(dim=(2, 3)))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_products_and_logits_have_the_precision_that_is_recorded(dtype):
-    network, before = Looks(), torch.backends.cudnn.allow_tf32
+def test_products_and_logits_have_the_precision_that_is_recorded(monkeypatch, dtype):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # by which GPUs shorten the factors of products
+    network = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, 4))
     images = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), dtype=np.uint8)
     logits = image_model(network, dtype=dtype)({"image": images}).logits
-    assert network.allowed == {False} or dtype != "float32"
-    assert torch.backends.cudnn.allow_tf32 == before
-    expected = network.head(torch.from_numpy(images).permute(0, 3, 1, 2).float().mean(dim=(2, 3)))
+    assert torch.backends.cudnn.allow_tf32 == (dtype != "float32")
+    expected = network[-1](torch.from_numpy(images).permute(0, 3, 1, 2).float().mean(dim=(2, 3)))
     assert logits == pytest.approx(expected.detach().numpy(), rel=1e-6)  # bfloat16 has steps of 1 in 128
-
-
-def test_products_may_be_shortened_again_when_the_last_pass_has_ended():
-    before, passes = torch.backends.cudnn.allow_tf32, WithoutTF32()
-    with passes:
-        with passes:
-            pass
-        assert not torch.backends.cudnn.allow_tf32
-    assert torch.backends.cudnn.allow_tf32 == before
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])

@@ -8,8 +8,10 @@ import pytest
 from batches import assert_same, column, encoded
 from language_models import tiny_language_model
 from PIL import Image
+from tiny_networks import SQUARE, image_network, saved
 
 from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec
+from cauc_ray.models.image_networks import split_preprocessing
 from cauc_ray.models.pool import pool_of
 from cauc_ray.models.transformers import TransformersImageSpec
 
@@ -19,11 +21,6 @@ transformers = pytest.importorskip("transformers")
 RNG = np.random.default_rng(6)
 IMAGES = [Image.fromarray(RNG.integers(0, 256, (40, 20 + row, 3), dtype=np.uint8)) for row in range(4)]
 COLUMN = column(map(encoded, IMAGES))
-TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-SIZES = {**TOWER, "image_size": 32, "patch_size": 8}
-TEXT = {**TOWER, "max_position_embeddings": 24, "projection_size": 32, "vocab_size": 100}
-TEXT |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-SQUARE = {"height": 32, "width": 32}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,37 +30,6 @@ def silent_library():
     transformers.logging.set_verbosity_error()
     yield
     transformers.logging.set_verbosity(before)
-
-
-def network(family, text=TEXT):
-    """Return a network of an architecture with the same random weights each time, and its image processor."""
-    t, crop = transformers, {"size": {"shortest_edge": 32}, "crop_size": SQUARE}
-    square = t.ViTImageProcessor(size=SQUARE)
-    resnet = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
-    clip = t.CLIPConfig(text_config=text, vision_config=SIZES, projection_dim=16)
-    siglip = t.SiglipConfig(text_config=text, vision_config=SIZES)
-    makers = {
-        "vit": lambda: (t.ViTModel(t.ViTConfig(**SIZES)), square),
-        "classifier": lambda: (t.ViTForImageClassification(t.ViTConfig(**SIZES, num_labels=5)), square),
-        "clip": lambda: (t.CLIPModel(clip), t.CLIPImageProcessor(**crop)),
-        "clip tower": lambda: (t.CLIPVisionModel(clip.vision_config), t.CLIPImageProcessor(**crop)),
-        "siglip": lambda: (t.SiglipModel(siglip), t.SiglipImageProcessor(size=SQUARE)),
-        "resnet": lambda: (t.ResNetModel(t.ResNetConfig(**resnet)), square),
-    }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        made, processor = makers[family]()
-        if family == "classifier":
-            torch.nn.init.normal_(made.classifier.weight)
-    if family == "siglip":
-        torch.nn.init.constant_(made.logit_scale, 2.0)
-        torch.nn.init.constant_(made.logit_bias, -3.0)
-    return made.eval(), processor
-
-
-def saved(folder, *parts):
-    for part in parts:
-        part.save_pretrained(folder)
 
 
 def pixels(processor):
@@ -77,8 +43,8 @@ def pixels(processor):
 def vit(tmp_path_factory):
     """Save a classifier with its preprocessing; return the folder, the network and the processor."""
     folder = tmp_path_factory.mktemp("hub") / "vit"
-    saved(folder, *network("classifier"))
-    return folder, *network("classifier")
+    network, processor = image_network("classifier", num_labels=5)
+    return saved(folder, network, processor), network, processor
 
 
 def classifier(model):
@@ -91,12 +57,14 @@ def test_a_classifier_and_its_features_are_those_of_the_library(vit, capfd):
         warnings.simplefilter("error")
         model = classifier(folder).load()
         answers = model({"image": COLUMN})
+        (_, pixels_on_host), *_ = model.prepare({"image": COLUMN})[1]
         features = FeaturesSpec(of=classifier(folder)).load()({"image": COLUMN}).logits
     with torch.inference_mode():
         assert_same(answers.logits, net(**pixels(processor)).logits.numpy())
         assert_same(features, net.vit(**pixels(processor)).last_hidden_state[:, 0].numpy())
     assert model.facts.params_b == pytest.approx(sum(p.numel() for p in net.parameters()) / 1e9)
     assert model.facts.gflops is None
+    assert pixels_on_host.dtype == torch.uint8  # which the device normalises
     assert capfd.readouterr() == ("", "")
 
 
@@ -105,6 +73,24 @@ def test_images_of_any_shape_are_read_by_a_processor(vit):
     grey = [np.full(shape, 7, dtype=np.uint8) for shape in ((1, 1, 3), (3, 9, 3), (9, 3, 3), (3, 3), (1, 90))]
     logits = classifier(vit[0]).load()({"image": column(grey)}).logits
     assert_same(logits, np.repeat(logits[:1], len(grey), axis=0))
+
+
+@pytest.mark.parametrize("steps", [{"do_normalize": False}, {"do_rescale": False}, {"image_std": [0.2, 0.4, 0.6]}])
+def test_the_device_takes_the_last_steps_of_any_processor(vit, tmp_path, steps):
+    _, net, _ = vit
+    processor = transformers.ViTImageProcessor(size=SQUARE, **steps)
+    saved(tmp_path, net, processor)
+    with torch.inference_mode():
+        assert_same(classifier(tmp_path).load()({"image": COLUMN}).logits, net(**pixels(processor)).logits.numpy())
+
+
+def test_a_processor_whose_last_steps_are_its_own_does_them_on_the_host():
+    def processor(images, return_tensors, **settings):
+        return {"pixel_values": torch.from_numpy(np.array(images)).permute(2, 0, 1)[None] / 127.5 - 1}
+
+    preprocess, scale = split_preprocessing(processor)
+    assert scale is None
+    assert preprocess(np.zeros((2, 3, 3), np.uint8)).unique().tolist() == [-1.0]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +126,7 @@ POOLED = {
 
 @pytest.mark.parametrize("family", POOLED)
 def test_an_encoder_answers_with_its_pooled_output_or_a_mean_over_places(tmp_path, family, capfd):
-    net, processor = network(family)
+    net, processor = image_network(family)
     saved(tmp_path, net, processor)
     capfd.readouterr()
     answers = ImageEncoderSpec(model=str(tmp_path)).load()({"image": COLUMN})
@@ -163,7 +149,7 @@ DESCRIBED = ["cat, a small animal that purrs", "dog, whatever", "red car, it has
 def test_similarities_of_images_and_labels_are_those_of_the_library(tmp_path, family, settings, texts):
     tokenizer = tiny_language_model(tmp_path / "text").tokenizer
     tokenizer.pad_token = tokenizer.eos_token
-    net, processor = network(family, {**TEXT, "vocab_size": len(tokenizer)})
+    net, processor = image_network(family, len(tokenizer))
     saved(tmp_path / "m", net, tokenizer, processor)
     stage = {"name": "a", "model": {"kind": "transformers-zero-shot", "model": "m", **settings}}
     half = {**stage, "model": {**stage["model"], "dtype": "bfloat16"}}

@@ -4,9 +4,7 @@ import re
 import socket
 import struct
 import urllib.request
-import warnings
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import numpy as np
@@ -25,15 +23,13 @@ from torchvision import models
 from cauc_ray.errors import DataError
 from cauc_ray.models import torchvision as torchvision_kind
 from cauc_ray.models.answers import as_answers
-from cauc_ray.models.classifiers import classifier_size
 from cauc_ray.models.encoders import FeaturesSpec
 from cauc_ray.models.images import FORMATS, MAX_ASPECT, decode_image
-from cauc_ray.models.torchvision import TorchvisionSpec
+from cauc_ray.models.torchvision import TorchvisionSpec, classifier_size
 
 PHOTOGRAPHS = SHARED_DATA / "imagenet_nips17_1000.parquet"
 RNG = np.random.default_rng(5)
 PIXELS = RNG.integers(0, 256, (24, 40, 3), dtype=np.uint8)
-ROUNDING = 1e-4
 
 
 def smooth_image():
@@ -147,11 +143,8 @@ def test_the_number_of_classes_is_read_from_every_architecture(arch):
     """Without memory for the weights, which regnets alone cannot be built without."""
     options = {"init_weights": False} if arch in ("googlenet", "inception_v3") else {}
     with torch.device("meta"):
-        network = models.get_model(arch, weights=None, num_classes=7, **options).eval()
-        side = 299 if arch == "inception_v3" else 224
-        assert network(torch.empty(2, 3, side, side)).shape == (2, 7)
-        usual = models.get_model(arch, weights=None, **options)
-    assert classifier_size(usual, network.state_dict()) == 7
+        network = models.get_model(arch, weights=None, num_classes=7, **options)
+        assert classifier_size(models.get_model(arch, weights=None, **options), network.state_dict()) == 7
 
 
 @pytest.mark.parametrize(("arch", "last"), [("mnasnet0_5", "classifier.1"), ("shufflenet_v2_x0_5", "fc")])
@@ -167,22 +160,6 @@ def test_features_are_what_enters_the_last_layer(tmp_path, arch, last):
     parent, _, name = last.rpartition(".")
     setattr(network.get_submodule(parent), name, nn.Identity())
     assert_same(features, direct(network, models.get_model_weights(arch).DEFAULT.transforms(), IMAGES))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_there_is_missed(tmp_path):
-    path = write_weights(new_network("squeezenet1_0"), tmp_path / "w.pth")
-    assert "no GPU is visible" in refused(spec("squeezenet1_0", path, device="cuda").load)
-
-
-def test_a_lower_precision_changes_the_answers_as_little_as_it_must(tmp_path):
-    network = new_network("squeezenet1_1", num_classes=50)
-    path = write_weights(network, tmp_path / "w.pth")
-    expected = direct(network, models.SqueezeNet1_1_Weights.DEFAULT.transforms(), IMAGES)
-    logits = spec("squeezenet1_1", path, dtype="bfloat16").load()({"image": column(IMAGES)}).logits
-    assert logits.dtype == np.float32
-    assert_same(logits, expected, 0.2)
-    assert np.abs(logits - expected).max() > ROUNDING * expected.std()
 
 
 @pytest.mark.timeout(60)  # nobody else would end it
@@ -218,23 +195,17 @@ ALPHA.putalpha(90)
 FRAMES = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
 DEEP = RNG.integers(0, 65536, (9, 7), dtype=np.uint16)
 LONG = np.zeros((5, 5 * MAX_ASPECT), np.uint8)
-TRANSPARENT = encoded(PALETTE, transparency=bytes([0, 90] + [255] * 14))
 READ = [
     *((encoded(COLOURS, form), COLOURS) for form in ("PNG", "BMP", "TIFF", "PPM")),
     (encoded(COLOURS, "WEBP", lossless=True), COLOURS),
     (encoded(COLOURS.convert("CMYK"), "TIFF"), COLOURS),
-    (encoded(GREY), GREY),
-    (encoded(BITS), BITS),
-    (encoded(PALETTE), PALETTE),
+    *((encoded(image), image) for image in (GREY, BITS, PALETTE)),
     (encoded(PALETTE, transparency=3), PALETTE),
-    (TRANSPARENT, PALETTE),
+    (encoded(PALETTE, transparency=bytes([0, 90] + [255] * 14)), PALETTE),
     (encoded(ALPHA), COLOURS),
     (encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), FRAMES[0]),
     *((encoded(Image.fromarray(DEEP), form), DEEP // 256) for form in ("PNG", "TIFF")),  # scaled, not cut off
-    (PIXELS, PIXELS),
-    (PIXELS[::-1, ::-1], PIXELS[::-1, ::-1]),
-    (PIXELS[..., 0], PIXELS[..., 0]),
-    (LONG, LONG),
+    *((pixels, pixels) for pixels in (PIXELS, PIXELS[::-1, ::-1], PIXELS[..., 0], LONG)),
 ]
 
 
@@ -247,37 +218,20 @@ def test_files_and_arrays_give_their_pixels_in_rgb(image, pixels):
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_an_image_is_read_upright_as_people_see_it(form, orientation):
+@pytest.mark.parametrize(("orientation", "stored"), [(1, None), (3, "ROTATE_180"), (6, "ROTATE_90"), (8, "ROTATE_270")])
+def test_an_image_is_read_upright_as_people_see_it(form, orientation, stored):
+    """From what a camera stores that is held so: the inverse of what a viewer does."""
     pixels = np.kron(np.arange(0, 240, 40, dtype=np.uint8).reshape(2, 3), np.ones((16, 16), np.uint8))
-    upright = Image.fromarray(pixels)
-    stored = {  # what a camera stores that is held so: the inverse of what a viewer does
-        2: [Image.Transpose.FLIP_LEFT_RIGHT],
-        3: [Image.Transpose.ROTATE_180],
-        4: [Image.Transpose.FLIP_TOP_BOTTOM],
-        5: [Image.Transpose.TRANSPOSE],
-        6: [Image.Transpose.ROTATE_90],
-        7: [Image.Transpose.TRANSVERSE],
-        8: [Image.Transpose.ROTATE_270],
-    }
-    image = upright
-    for step in stored.get(orientation, []):
-        image = image.transpose(step)
+    image = Image.fromarray(pixels)
     exif = Image.Exif()
     exif[0x0112] = orientation
-    content = io.BytesIO()
-    image.save(content, form, exif=exif, **({} if form in ("PNG", "TIFF") else {"quality": 95}))
-    read = np.asarray(decode_image(content.getvalue()))
+    lossless = {} if form in ("PNG", "TIFF") else {"quality": 95}
+    content = encoded(
+        image if stored is None else image.transpose(Image.Transpose[stored]), form, exif=exif, **lossless
+    )
+    read = np.asarray(decode_image(content))
     assert read.shape == (32, 48, 3)
-    assert np.abs(read[..., 0].astype(int) - pixels).max() <= (0 if form in ("PNG", "TIFF") else 12)
-
-
-@pytest.mark.parametrize(("form", "mode"), [("JPEG", "RGB"), ("GIF", "RGB"), ("JPEG", "CMYK")])
-def test_lossy_formats_give_about_their_pixels(form, mode):
-    image = Image.fromarray(PIXELS[:3, :3]).resize((64, 64), Image.Resampling.BICUBIC)
-    decoded = decode_image(encoded(image.convert(mode), form))
-    assert decoded.mode == "RGB"
-    assert np.abs(np.asarray(decoded).astype(int) - np.asarray(image).astype(int)).mean() <= 8
+    assert np.abs(read[..., 0].astype(int) - pixels).max() <= (12 if lossless else 0)
 
 
 def png_that_claims(width, height):
@@ -296,20 +250,18 @@ EPS = encoded(Image.fromarray(PIXELS), "EPS")
 @pytest.mark.parametrize(
     ("image", "words"),
     [
-        (None, "there is no image"),
-        (b"", "there is no image: the file is empty or cannot be read"),
+        (None, "missing image"),
+        (b"", "missing image: the file is empty or cannot be read"),
         (b"hello, this is no image at all", "its format is unknown"),
         (JPEG[: len(JPEG) // 2], "truncated"),
         (JPEG[:20], "cannot be decoded"),
         (EPS, "its format is unknown"),
         (png_that_claims(100_000, 100_000), "10000000000 pixels"),
-        (png_that_claims(12_000, 12_000), "cannot be decoded"),
         (np.zeros((0, 5, 3), np.uint8), "no pixels"),
         (PIXELS.astype(np.float32), "an array of float32, shape (24, 40, 3)"),
         (PIXELS.transpose(2, 0, 1), "shape (3, 24, 40)"),
         ("photo.jpg", "expected an image"),
         (encoded(Image.new("RGB", (5 * (MAX_ASPECT + 1), 5))), f"more than {MAX_ASPECT} times as long as wide"),
-        ({"bytes": JPEG, "path": None}, "expected an image"),
         ([[1, 2], [3]], "cannot be decoded"),
         (encoded(Image.fromarray(PIXELS[..., 0].astype(np.float32)), "TIFF"), "are not supported; give 8 or 16 bits"),
     ],
@@ -341,15 +293,6 @@ def test_damaged_images_are_an_image_or_a_data_error(whole, data):
         assert np.asarray(image).shape == (image.height, image.width, 3)
         return
     assert "\n" not in reason
-
-
-def test_decoding_in_many_threads_leaves_the_warnings_as_they_were():
-    with pytest.raises(UserWarning, match="Transparency"):  # what is kept from callers
-        Image.open(io.BytesIO(TRANSPARENT)).convert("RGB")
-    filters = list(warnings.filters)
-    with ThreadPoolExecutor(8) as threads:
-        assert {image.mode for image in threads.map(decode_image, [TRANSPARENT] * 400)} == {"RGB"}
-    assert warnings.filters == filters
 
 
 # Real networks.
