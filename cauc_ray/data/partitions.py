@@ -16,7 +16,6 @@ from cauc_ray.data.benchmarks import BENCHMARKS, Benchmark, Metadata
 from cauc_ray.data.sources import (
     PARTITIONS,
     SHARD,
-    HubRows,
     ImageFiles,
     Source,
     TableFiles,
@@ -28,7 +27,7 @@ from cauc_ray.data.sources import (
 )
 from cauc_ray.data.streams import stem_of, stream_tables
 from cauc_ray.errors import ConfigError, DataError, first_line, unknown_name
-from cauc_ray.files.paths import AnyPath, FileEntry, RemotePath, absolute, path_of
+from cauc_ray.files.paths import AnyPath, FileEntry, RemotePath, absolute, file_entry, path_of
 
 # Partitions are opened one by one, when a rule needs them: a train set may be large.
 Openers: TypeAlias = Mapping[str, Callable[[], Source]]
@@ -251,7 +250,7 @@ def _of_images(
 
 
 def _on_hub(text: str, benchmark: Benchmark) -> Located:
-    """Load a dataset from the hub.   text: as the user named it."""
+    """Load a dataset from the hub, which the user named by a text."""
     name, hub, config = benchmark.name, benchmark.hub, benchmark.config
     remedy = f"give the path of its files as {name}=PATH" if name else "give the path of its files"
     if not hub:
@@ -267,9 +266,10 @@ def _on_hub(text: str, benchmark: Benchmark) -> Located:
         reason = first_line(error.__cause__ or error)
         raise DataError(f"cannot load {hub!r} from the hub: {reason}; {remedy}") from error
     title = f"{hub} ({config})" if config else hub
-    partitions = {
-        partition: partial(HubRows, rows, f"{title}, {split}", partition)
-        for split, rows in loaded.items()
-        for partition in ["validation" if split in ("val", "valid") else str(split)]
-    }
+    partitions: dict[str, Callable[[], Source]] = {}
+    for split, rows in loaded.items():
+        partition = "validation" if split in ("val", "valid") else str(split)
+        # Arrow files that the library keeps, in which images are as they were published.
+        files = [entry for file in rows.cache_files for entry in file_entry(Path(file["filename"]))]
+        partitions[partition] = partial(TableFiles, files, Path(), f"{title}, {split}", partition)
     return Located(text, name or hub, f"{hub} on the hub", lambda: partitions, None, benchmark)

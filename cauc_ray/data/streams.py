@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from cauc_ray.errors import DataError, first_line
-from cauc_ray.files.parquet import UnopenedError, cast_table, plain_schema
+from cauc_ray.files.parquet import UnopenedError, cast_table, plain_schema, require_distinct
 from cauc_ray.files.paths import AnyPath, FileEntry, RemotePath
 
 # Bytes of a file that are read at once; the limit of a CSV row.
@@ -143,9 +143,7 @@ def _csv_tables(path: AnyPath, content: Any, schema: pa.Schema | None) -> Iterat
     first = head.split("\n", 1)[0]
     delimiter = "\t" if suffixes_of(path)[0] == ".tsv" else next((mark for mark in ",;\t" if mark in first), ",")
     names = next(csv.reader(io.StringIO(head), delimiter=delimiter), [])
-    duplicate = next((name for name in names if names.count(name) > 1), None)
-    if duplicate is not None:
-        raise DataError(f"{path} has two columns named {duplicate!r}")
+    require_distinct(path, names)
     # Arrow would guess types from the first block: "007" is not a number if a later row has "A1".
     kinds = pa.schema([(name, pa.string()) for name in names]) if schema is None else schema
     # One thread: Arrow then names the malformed row and does not read ahead.

@@ -323,7 +323,7 @@ def test_links_in_circles_pipes_and_parquet_next_to_images(images):
     (block,) = read(images, 100).values()
     contents = dict(zip(block.example_ids, block.columns["image"], strict=True))
     assert sorted(contents) == ["a.jpg", "b.tiff", "b/2.PNG", "b/c/1.webp", "d/3.bmp", "link.jpg", "nowhere.jpg"]
-    assert (contents["link.jpg"], contents["nowhere.jpg"]) == (b"a.jpg", b"")
+    assert (contents["link.jpg"], contents["nowhere.jpg"]) == (b"a.jpg", None)
     pq.write_table(pa.table({"example_id": ["a"]}), images / "d" / "a.parquet")
     assert ids(read(images, 100)) == ["a"]
 

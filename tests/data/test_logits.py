@@ -13,7 +13,7 @@ from synthetic import write_table
 
 import cauc_ray
 from cauc_ray.data.logits import LogitTable, Texts, encoders, read_embeddings
-from cauc_ray.data.model_rows import SpooledLogits, WantedRows
+from cauc_ray.data.model_rows import ShardFiles, SpooledLogits
 from cauc_ray.data.writing import logit_columns, write_logits
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.files.documents import read_json, write_json
@@ -246,7 +246,7 @@ def test_blocks_and_single_rows_are_those_of_the_table(tmp_path_factory, n, n_fi
     head = LogitTable(folder).read_head("m", "test")
     whole = LogitTable(folder).read_model("m", "test")
     chosen = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, unique=True)))
-    spool = SpooledLogits(WantedRows("m", head.files, head.positions[chosen]))
+    spool = SpooledLogits(ShardFiles("m", head.files, head.positions[chosen]))
     assert spool.n_options.tolist() == [len(rows[place]) for place in chosen]
     assert spool.shape == (len(chosen), max(map(len, (rows[place] for place in chosen))))
     spool.width = whole.logits.shape[1]
@@ -268,10 +268,10 @@ def test_files_that_have_changed_since_are_refused_and_those_without_wanted_rows
     rows = pq.read_table(second)
     pq.write_table(rows.take(np.arange(len(rows))[::-1]), second, row_group_size=5)
     with pytest.raises(DataError, match=r"part-1\.parquet has changed since"):
-        SpooledLogits(WantedRows("m", head.files, head.positions))
+        SpooledLogits(ShardFiles("m", head.files, head.positions))
     second.unlink()
     own = head.positions[head.positions < head.files[0].n_rows]
-    assert len(SpooledLogits(WantedRows("m", head.files, own)).n_options) == pq.read_metadata(first).num_rows
+    assert len(SpooledLogits(ShardFiles("m", head.files, own)).n_options) == pq.read_metadata(first).num_rows
 
 
 def test_a_head_is_read_without_the_logits_and_refuses_what_the_table_refuses(tmp_path):
