@@ -27,7 +27,7 @@ from cauc_ray.data.columns import (
 )
 from cauc_ray.data.partitions import Located, locate
 from cauc_ray.data.pieces import FileBlocks, Part
-from cauc_ray.data.sources import ID, Source, TableFiles
+from cauc_ray.data.sources import ID, Source
 from cauc_ray.data.splits import RULE_PARTITIONS, Rule, choose_rule, describe_rule, split_by_rule
 from cauc_ray.errors import ConfigError, DataError, unknown_name, warn
 from cauc_ray.files.paths import AnyPath, path_of, readable
@@ -223,7 +223,7 @@ def open_dataset(spec: DatasetSpec, split: str | None = None) -> Dataset:
     with readable(spec.dataset):
         located = locate(spec.dataset, spec.labels)
         rule: Rule | None = None
-        if split == ALL and located.rows is not None and isinstance(source := located.rows(), TableFiles):
+        if split == ALL and located.rows is not None and (source := located.rows()).files:
             sources: dict[str, Source] = {ALL: source}
         elif split == ALL:
             sources = {name: opener() for name, opener in located.find().items()}

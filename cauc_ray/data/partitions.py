@@ -16,14 +16,14 @@ from cauc_ray.data.benchmarks import BENCHMARKS, Benchmark, Metadata
 from cauc_ray.data.sources import (
     PARTITIONS,
     SHARD,
-    ImageFiles,
     Source,
-    TableFiles,
+    image_files,
     is_image,
     listed,
     open_folder,
     partition_name,
     table_entries,
+    table_files,
 )
 from cauc_ray.data.streams import stem_of, stream_tables
 from cauc_ray.errors import ConfigError, DataError, first_line, unknown_name
@@ -116,7 +116,7 @@ def _partitions(
         return _in_folder(path, path, files, labels)
     if is_image(path):
         raise DataError(f"{path} is an image; give the folder above the folders of classes")
-    return {partition_name(stem_of(path)): partial(TableFiles, entries, path.parent)}
+    return {partition_name(stem_of(path)): partial(table_files, entries, path.parent)}
 
 
 def _in_metadata(entries: Sequence[FileEntry], metadata: Metadata) -> Openers | None:
@@ -144,7 +144,7 @@ def _in_metadata(entries: Sequence[FileEntry], metadata: Metadata) -> Openers | 
         rows.setdefault(value, []).append((entry, int(label)))
     return {
         partition: partial(
-            ImageFiles,
+            image_files,
             folder,
             [e for e, _ in rows[value]],
             [n for _, n in rows[value]],
@@ -206,9 +206,9 @@ def _of_tables(path: AnyPath, folder: AnyPath, tables: Mapping[_Parts, FileEntry
     tops = {parts: next(part for part in parts if "=" not in part or part == parts[-1]) for parts in tables}
     names = _by_name(folder, list(dict.fromkeys(tops.values())))
     if not names.keys() & PARTITIONS and len(names) > 1:
-        return {folder.name: partial(TableFiles, list(tables.values()), path)}
+        return {folder.name: partial(table_files, list(tables.values()), path)}
     return {
-        name: partial(TableFiles, [entry for parts, entry in tables.items() if tops[parts] in members], path)
+        name: partial(table_files, [entry for parts, entry in tables.items() if tops[parts] in members], path)
         for name, members in names.items()
     }
 
@@ -243,7 +243,7 @@ def _of_images(
     order = list(labels) if labels and {*classes} <= {*labels} else classes
     return {
         name: partial(
-            ImageFiles, root, [entry for _, entry in inside[name]], [order.index(label) for label, _ in inside[name]]
+            image_files, root, [entry for _, entry in inside[name]], [order.index(label) for label, _ in inside[name]]
         )
         for name in partitions
     }
@@ -271,5 +271,5 @@ def _on_hub(text: str, benchmark: Benchmark) -> Located:
         partition = "validation" if split in ("val", "valid") else str(split)
         # Arrow files that the library keeps, in which images are as they were published.
         files = [entry for file in rows.cache_files for entry in file_entry(Path(file["filename"]))]
-        partitions[partition] = partial(TableFiles, files, Path(), f"{title}, {split}", partition)
+        partitions[partition] = partial(table_files, files, Path(), f"{title}, {split}", partition)
     return Located(text, name or hub, f"{hub} on the hub", lambda: partitions, None, benchmark)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
@@ -51,65 +49,6 @@ _LAKES = {"Delta": re.compile(r"(.*/)?_delta_log/.*"), "Iceberg": re.compile(r"(
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 
-class Source(ABC):
-    """Numbered rows; picklable, so that any process can read them.
-
-    Attributes:
-        name: For messages.
-        columns: The names of the columns, among them one of ids.
-        n_rows: The number of rows.
-        n_bytes: The size of all rows, uncompressed.
-        ends: The numbers of rows after which another process may begin to read, int64 (G,).
-        identity: JSON values that change with the content, not with the place.
-        is_remote: Whether every machine can read it.
-    """
-
-    name: str
-    columns: Sequence[str]
-    n_rows: int
-    n_bytes: int
-    ends: Ints
-    identity: list[Any]
-    is_remote: bool
-
-    @abstractmethod
-    def spans(
-        self, columns: Sequence[str], rows: Ints, size: int = SPAN_ROWS, texts: Collection[str] = ()
-    ) -> Iterator[RowSpan]:
-        """Read rows in order.
-
-        Args:
-            columns: Their names.
-            rows: The rows' numbers, int64 (n,), ascending.
-            size: The most rows of a span.
-            texts: Columns whose cells stay as they are written, where the format is text.
-
-        Raises:
-            DataError: A file has changed since it was opened.
-        """
-
-    @abstractmethod
-    def place_of(self, row: int) -> str:
-        """Return where a row is, for messages."""
-
-    @abstractmethod
-    def folder_of(self, row: int) -> AnyPath:
-        """Return the folder that paths in a row are relative to."""
-
-    def table(self, columns: Sequence[str], texts: Collection[str] = ()) -> pa.Table:
-        """Read all rows as one table. Raises UnreadableError if one cannot be read, and as spans does."""
-        tables = []
-        for span in self.spans(columns, np.arange(self.n_rows), texts=texts):
-            if span.error is not None:
-                raise span.error
-            tables.append(span.table)
-        return pa.concat_tables(tables)
-
-    def snapshot(self, columns: Sequence[str], texts: Collection[str]) -> Source:
-        """Return some columns of a remote table, read once for all who read them later, where memory allows."""
-        return self
-
-
 @dataclass(frozen=True, slots=True)
 class _TableFile:
     """A table's file as it was when it was first opened.
@@ -131,100 +70,97 @@ class _TableFile:
     footer: ParquetFooter | None = None
 
 
-class TableFiles(Source):
-    """The files of one table, which have the same columns.
+@dataclass(frozen=True)
+class Source:
+    """Numbered rows of files; picklable, so that any process can read them.
 
-    `key=value` folders above them are columns, too, and so are ids where the files have none: a row's file and number.
+    Attributes:
+        name: For messages.
+        root: The folder that the files are in.
+        columns: The names of the columns, among them one of ids.
+        ends: The numbers of rows after which another process may begin to read, int64 (G,).
+        n_bytes: The size of all rows, uncompressed.
+        identity: JSON values that change with the content, not with the place.
+        files: The files of a table, in order; none for images.
+        starts: The number of each file's first row, and of all rows, int64 (F + 1,).
+        computed: Columns that the files do not have, a value for each file.
+        rows: Rows in memory, of some columns.
     """
 
-    def __init__(self, entries: Sequence[FileEntry], root: AnyPath, name: str = "", prefix: str | None = None) -> None:
-        """Open the files.
+    name: str
+    root: AnyPath
+    columns: Sequence[str]
+    ends: Ints
+    n_bytes: int
+    identity: list[Any]
+    files: Sequence[_TableFile] = ()
+    starts: Ints = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    computed: Mapping[str, pa.Array] = field(default_factory=dict)
+    rows: pa.Table | None = None
 
-        Args:
-            entries: The files.
-            root: The folder that names of rows are relative to.
-            name: For messages; by default the file or the folder.
-            prefix: What begins the names of all rows, None for their file.
+    @property
+    def n_rows(self) -> int:
+        """The number of rows."""
+        return int(self.ends[-1]) if len(self.ends) else 0
 
-        Raises:
-            DataError: A file is unreadable, or has other columns than the first or incompatible types.
-        """
-        formats = {format_of(entry.path): entry.path for entry in entries}
-        if len(formats) > 1:
-            first, second = list(formats.values())[:2]
-            raise DataError(f"{first} and {second} have different formats; give files of one format")
-        self.is_remote = isinstance(root, RemotePath)
-        small = self.is_remote and sum(entry.size for entry in entries) <= CONTENT_BYTES
-        look = partial(_look_parquet, whole=small) if formats.keys() & {"Parquet", None} else _look_stream
-        self._files = list(side_by_side(look, entries, remote=self.is_remote))
-        if sum(file.footer.n_bytes for file in self._files if file.footer) > FOOTER_BYTES:
-            self._files = [replace(f, footer=f.footer and f.footer.without_metadata()) for f in self._files]
-        names = self._files[0].schema.names
-        self._schemas: dict[pa.Schema, AnyPath] = {}
-        for file in self._files:
-            if sorted(file.schema.names) != sorted(names):
-                raise DataError(
-                    f"{file.entry.path} has the columns {', '.join(file.schema.names)}, but "
-                    f"{self._files[0].entry.path} has {', '.join(names)}"
-                )
-            self._schemas.setdefault(file.schema, file.entry.path)
-        relative = [_relative(entry.path, root) for entry in entries]
-        self._keys = _hive_columns(relative, names)
-        self.name = name or str(entries[0].path if len(entries) == 1 else root)
-        self.columns: Sequence[str] = [*names, *self._keys]
-        if not {ID, "id"} & {*self.columns}:
-            self.columns = [*self.columns, ID]
-        lengths = [sum(file.group_rows) for file in self._files]
-        self._starts = np.cumsum([0, *lengths], dtype=np.int64)
-        self.n_rows = int(self._starts[-1])
-        self.n_bytes = sum(file.n_bytes for file in self._files)
-        self.ends = np.cumsum([n for file in self._files for n in file.group_rows], dtype=np.int64)
-        # Rows are numbered over all shards of a file.
-        self._prefixes = [prefix or str(path.with_name(partition_name(stem_of(path)))) for path in relative]
-        counts = Counter[str]()
-        self._first_numbers = np.zeros(len(lengths), dtype=np.int64)
-        for number, (row_prefix, n) in enumerate(zip(self._prefixes, lengths, strict=True)):
-            self._first_numbers[number] = counts[row_prefix]
-            counts[row_prefix] += n
-        self._snapshot: pa.Table | None = None
-        self._schema(self.columns)
-        self.identity = [
-            [entry.path.name, file.digest, n] for entry, file, n in zip(entries, self._files, lengths, strict=True)
-        ]
+    @property
+    def is_remote(self) -> bool:
+        """Whether every machine can read it."""
+        return isinstance(self.root, RemotePath)
 
     def place_of(self, row: int) -> str:
-        """Return the row's file and its number there."""
-        (number,) = self._file_numbers(np.array([row]))
-        return f"{self._files[number].entry.path}, row {row - self._starts[number]}"
+        """Return where a row is, for messages: its file and its number there."""
+        if not self.files and self.rows is not None:
+            return str(self.root / self.rows[ID][row].as_py())
+        (number,) = self._file_numbers([row])
+        return f"{self.files[number].entry.path}, row {row - self.starts[number]}"
 
     def folder_of(self, row: int) -> AnyPath:
-        """Return the folder of the row's file."""
-        (number,) = self._file_numbers(np.array([row]))
-        folder: AnyPath = self._files[number].entry.path.parent
+        """Return the folder that paths in a row are relative to."""
+        if not self.files:
+            return self.root
+        folder: AnyPath = self.files[self._file_numbers([row])[0]].entry.path.parent
         return folder
 
+    def table(self, columns: Sequence[str], texts: Collection[str] = ()) -> pa.Table:
+        """Read all rows as one table. Raises UnreadableError if one cannot be read, and as spans does."""
+        tables = []
+        for span in self.spans(columns, np.arange(self.n_rows), texts=texts):
+            if span.error is not None:
+                raise span.error
+            tables.append(span.table)
+        return pa.concat_tables(tables)
+
     def snapshot(self, columns: Sequence[str], texts: Collection[str]) -> Source:
-        """Return some columns of a remote table, read once for all who read them later, where memory allows."""
-        if not self.is_remote or self.n_bytes > SNAPSHOT_BYTES:
+        """Return a remote table with some columns in memory, for all who read them later, where memory allows."""
+        if not self.files or not self.is_remote or self.n_bytes > SNAPSHOT_BYTES:
             return self
         try:
-            table = self.table(columns, texts)
+            return replace(self, rows=self.table(columns, texts).combine_chunks())
         except UnreadableError:  # readers then name the rows
             return self
-        copied = copy(self)
-        copied._snapshot = table.combine_chunks()
-        return copied
 
     def spans(
         self, columns: Sequence[str], rows: Ints, size: int = SPAN_ROWS, texts: Collection[str] = ()
     ) -> Iterator[RowSpan]:
-        """Read rows in order. Arguments and errors are those of Source.spans."""
-        schema = self._schema(columns, texts)
-        if self._snapshot is not None and {*columns} <= {*self._snapshot.column_names}:
-            yield from _table_spans(self._snapshot.select(columns), rows, size)
+        """Read rows in order.
+
+        Args:
+            columns: Their names.
+            rows: The rows' numbers, int64 (n,), ascending.
+            size: The most rows of a span.
+            texts: Columns whose cells stay as they are written, where the format is text.
+
+        Raises:
+            DataError: A file has changed since it was opened.
+        """
+        if self.rows is not None and {*columns} <= {*self.rows.column_names}:
+            for first in range(0, len(rows), size):
+                table = self.rows.select(columns).take(pa.array(rows[first : first + size]))
+                yield RowSpan(len(table), table)
             return
-        names = [name for name in schema.names if name in self._files[0].schema.names]
-        stored_schema = pa.schema([schema.field(name) for name in names])
+        schema = self.schema(columns, texts)
+        stored_schema = pa.schema([field for field in schema if field.name not in self.computed])
         start = 0
         for span in self._stored_spans(stored_schema, rows, size):
             numbers = rows[start : start + span.n]
@@ -233,23 +169,24 @@ class TableFiles(Source):
                 yield span
                 continue
             try:
-                table = cast_table(span.table.select(names), stored_schema)
+                table = cast_table(span.table.select(stored_schema.names), stored_schema)
             except pa.ArrowException as error:
-                file = self._files[self._file_numbers(numbers[:1])[0]].entry.path
-                raise DataError(f"{file} does not fit the other files: {first_line(error)}") from error
-            computed = {name: self._computed(name, numbers) for name in schema.names if name not in names}
-            columns_by_name = computed | {name: table.column(name) for name in names}
-            yield RowSpan(span.n, pa.table([columns_by_name[name] for name in schema.names], schema))
+                path = self.files[self._file_numbers(numbers[:1])[0]].entry.path
+                raise DataError(f"{path} does not fit the other files: {first_line(error)}") from error
+            arrays = [
+                self._computed(name, numbers) if name in self.computed else table.column(name) for name in schema.names
+            ]
+            yield RowSpan(span.n, pa.table(arrays, schema))
 
     def _stored_spans(self, schema: pa.Schema, rows: Ints, size: int) -> Iterator[RowSpan]:
         """Read columns of the files themselves; no span has rows of two files."""
         requests = []
         for number in np.unique(self._file_numbers(rows)).tolist():
-            first, last = np.searchsorted(rows, self._starts[number : number + 2])
-            requests.append((self._files[number], rows[first:last] - self._starts[number]))
+            first, last = np.searchsorted(rows, self.starts[number : number + 2])
+            requests.append((self.files[number], rows[first:last] - self.starts[number]))
         if not schema.names:
             yield from (RowSpan(len(numbers), schema.empty_table()) for _, numbers in requests)
-        elif self._files[0].footer is not None:
+        elif self.files[0].footer is not None:
             yield from read_row_spans([(file.footer, numbers) for file, numbers in requests], schema.names, size)
         else:
             for file, numbers in requests:
@@ -258,31 +195,87 @@ class TableFiles(Source):
     def _computed(self, name: str, rows: Ints) -> pa.Array:
         """Return a column that the files do not have, of some rows: ids, or values in the names of folders."""
         numbers = self._file_numbers(rows)
-        if name in self._keys:
-            return self._keys[name].take(pa.array(numbers))
-        prefixes = pa.array(self._prefixes).take(pa.array(numbers))
-        row_numbers = pa.array(rows - self._starts[numbers] + self._first_numbers[numbers])
-        return pc.binary_join_element_wise(prefixes, row_numbers.cast(pa.string()), "-")
+        values = self.computed[name].take(pa.array(numbers))
+        if name != ID:
+            return values
+        # Rows are numbered over all shards of a file, which have one name.
+        row_numbers = pc.add(values.field("first"), pa.array(rows - self.starts[numbers]))
+        return pc.binary_join_element_wise(values.field("name"), row_numbers.cast(pa.string()), "-")
 
-    def _file_numbers(self, rows: Ints) -> Ints:
-        return np.searchsorted(self._starts, rows, side="right") - 1
+    def _file_numbers(self, rows: Ints | Sequence[int]) -> Ints:
+        return np.searchsorted(self.starts, rows, side="right") - 1
 
-    def _schema(self, columns: Sequence[str], texts: Collection[str] = ()) -> pa.Schema:
+    def schema(self, columns: Sequence[str], texts: Collection[str] = ()) -> pa.Schema:
         """Return columns with types that fit all files. Raises DataError if there are none."""
-        fitting = pa.schema([(ID, pa.string()), *((name, values.type) for name, values in self._keys.items())])
-        if ID in self._files[0].schema.names:
-            fitting = fitting.remove(0)
-        as_text = {*texts} if format_of(self._files[0].entry.path) == "CSV" else set[str]()
-        for schema, path in self._schemas.items():
+        kinds = {name: pa.string() if name == ID else values.type for name, values in self.computed.items()}
+        fitting = pa.schema(list(kinds.items()))
+        as_text = {*texts} if format_of(self.files[0].entry.path) == "CSV" else set[str]()
+        paths: dict[pa.Schema, AnyPath] = {}
+        for file in self.files:
+            paths.setdefault(file.schema, file.entry.path)
+        for schema, path in paths.items():
             fields = [field.with_type(pa.string()) if field.name in as_text else field for field in schema]
+            stored = pa.schema([field for field in fields if field.name in columns and field.name not in kinds])
             try:
-                fitting = pa.unify_schemas(
-                    [fitting, pa.schema([field for field in fields if field.name in columns])],
-                    promote_options="permissive",
-                )
+                fitting = pa.unify_schemas([fitting, stored], promote_options="permissive")
             except pa.ArrowException as error:
                 raise DataError(f"{path} does not fit the files before it: {first_line(error)}") from error
         return pa.schema([fitting.field(name) for name in columns])
+
+
+def table_files(entries: Sequence[FileEntry], root: AnyPath, name: str = "", prefix: str = "") -> Source:
+    """Open the files of one table, which have the same columns.
+
+    `key=value` folders above them are columns, too, and so are ids where the files have none: a row's file and number.
+
+    Args:
+        entries: The files.
+        root: The folder that names of rows are relative to.
+        name: For messages; by default the file or the folder.
+        prefix: What begins the names of all rows; by default the name of each row's file.
+
+    Raises:
+        DataError: A file is unreadable, or has other columns than the first or incompatible types.
+    """
+    formats = {format_of(entry.path): entry.path for entry in entries}
+    if len(formats) > 1:
+        first, second = list(formats.values())[:2]
+        raise DataError(f"{first} and {second} have different formats; give files of one format")
+    remote = isinstance(root, RemotePath)
+    small = remote and sum(entry.size for entry in entries) <= CONTENT_BYTES
+    look = partial(_look_parquet, whole=small) if formats.keys() & {"Parquet", None} else _look_stream
+    files = list(side_by_side(look, entries, remote=remote))
+    if sum(file.footer.n_bytes for file in files if file.footer) > FOOTER_BYTES:
+        files = [replace(file, footer=file.footer and file.footer.without_metadata()) for file in files]
+    names = files[0].schema.names
+    for file in files:
+        if sorted(file.schema.names) != sorted(names):
+            columns = f"columns {', '.join(file.schema.names)}, but {files[0].entry.path} has {', '.join(names)}"
+            raise DataError(f"{file.entry.path} has the {columns}")
+    relative = [_relative(entry.path, root) for entry in entries]
+    lengths = [sum(file.group_rows) for file in files]
+    computed = _hive_columns(relative, names)
+    if not {ID, "id"} & {*names, *computed}:
+        counts = Counter[str]()
+        shards = []
+        for path, n in zip(relative, lengths, strict=True):
+            shard = prefix or str(path.with_name(partition_name(stem_of(path))))
+            shards.append({"name": shard, "first": counts[shard]})
+            counts[shard] += n
+        computed[ID] = pa.array(shards)
+    source = Source(
+        name=name or str(entries[0].path if len(entries) == 1 else root),
+        root=root,
+        columns=[*names, *computed],
+        ends=np.cumsum([n for file in files for n in file.group_rows], dtype=np.int64),
+        n_bytes=sum(file.n_bytes for file in files),
+        identity=[[file.entry.path.name, file.digest, n] for file, n in zip(files, lengths, strict=True)],
+        files=files,
+        starts=np.cumsum([0, *lengths], dtype=np.int64),
+        computed=computed,
+    )
+    source.schema(source.columns)
+    return source
 
 
 def _look_parquet(entry: FileEntry, *, whole: bool) -> _TableFile:
@@ -331,13 +324,6 @@ def _stream_spans(entry: FileEntry, rows: Ints, schema: pa.Schema) -> Iterator[R
     raise changed_file(entry.path)
 
 
-def _table_spans(table: pa.Table, rows: Ints, size: int) -> Iterator[RowSpan]:
-    """Yield some rows of a table in memory."""
-    for start in range(0, len(rows), size):
-        picked = table.take(pa.array(rows[start : start + size]))
-        yield RowSpan(len(picked), picked)
-
-
 def _hive_columns(relative: Sequence[PurePath], stored: Collection[str]) -> dict[str, pa.Array]:
     """Return the columns that are in the names of folders, a value for each file; a file's own column comes first."""
     pairs = [dict(part.partition("=")[::2] for part in path.parts[:-1] if "=" in part) for path in relative]
@@ -349,48 +335,37 @@ def _hive_columns(relative: Sequence[PurePath], stored: Collection[str]) -> dict
     return columns
 
 
-class ImageFiles(Source):
-    """Image files as rows: example_id (the path relative to the folder), image (its file) and label, if known."""
+def image_files(
+    folder: AnyPath, entries: Sequence[FileEntry], labels: Sequence[int] | None = None, name: str = ""
+) -> Source:
+    """Return image files as rows: example_id (the path relative to the folder), image (its file) and label, if known.
 
-    def __init__(
-        self, folder: AnyPath, entries: Sequence[FileEntry], labels: Sequence[int] | None = None, name: str = ""
-    ) -> None:
-        """Take the files as they are listed, without reading them. Raises DataError for a name that is not UTF-8."""
-        names = [str(_relative(entry.path, folder)) for entry in entries]
-        sizes = [entry.size for entry in entries]
-        rows = sorted(zip(names, sizes, labels or [0] * len(names), strict=True))
-        try:
-            paths = pa.array([row[0] for row in rows], pa.string())
-        except UnicodeEncodeError as error:
-            raise DataError(f"{folder}: the name {error.object!r} is not valid UTF-8; rename it") from error
-        files = pa.StructArray.from_arrays([pa.nulls(len(paths), pa.binary()), paths], ["bytes", "path"])
-        self._folder = folder
-        self._rows = pa.table({ID: paths, "image": files})
-        if labels is not None:
-            self._rows = self._rows.append_column("label", pa.array([row[2] for row in rows], pa.int32()))
-        self.is_remote = isinstance(folder, RemotePath)
-        self.name = name or str(folder)
-        self.columns = self._rows.column_names
-        self.n_rows = len(names)
-        self.n_bytes = sum(max(size, 0) for size in sizes)
-        # Reading files costs the same in any order.
-        self.ends = np.arange(1, self.n_rows + 1)
-        lines = ("\0".join(map(str, row[: 2 + (labels is not None)])) + "\n" for row in rows)
-        self.identity = [self.n_rows, hashlib.sha256("".join(lines).encode()).hexdigest()]
+    The files are taken as they are listed, without reading them.
 
-    def place_of(self, row: int) -> str:
-        """Return the row's file."""
-        return str(self._folder / self._rows[ID][row].as_py())
-
-    def folder_of(self, row: int) -> AnyPath:
-        """Return the folder."""
-        return self._folder
-
-    def spans(
-        self, columns: Sequence[str], rows: Ints, size: int = SPAN_ROWS, texts: Collection[str] = ()
-    ) -> Iterator[RowSpan]:
-        """Return the images' files. Arguments are those of Source.spans."""
-        yield from _table_spans(self._rows.select(columns), rows, size)
+    Raises:
+        DataError: A name is not UTF-8.
+    """
+    names = [str(_relative(entry.path, folder)) for entry in entries]
+    sizes = [entry.size for entry in entries]
+    rows = sorted(zip(names, sizes, *([] if labels is None else [labels]), strict=True))
+    try:
+        paths = pa.array([row[0] for row in rows], pa.string())
+    except UnicodeEncodeError as error:
+        raise DataError(f"{folder}: the name {error.object!r} is not valid UTF-8; rename it") from error
+    files = pa.StructArray.from_arrays([pa.nulls(len(paths), pa.binary()), paths], ["bytes", "path"])
+    columns = {ID: paths, "image": files}
+    if labels is not None:
+        columns["label"] = pa.array([row[2] for row in rows], pa.int32())
+    content = "".join("\0".join(map(str, row)) + "\n" for row in rows)
+    return Source(
+        name=name or str(folder),
+        root=folder,
+        columns=list(columns),
+        ends=np.arange(1, len(rows) + 1),  # reading files costs the same in any order
+        n_bytes=sum(max(size, 0) for size in sizes),
+        identity=[len(rows), hashlib.sha256(content.encode()).hexdigest()],
+        rows=pa.table(columns),
+    )
 
 
 def open_folder(location: AnyPath, entries: Sequence[FileEntry] | None = None) -> Source:
@@ -413,7 +388,7 @@ def open_folder(location: AnyPath, entries: Sequence[FileEntry] | None = None) -
     if not tables and not images:
         kinds = f"no tables ({' '.join(FORMATS)}) and no images ({' '.join(IMAGE_SUFFIXES)})"
         raise DataError(f"there are {kinds} in {location}")
-    source: Source = TableFiles(tables, root) if tables else ImageFiles(root, images)
+    source = table_files(tables, root) if tables else image_files(root, images)
     if source.n_rows == 0:
         raise DataError(f"{location} has no rows")
     return source

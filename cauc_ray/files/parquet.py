@@ -168,9 +168,10 @@ def _digest(footer: bytes) -> str:
 def _version(source: Any) -> str:
     """Return what a store calls the version of an open file, which it has reported when the file was opened."""
     try:
-        tag: bytes = (source.metadata() or {}).get(b"ETag", b"")
+        facts = source.metadata() or {}
     except (NotImplementedError, AttributeError, OSError):
         return ""
+    tag: bytes = facts.get("ETag") or facts.get(b"ETag", b"")  # the keys' type depends on the version of Arrow
     return tag.decode()
 
 
