@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,7 +117,7 @@ def read_footer(path: AnyPath, *, whole: bool = False) -> ParquetFooter:
         DataError: Two of its columns have one name.
     """
     try:
-        with _opened(path) as source:
+        with open_file(path) as source:
             size, version = source.size(), _version(source)
             n_tail = size if whole else min(size, _TAIL_BYTES)
             tail: bytes = source.read_at(n_tail, size - n_tail)
@@ -129,8 +128,6 @@ def read_footer(path: AnyPath, *, whole: bool = False) -> ParquetFooter:
         content = pa.py_buffer(tail) if whole else None
         footer = ParquetFooter(path, size, n_bytes, _digest(tail[-n_bytes:]), version, metadata, content)
         names = footer.schema.names
-    except FileNotFoundError as error:
-        raise UnopenedError(f"there is no file {path}") from error
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UnopenedError(f"{path} is not a readable Parquet file: {first_line(error)}") from error
     require_distinct(path, names)
@@ -144,21 +141,18 @@ def require_distinct(path: AnyPath, names: Sequence[str]) -> None:
         raise DataError(f"{path} has two columns named {duplicate!r}")
 
 
-def _opened(path: AnyPath) -> Any:
-    """Open a file for reading at any position.
-
-    Raises:
-        FileNotFoundError: It is missing, or not a regular file.
-        UnopenedError: Its filesystem cannot be reached or refuses access.
-    """
-    if isinstance(path, Path):
-        if not path.is_file():  # opening a pipe would block
-            raise FileNotFoundError(path)
-        return pa.OSFile(str(path))
+def open_file(path: AnyPath) -> Any:
+    """Open a file for reading at any position. Raises UnopenedError if that fails."""
     try:
-        return path.open_input()
-    except DataError as error:
-        raise UnopenedError(str(error)) from error
+        if isinstance(path, RemotePath):
+            return path.open_input()
+        if path.is_file():  # opening a pipe would block
+            return pa.OSFile(str(path))
+    except FileNotFoundError:
+        pass
+    except (OSError, DataError) as error:
+        raise UnopenedError(f"{path} cannot be read: {error}" if isinstance(error, OSError) else str(error)) from error
+    raise UnopenedError(f"there is no file {path}")
 
 
 def _digest(footer: bytes) -> str:
@@ -189,7 +183,7 @@ def read_stored(path: AnyPath, columns: Collection[str] | None = None) -> tuple[
     footer = read_footer(path)
     names = None if columns is None else [name for name in footer.schema.names if name in columns]
     try:
-        with _opened(path) as source:
+        with open_file(path) as source:
             return pq.ParquetFile(source, metadata=footer.metadata, pre_buffer=True).read(names), footer
     except (pa.ArrowException, OSError) as error:
         raise UnreadableError(f"{path} cannot be read: {first_line(error)}") from error
@@ -247,10 +241,14 @@ def _file_spans(footer: ParquetFooter, rows: RowNumbers, columns: Sequence[str],
     numbers = np.searchsorted(ends, rows, side="right")
     groups = np.unique(numbers)
     sizes = np.cumsum([footer.groups[group].total_byte_size for group in groups])
-    opened = None
     try:
+        source = _reopened(footer)
+    except UnopenedError as error:
+        yield RowSpan(len(rows), error=error)
+        return
+    with source:
         opened = pq.ParquetFile(
-            _reopened(footer),
+            source,
             metadata=footer.metadata,
             buffer_size=_STREAM_BYTES,
             pre_buffer=isinstance(footer.path, RemotePath),  # neighbours are then fetched at once
@@ -262,11 +260,6 @@ def _file_spans(footer: ParquetFooter, rows: RowNumbers, columns: Sequence[str],
             shifts = np.cumsum(n_rows[fetch]) - ends[fetch]
             places = rows[first:last] + shifts[np.searchsorted(fetch, numbers[first:last])]
             yield from _group_spans(opened, footer, fetch.tolist(), places, columns, batch_rows)
-    except UnopenedError as error:
-        yield RowSpan(len(rows), error=error)
-    finally:
-        if opened is not None:
-            opened.close(force=True)
 
 
 def _reopened(footer: ParquetFooter) -> Any:
@@ -279,12 +272,10 @@ def _reopened(footer: ParquetFooter) -> Any:
     if footer.content is not None:
         return pa.BufferReader(footer.content)
     try:
-        source = _opened(footer.path)
+        source = open_file(footer.path)
         same = source.size() == footer.size and _version(source) == footer.version
         if same and not footer.version:
             same = _digest(source.read_at(footer.n_bytes, footer.size - footer.n_bytes)) == footer.digest
-    except FileNotFoundError as error:
-        raise UnopenedError(f"there is no file {footer.path}") from error
     except (pa.ArrowException, OSError) as error:
         raise UnopenedError(f"{footer.path} cannot be read: {first_line(error)}") from error
     if not same:
