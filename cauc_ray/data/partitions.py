@@ -72,21 +72,20 @@ def locate(text: str, labels: Sequence[str] | None = None) -> Located:
         if not hub or ".." in hub.split("/"):
             raise ConfigError(f"{text!r} does not name a dataset: give hub:ORG/NAME or hub:ORG/NAME:CONFIG")
         return _on_hub(text, Benchmark(hub=hub, config=config or None))
-    name, is_named, path = text.partition("=")
+    name, is_named, named_path = text.partition("=")
     if name in BENCHMARKS:
         folder = os.environ.get("CAUC_DATA")
-        if not is_named and folder and (path_of(folder) / name).exists():
-            return _at_path(path_of(folder) / name, BENCHMARKS[name], labels)
-        if not is_named:
-            return _on_hub(name, BENCHMARKS[name])
-        if not path:
+        if is_named and not named_path:
             raise ConfigError(f"{text!r} has no path: give {name}=PATH")
-        return _at_path(path_of(os.path.expanduser(path)), BENCHMARKS[name], labels)
-    location = path_of(text)
-    if isinstance(location, RemotePath) or (text and os.path.exists(location)):
-        return _at_path(location, Benchmark(), labels)
-    if os.sep in name:
-        raise DataError(f"there is no file or folder {text}")
+        if is_named:
+            return _at_path(path_of(os.path.expanduser(named_path)), BENCHMARKS[name], labels)
+        if folder and (path_of(folder) / name).exists():
+            return _at_path(path_of(folder) / name, BENCHMARKS[name], labels)
+        return _on_hub(name, BENCHMARKS[name])
+    path = path_of(text)
+    # Path.exists raises if a name is too long.
+    if isinstance(path, RemotePath) or (text and os.path.exists(path)) or os.sep in name:
+        return _at_path(path, Benchmark(), labels)
     raise ConfigError(
         f"{unknown_name('dataset', name, BENCHMARKS)}; or give the path of an existing file or folder, "
         "NAME=PATH, or hub:ORG/NAME"
@@ -94,64 +93,52 @@ def locate(text: str, labels: Sequence[str] | None = None) -> Located:
 
 
 def _at_path(path: AnyPath, benchmark: Benchmark, labels: Sequence[str] | None) -> Located:
-    # Path.exists raises if a name is too long.
     if not (isinstance(path, RemotePath) or os.path.exists(path)):
         raise DataError(f"there is no file or folder {path}")
     path = absolute(path)
     entries = listed(path)
     name = benchmark.name or path.name or str(path)
     dataset = f"{benchmark.name}={path}" if benchmark.name else str(path)
-    find = partial(_partitions, path, entries, benchmark, labels)
+
+    def find() -> Openers:
+        if benchmark.metadata is not None:
+            table = next((entry for entry in entries if entry.path.name == benchmark.metadata.file), None)
+            if table is not None:
+                return _in_metadata(table, entries, benchmark.metadata)
+        files = {entry.path.parts[len(path.parts) :]: entry for entry in entries}
+        if () not in files:
+            return _in_folder(path, path, files, labels)
+        if is_image(path):
+            raise DataError(f"{path} is an image; give the folder above the folders of classes")
+        return {partition_name(stem_of(path)): partial(table_files, entries, path.parent)}
+
     return Located(dataset, name, str(path), find, partial(open_folder, path, entries), benchmark)
 
 
-def _partitions(
-    path: AnyPath, entries: Sequence[FileEntry], benchmark: Benchmark, labels: Sequence[str] | None
-) -> Openers:
-    partitions = _in_metadata(entries, benchmark.metadata) if benchmark.metadata else None
-    if partitions is not None:
-        return partitions
-    files = {entry.path.parts[len(path.parts) :]: entry for entry in entries}
-    if () not in files:
-        return _in_folder(path, path, files, labels)
-    if is_image(path):
-        raise DataError(f"{path} is an image; give the folder above the folders of classes")
-    return {partition_name(stem_of(path)): partial(table_files, entries, path.parent)}
-
-
-def _in_metadata(entries: Sequence[FileEntry], metadata: Metadata) -> Openers | None:
-    """Return the partitions that a table of images lists; None where there is no such table."""
-    table_entry = next((entry for entry in entries if entry.path.name == metadata.file), None)
-    if table_entry is None:
-        return None
+def _in_metadata(table_entry: FileEntry, entries: Sequence[FileEntry], metadata: Metadata) -> Openers:
+    """Return the partitions that a table of images lists."""
     table = pa.concat_tables(stream_tables(table_entry))
     names = (metadata.partition, "filename", "y")
     missing = [name for name in names if name not in table.column_names]
     if missing:
         raise DataError(f"{table_entry.path} has no column {missing[0]!r}; it has {', '.join(table.column_names)}")
     folder = table_entry.path.parent / metadata.images
-    sizes = {entry.path: entry for entry in entries}
-    rows: dict[str, list[tuple[FileEntry, int]]] = {}
-    for number, (value, image, label) in enumerate(
-        zip(*(table.column(name).to_pylist() for name in names), strict=True)
-    ):
+    by_path = {entry.path: entry for entry in entries}
+    images: dict[str, list[FileEntry]] = {}
+    labels: dict[str, list[int]] = {}
+    for number, row in enumerate(table.to_pylist()):
+        value, image, label = (row[name] for name in names)
         if value not in metadata.partitions:
             continue
         if not image or not label or not label.isdecimal():
             fault = f"filename {image!r} and y {label!r} are not an image's path and a class"
             raise DataError(f"{table_entry.path}, row {number}: {fault}")
-        entry = sizes.get(folder / image, FileEntry(folder / image, -1, 0))
-        rows.setdefault(value, []).append((entry, int(label)))
+        images.setdefault(value, []).append(by_path.get(folder / image, FileEntry(folder / image, -1, 0)))
+        labels.setdefault(value, []).append(int(label))
     return {
-        partition: partial(
-            image_files,
-            folder,
-            [e for e, _ in rows[value]],
-            [n for _, n in rows[value]],
-            f"{table_entry.path} ({value})",
-        )
+        partition: partial(image_files, folder, images[value], labels[value], f"{table_entry.path} ({value})")
         for value, partition in metadata.partitions.items()
-        if value in rows
+        if value in images
     }
 
 
