@@ -188,19 +188,11 @@ def test_iwildcam_has_two_test_splits(tmp_path):
         open_dataset(opened.spec, "test")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        ("split", "part", r"metadata\.csv has no column 'split'"),
-        ("3.jpg,3\r", "3.jpg,cat\r", r"metadata\.csv, row 3: filename '3\.jpg' and y 'cat' are not an image's path"),
-        ("id_test", "other", r"has no test-id \(it has validation, test-ood\)"),
-    ],
-)
-def test_iwildcam_metadata_that_does_not_serve_is_refused(tmp_path, old, new, words):
+def test_iwildcam_metadata_that_does_not_serve_is_refused(tmp_path):
     write_wilds(tmp_path)
     metadata = tmp_path / "metadata.csv"
-    metadata.write_bytes(metadata.read_bytes().replace(old.encode(), new.encode()))
-    with pytest.raises(DataError, match=words):
+    metadata.write_bytes(metadata.read_bytes().replace(b"3.jpg,3\r", b"3.jpg,cat\r"))
+    with pytest.raises(DataError, match=r"metadata\.csv, row 3: filename '3\.jpg' and y 'cat' are not an image's path"):
         dataset(f"iwildcam={tmp_path}")
 
 
