@@ -258,30 +258,24 @@ def write_published(folder, name):
     return f"{name}={folder}"
 
 
-def blocks_of(rows, block_rows):
-    source = rows.blocks(block_rows)
-    return [block for group in range(source.n_groups) for _, block in source.blocks(group)]
-
-
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_run_reads_and_asks_what_a_collection_did(tmp_path, name):
     """To the byte: each row's columns, and the prompt of a model that is asked as the benchmark has it."""
     task = "image-classification" if name in PUBLISHED_IMAGES else "multiple-choice"
     spec = DatasetSpec(write_published(tmp_path / "data", name), task)
-    read = []
+    seen = []
     for rows, block_rows in ((open_dataset(spec), 3), (open_input(spec), 7)):
-        seen = {}
-        for block in blocks_of(rows, block_rows):
-            columns, prompts = block.columns, [None] * len(block.example_ids)
+        source, by_id = rows.blocks(block_rows), {}
+        for block in (block for group in range(source.n_groups) for _, block in source.blocks(group)):
+            prompts = {}
             if BENCHMARKS[name].prompt is not None:
                 model = TransformersChoiceSpec(kind="transformers-choice", model="m", prompt=name)
-                asked, faults = Prompts(model, chat=False)(columns)
+                prompts, faults = Prompts(model, chat=False)(block.columns)
                 assert not faults
-                prompts = [asked[row] for row in range(len(prompts))]
             for row, example in enumerate(block.example_ids):
-                values = {key: column[row] for key, column in columns.items()}
-                seen[example] = (repr(values), repr(prompts[row]), None if block.labels is None else block.labels[row])
-        read.append(seen)
-    collected, ran = read
+                values = {key: column[row] for key, column in block.columns.items()}
+                by_id[example] = repr((values, prompts.get(row), None if block.labels is None else block.labels[row]))
+        seen.append(by_id)
+    collected, ran = seen
     assert collected
     assert {example: ran[example] for example in collected} == collected

@@ -70,7 +70,6 @@ COLUMNS = [
     (FIXED, np.float32, [[0, 1, 2], [3, 4, 5]]),
     (FIXED.slice(1), np.float32, [[3, 4, 5]]),
     (pa.array([[1, 2], [3, 4]]), np.int64, [[1, 2], [3, 4]]),
-    (pa.array([[1, 2], [3]]), object, [[1, 2], [3]]),
     (pa.array([[1, None], [3, 4]]), object, [[1, None], [3, 4]]),
     (pa.array([{"a": 1}, {"a": None}]), object, [{"a": 1}, {"a": None}]),
     (pa.array([["a"], None]), object, [["a"], None]),
@@ -160,63 +159,36 @@ def test_files_that_differ_in_types_share_a_block(tmp_path):
 def test_damage_costs_the_rows_of_its_row_group_and_no_others(data, row_group_rows, block_rows, column, byte):
     sizes = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
     with parquet_folder(sizes, row_group_rows) as folder:
-        whole = read(folder, block_rows)
-        source = opened(folder).blocks(block_rows)
+        whole, source = read(folder, block_rows), opened(folder).blocks(block_rows)
         file = data.draw(st.integers(0, len(sizes) - 1))
         row_group = data.draw(st.integers(0, (sizes[file] - 1) // row_group_rows))
         damage(folder / f"{file:04}.parquet", row_group, column, byte)
-        rows = range(row_group * row_group_rows, min((row_group + 1) * row_group_rows, sizes[file]))
-        hit = {f"{file}-{row}" for row in rows}
+        hit = {f"{file}-{row}" for row in range(row_group * row_group_rows, (row_group + 1) * row_group_rows)}
         blocks = blocks_of(source)
         assert list(blocks) == list(whole)
         for number, block in blocks.items():
-            true = whole[number].example_ids
-            lost = [position for position, example in enumerate(true) if example in hit]
-            sound = [position for position in range(len(true)) if position not in lost]
-            assert sorted(block.unreadable) == lost
-            for position in lost:
-                assert f"{file:04}.parquet cannot be read in row group {row_group}: " in block.unreadable[position]
-                assert "\n" not in block.unreadable[position]
-                named = block.example_ids[position]
-                assert named == true[position] if column else f"{file:04}.parquet, row " in named
-            assert [block.example_ids[position] for position in sound] == [true[position] for position in sound]
-            assert block.labels[lost].tolist() == [UNKNOWN_LABEL] * len(lost)
-            if sound:
-                assert block.columns["x"].tolist() == whole[number].columns["x"][sound].tolist()
+            expected = whole[number]
+            lost = np.array([example in hit for example in expected.example_ids])
+            assert sorted(block.unreadable) == np.flatnonzero(lost).tolist()
+            for position, reason in block.unreadable.items():
+                assert re.fullmatch(rf".*{file:04}.parquet cannot be read in row group {row_group}: .*", reason)
+                example = block.example_ids[position]
+                assert example == expected.example_ids[position] if column else f"{file:04}.parquet, row " in example
+            assert np.array(block.example_ids)[~lost].tolist() == np.array(expected.example_ids)[~lost].tolist()
+            assert block.labels.tolist() == np.where(lost, UNKNOWN_LABEL, expected.labels).tolist()
+            if not lost.all():
+                assert block.columns["x"].tolist() == expected.columns["x"][~lost].tolist()
 
 
-CHANGES = {
-    "fewer rows": lambda rows: rows.slice(0, 1),
-    "other columns": lambda rows: rows.drop_columns(["x"]),
-    "other order": lambda rows: rows.take([3, 2, 1, 0]),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_files_written_anew_after_the_start_end_the_reading(change):
+@pytest.mark.parametrize("order", [[0], [3, 2, 1, 0]], ids=["fewer rows", "another order"])
+def test_files_written_anew_after_the_start_end_the_reading(order):
     with parquet_folder([4, 4], 2) as folder:
         source, before = opened(folder).blocks(4), opened(folder).identity
         file = folder / "0001.parquet"
-        pq.write_table(CHANGES[change](pq.read_table(file)), file, row_group_size=2)
+        pq.write_table(pq.read_table(file).take(order), file, row_group_size=2)
         with pytest.raises(DataError, match=r"0001\.parquet has changed since"):
             list(source.blocks(0))
-        if change == "other order":  # the same ids and rows a file: only the content says that it is another input
-            assert opened(folder).identity != before
-
-
-def test_a_damaged_row_group_is_decoded_up_to_the_damage(tmp_path):
-    rows = [{"example_id": f"e{row}", "x": os.urandom(1000)} for row in range(1000)]
-    pages = {"data_page_size": 10_000, "write_batch_size": 5, "use_dictionary": False, "write_page_checksum": True}
-    file = write(tmp_path / "a.parquet", rows, **pages)
-    source = opened(file).blocks(100)
-    meta = pq.read_metadata(file).row_group(0).column(1)
-    with file.open("r+b") as content:
-        content.seek(meta.data_page_offset + meta.total_compressed_size // 2)
-        content.write(b"damaged")
-    blocks = blocks_of(source)
-    assert ids(blocks) == [f"e{row}" for row in range(1000)]  # the column of ids is sound
-    n_read = sum(len(block.columns.get("x", ())) for block in blocks.values())
-    assert 300 <= n_read <= 500
+        assert opened(folder).identity != before
 
 
 def test_text_that_is_not_utf8_is_damage(tmp_path):
@@ -292,17 +264,13 @@ def test_text_files_that_change_end_the_reading_and_those_that_go_cost_their_row
         rows = [{"example_id": f"{name}{row}", "x": row} for row in range(4)]
         write(tmp_path / f"{name}.{little_at_a_time}", rows)
     source, file = opened(tmp_path).blocks(3), tmp_path / f"b.{little_at_a_time}"
-    status, content = file.stat(), file.read_bytes()
-    file.write_bytes(content[:-1] + b"0\n")
+    file.write_bytes(file.read_bytes()[:-1] + b"0\n")
     with pytest.raises(DataError, match=r"b\.\w+ has changed since"):
         list(source.blocks(0))
     file.unlink()
     first, second, third = (block for _, block in source.blocks(0))
     assert (first.unreadable, second.may_return, third.may_return) == ({}, True, True)
     assert second.example_ids[0] == "a3"
-    file.write_bytes(content)
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert [block.unreadable for _, block in source.blocks(0)] == [{}] * 3
 
 
 def stored(write):
@@ -420,7 +388,6 @@ IMAGE = b"\x89PNG and no image"
 IMAGE_COLUMNS = {
     "structs": [{"bytes": IMAGE, "path": "gone.png"}, {"bytes": None, "path": "a.png"}, None],
     "paths": ["a.png", "sub/b.png", None],
-    "bytes": [IMAGE, IMAGE, None],
 }
 
 
@@ -512,7 +479,6 @@ def test_rows_that_cannot_be_read_are_refused_in_one_line(tmp_path, monkeypatch,
     ("files", "expected"),
     [
         ({"x.csv": "age,plan,label\n1,a,0\n2,b,0\n3,a,0\n"}, ["x-0", "x-1", "x-2"]),
-        ({"val.csv": "age,label\n1,0\n2,0\n"}, ["validation-0", "validation-1"]),
         ({"x.csv": "id,age,label\n007,1,0\n9,2,0\n", "y.csv": "id,age,label\n8,3,0\n"}, ["007", "9", "8"]),
         ({"a/x.csv": "age,label\n1,0\n2,0\n", "b/x.csv": "age,label\n3,0\n"}, ["a/x-0", "a/x-1", "b/x-0"]),
         ({f"train-0000{n}-of-00002.csv": "age,label\n1,0\n" for n in range(2)}, ["train-0", "train-1"]),
