@@ -286,7 +286,7 @@ def _partition(source: Source, spec: DatasetSpec, benchmark: Benchmark) -> _Part
     """Read a partition's ids and labels by one pass over its files.
 
     Raises:
-        DataError: There are no rows, or a label is none of the options where such rows are not left out.
+        DataError: It has no rows, or a label is none of the options where such rows are not left out.
     """
     if source.n_rows == 0:
         raise DataError(f"{source.name} has no rows")
@@ -365,7 +365,7 @@ def _choose_rule(located: Located, partitions: Collection[str]) -> tuple[Rule, t
     if benchmark.split_without_test is not None and "test" not in available and "train" in available:
         rule = benchmark.split_without_test
     if rule is None or (benchmark.unsplit and alone):
-        rule = choose_rule(available, located.where)
+        rule = choose_rule(available, located.location)
     if rule == "three-way" and alone:
         return rule, available
     needed = tuple(
@@ -378,7 +378,7 @@ def _choose_rule(located: Located, partitions: Collection[str]) -> tuple[Rule, t
     if "=" in located.dataset:
         remedy = f"add it, or give only the path for {'a 25/25/50 cut' if alone else 'the partitions that exist'}"
     raise DataError(
-        f"{located.name} is split from its partitions {' and '.join(needed)}, and {located.where} has no {missing} "
+        f"{located.name} is split from its partitions {' and '.join(needed)}, and {located.location} has no {missing} "
         f"(it has {', '.join(available) or 'none'}); {remedy}"
     )
 

@@ -106,7 +106,7 @@ class LogitTable:
         """
         self.path = path_of(path)
         if not self.path.is_dir():
-            raise DataError(f"there is no logit table at {self.path}: it is not a folder")
+            raise DataError(f"no logit table at {self.path}: it is not a folder")
         self.models = hive_values(self.path, "model")
         if not self.models:
             raise DataError(f"{self.path} is not a logit table: it has no folders model=<name>")

@@ -42,7 +42,7 @@ class Located:
     Attributes:
         dataset: Identifies it, independent of the working folder.
         name: For display.
-        where: Where it is, for messages.
+        location: Where it is, for messages.
         find: Finds the partitions, which are opened one by one.
         rows: Opens all rows as they are; None where they are found by partitions only.
         benchmark: The paper's dataset, or a general one.
@@ -50,7 +50,7 @@ class Located:
 
     dataset: str
     name: str
-    where: str
+    location: str
     find: Callable[[], Openers]
     rows: Callable[[], Source] | None
     benchmark: Benchmark
@@ -94,7 +94,7 @@ def locate(text: str, labels: Sequence[str] | None = None) -> Located:
 
 def _at_path(path: AnyPath, benchmark: Benchmark, labels: Sequence[str] | None) -> Located:
     if not (isinstance(path, RemotePath) or os.path.exists(path)):
-        raise DataError(f"there is no file or folder {path}")
+        raise DataError(f"{path} does not exist")
     path = absolute(path)
     entries = listed(path)
     name = benchmark.name or path.name or str(path)

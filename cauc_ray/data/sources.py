@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePath
@@ -84,7 +84,7 @@ class Source:
         files: The files of a table, in order; none for images.
         starts: The number of each file's first row, and of all rows, int64 (F + 1,).
         computed: Columns that the files do not have, a value for each file.
-        rows: Rows in memory, of some columns.
+        rows: Rows of some columns in memory, or what returns them.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Source:
     files: Sequence[_TableFile] = ()
     starts: Ints = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
     computed: Mapping[str, pa.Array] = field(default_factory=dict)
-    rows: pa.Table | None = None
+    rows: pa.Table | Callable[[], pa.Table] | None = None
 
     @property
     def n_rows(self) -> int:
@@ -110,8 +110,8 @@ class Source:
 
     def place_of(self, row: int) -> str:
         """Return where a row is, for messages: its file and its number there."""
-        if not self.files and self.rows is not None:
-            return str(self.root / self.rows[ID][row].as_py())
+        if not self.files:
+            return str(self.root / self._table_in_memory()[ID][row].as_py())
         (number,) = self._file_numbers([row])
         return f"{self.files[number].entry.path}, row {row - self.starts[number]}"
 
@@ -154,9 +154,10 @@ class Source:
         Raises:
             DataError: A file has changed since it was opened.
         """
-        if self.rows is not None and {*columns} <= {*self.rows.column_names}:
+        memory = self._table_in_memory()
+        if {*columns} <= {*memory.column_names}:
             for first in range(0, len(rows), size):
-                table = self.rows.select(columns).take(pa.array(rows[first : first + size]))
+                table = memory.select(columns).take(pa.array(rows[first : first + size]))
                 yield RowSpan(len(table), table)
             return
         schema = self.schema(columns, texts)
@@ -177,6 +178,11 @@ class Source:
                 self._computed(name, numbers) if name in self.computed else table.column(name) for name in schema.names
             ]
             yield RowSpan(span.n, pa.table(arrays, schema))
+
+    def _table_in_memory(self) -> pa.Table:
+        if callable(self.rows):
+            return self.rows()
+        return pa.table({}) if self.rows is None else self.rows
 
     def _stored_spans(self, schema: pa.Schema, rows: Ints, size: int) -> Iterator[RowSpan]:
         """Read columns of the files themselves; no span has rows of two files."""
@@ -428,7 +434,7 @@ def listed(location: AnyPath) -> list[FileEntry]:
     with readable(location):
         entries = list_files(location, follow_links=True, hidden=(".",))
         if not entries and not (isinstance(location, Path) and location.is_dir()):
-            raise DataError(f"there is no file or folder {location}")
+            raise DataError(f"{location} does not exist")
     parts = {entry.path: _relative(entry.path, location).as_posix() for entry in entries}
     for lake, mark in _LAKES.items():
         if any(map(mark.fullmatch, parts.values())):

@@ -152,7 +152,7 @@ def open_file(path: AnyPath) -> Any:
         pass
     except (OSError, DataError) as error:
         raise UnopenedError(f"{path} cannot be read: {error}" if isinstance(error, OSError) else str(error)) from error
-    raise UnopenedError(f"there is no file {path}")
+    raise UnopenedError(f"{path} does not exist")
 
 
 def _digest(footer: bytes) -> str:
@@ -358,7 +358,7 @@ def parquet_files(path: SomePath) -> list[SomePath]:
     files = [entry.path for entry in entries if entry.path.name.endswith(".parquet")]
     if not files:
         raise DataError(
-            f"there are no .parquet files in {path}" if entries or path.is_dir() else f"there is no file {path}"
+            f"there are no .parquet files in {path}" if entries or path.is_dir() else f"{path} does not exist"
         )
     return files
 

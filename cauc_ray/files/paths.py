@@ -95,7 +95,7 @@ class RemotePath:
         return (path for path, _ in self.listing(recursive=False))
 
     def listing(self, *, recursive: bool) -> list[tuple[RemotePath, Any]]:
-        """Return the paths below with what the filesystem reports of them, sorted; none where there is no folder."""
+        """Return the paths below with what the filesystem reports of them, sorted; none where no folder is here."""
         with self._reached("read") as (filesystem, path):
             from pyarrow.fs import FileSelector
 
@@ -298,7 +298,7 @@ def list_files(location: AnyPath, *, follow_links: bool = False, hidden: tuple[s
 
 
 def file_entry(path: AnyPath) -> list[FileEntry]:
-    """Return a file's entry, none where there is no regular file."""
+    """Return a file's entry, none where it is not a regular file."""
     if isinstance(path, Path):
         status = path.stat() if path.is_file() else None
         return [] if status is None else [FileEntry(path, status.st_size, status.st_mtime_ns)]

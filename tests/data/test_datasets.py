@@ -99,7 +99,7 @@ def test_a_dataset_by_uri_is_that_of_its_path(tmp_path, s3, kind):
     for split in local.split_sizes:
         assert rows_of(remote, split, 2) == rows_of(local, split, 2)
     assert rows_of(open_dataset(remote.spec), "test", 2) == rows_of(local, "test", 2)
-    with pytest.raises(DataError, match=rf"there is no file or folder {there}/absent"):
+    with pytest.raises(DataError, match=rf"{there}/absent does not exist"):
         dataset(f"{there}/absent")
 
 
@@ -253,10 +253,10 @@ def test_the_fingerprint_changes_with_the_content_not_with_the_place(tmp_path):
         *((name, "unknown dataset .*mmlu.* path of an existing file") for name in ("mmluu", "mmluu=/tmp", "")),
         *((name, "unknown dataset .*Available: .*mmlu") for name in ("such.parquet", "a\0b", "x" * 5000)),
         ("hub::x", "'hub::x' does not name a dataset"),
-        ("no/such.parquet", "there is no file or folder no/such.parquet"),
+        ("no/such.parquet", "no/such.parquet does not exist"),
         ("mmlu=", "'mmlu=' has no path: give mmlu=PATH"),
-        (f"mmlu={'x' * 5000}", "there is no file or folder x"),
-        ("mmlu=/absent", "there is no file or folder /absent"),
+        (f"mmlu={'x' * 5000}", "x+ does not exist"),
+        ("mmlu=/absent", "/absent does not exist"),
         ("https://example.org/a.parquet", "web address; download"),
     ],
 )
