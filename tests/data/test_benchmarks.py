@@ -1,6 +1,6 @@
 import sys
+from contextlib import nullcontext
 
-import pyarrow as pa
 import pytest
 from stored import dataset, rows_of, values_of, write, write_images
 
@@ -94,17 +94,13 @@ def test_canonical_files_are_taken_as_they_are(tmp_path, name):
         ("medmcqa", {"cop": 4}, "label 4, counted from 0, is outside its 4 choices"),
         ("socialiqa", {"label": "0"}, "neither an option's number, counted from 1, nor its letter: '0'"),
         ("medmcqa", {"cop": -1}, None),
-        ("piqa", {"label": -1}, None),
         ("socialiqa", {"label": ""}, None),
     ],
 )
 def test_labels_that_a_benchmark_counts_otherwise_are_refused_and_unknown_ones_stay(tmp_path, name, change, words):
     folder = write_partitions(tmp_path, {**PUBLISHED[name][0], **change})
-    if words is None:
+    with pytest.raises(DataError, match=words) if words else nullcontext():
         assert set(values_of(dataset(f"{name}={folder}"), "label", "test")) == {-1}
-    else:
-        with pytest.raises(DataError, match=words):
-            rows_of(dataset(f"{name}={folder}"), "test")
 
 
 def test_a_missing_partition_is_named(tmp_path, on_hub):
@@ -220,16 +216,6 @@ def test_any_dataset_of_the_hub_is_read(tmp_path, on_hub):
     assert opened.fingerprint == open_dataset(opened.spec).fingerprint
     with pytest.raises(DataError, match=r"cannot load .*images' from the hub: BuilderConfig 'wrong' not found.*; give"):
         dataset(f"hub:{tmp_path / 'images'}:wrong")
-
-
-def test_only_imagenets_validation_files_are_loaded(tmp_path, on_hub):
-    table = pa.table({"image": [{"bytes": b"a", "path": "a.jpg"}] * 8, "label": list(range(8))})
-    for shard in range(2):
-        write(tmp_path / "hub" / "data" / f"validation-0000{shard}-of-00002.parquet", table)
-    (tmp_path / "hub" / "data" / "train-00000-of-00001.parquet").write_bytes(b"would not load")
-    opened = dataset(on_hub("imagenet", tmp_path / "hub"))
-    assert opened.split_sizes == {"calibration": 4, "validation": 4, "test": 8}
-    assert values_of(opened, "label") == [*range(8), *range(8)]
 
 
 def test_what_is_not_to_be_had_is_refused_in_one_line(monkeypatch):

@@ -1,4 +1,3 @@
-import pickle
 import shutil
 import tempfile
 from pathlib import Path
@@ -161,22 +160,6 @@ def test_columns_are_named_and_gathered(tmp_path, ending):
             dataset(path, task="multiple-choice", **names)
 
 
-@pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
-def test_ids_are_those_of_the_file(tmp_path, ending):
-    def with_ids(**columns):
-        rows = [
-            {"question": "?", "choices": ["a", "b"], **{name: ids[i] for name, ids in columns.items()}}
-            for i in range(5)
-        ]
-        return values_of(dataset(write(tmp_path / f"v.{ending}", rows)), "id")
-
-    assert with_ids(id=range(5), example_id=range(10, 15)) == [str(10 + i) for i in range(5)]
-    texts = [f"00{i}" for i in range(5)]
-    assert with_ids(id=texts) == texts
-    with pytest.raises(DataError, match=r"row 4: example id '001' is a duplicate of .*, row 1"):
-        with_ids(id=[*texts[:4], "001"])
-
-
 ARRAYS = np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3)
 LISTS = [[1, 2], None, [3, 4], None]
 IMAGES = {
@@ -217,16 +200,6 @@ def test_partitions_above_class_folders(tmp_path):
         assert len(rows_of(opened, "all")) == 23
     assert rows_of(opened, "test")[0]["image"] == b"test/b/0"
     assert dataset(tmp_path / "x" / "val").split_sizes == {"calibration": 4, "validation": 4, "test": 7}
-
-
-def test_a_dataset_opens_anew_in_another_process_and_folder(tmp_path, monkeypatch):
-    write(tmp_path / "data" / "x.jsonl", questions(20))
-    monkeypatch.chdir(tmp_path / "data")
-    opened = dataset("x.jsonl", seed=3)
-    monkeypatch.chdir("/")
-    again = open_dataset(pickle.loads(pickle.dumps(opened.spec)))
-    assert again.fingerprint == opened.fingerprint
-    assert rows_of(again, "test") == rows_of(opened, "test")
 
 
 def test_the_fingerprint_changes_with_the_content_not_with_the_place(tmp_path):

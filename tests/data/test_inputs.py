@@ -434,6 +434,7 @@ REFUSED = [
 REFUSED_AS_DATASET = [
     (r"x\.jsonl has no column 'choices'; it has question, label.*--columns", {"x.jsonl": WITHOUT_CHOICES}),
     (r"a partition 'few' of at least four rows", {"few.jsonl": FIVE[:3]}),
+    (r"row 5: example id 'q1' is a duplicate of .*, row 1", {"x.jsonl": [*FIVE, FIVE[1]]}),
     (r"has no .parquet, .jsonl or .csv files and no folders of images", {}),
     (r"both named as partition 'validation'", {"val.jsonl": FIVE, "validation.jsonl": FIVE}),
     (r"has 1 of the 2 files of 'val", {"val-00001-of-00002.parquet": FIVE}),
@@ -480,6 +481,7 @@ def test_rows_that_cannot_be_read_are_refused_in_one_line(tmp_path, monkeypatch,
     [
         ({"x.csv": "age,plan,label\n1,a,0\n2,b,0\n3,a,0\n"}, ["x-0", "x-1", "x-2"]),
         ({"x.csv": "id,age,label\n007,1,0\n9,2,0\n", "y.csv": "id,age,label\n8,3,0\n"}, ["007", "9", "8"]),
+        ({"x.csv": "id,age,example_id,label\n1,1,007,0\n"}, ["007"]),
         ({"a/x.csv": "age,label\n1,0\n2,0\n", "b/x.csv": "age,label\n3,0\n"}, ["a/x-0", "a/x-1", "b/x-0"]),
         ({f"train-0000{n}-of-00002.csv": "age,label\n1,0\n" for n in range(2)}, ["train-0", "train-1"]),
     ],
