@@ -37,14 +37,6 @@ class Part:
     plan: ColumnPlan
     splits: Mapping[str, Ints | range]
 
-    def between(self, start: int, end: int) -> dict[str, Ints]:
-        """Return the numbers of each split's rows from one row on to another."""
-        parts: dict[str, Ints] = {}
-        for split, rows in self.splits.items():
-            neighbours = rows[bisect_left(rows, start) : bisect_left(rows, end)]
-            parts[split] = np.asarray(neighbours, dtype=np.int64)
-        return parts
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -55,13 +47,13 @@ class Piece:
     end: int
     first_block: int
 
-    def blocks(self, block_rows: int) -> dict[int, tuple[str, Ints]]:
+    def blocks(self, block_rows: int) -> dict[int, tuple[str, Ints | range]]:
         """Return the split and the row numbers of each block, by its number."""
-        blocks = [
-            (split, rows[start : start + block_rows])
-            for split, rows in self.part.between(self.start, self.end).items()
-            for start in range(0, len(rows), block_rows)
-        ]
+        blocks: list[tuple[str, Ints | range]] = []
+        for split, rows in self.part.splits.items():
+            first, last = bisect_left(rows, self.start), bisect_left(rows, self.end)
+            for start in range(first, last, block_rows):
+                blocks.append((split, rows[start : min(start + block_rows, last)]))
         return dict(enumerate(blocks, self.first_block))
 
 
@@ -97,7 +89,7 @@ class FileBlocks:
             while start < n_rows:
                 end = int(ends[min(int(np.searchsorted(ends, start + piece_rows)), len(ends) - 1)])
                 piece = Piece(part, start, end, first_block)
-                n_blocks = sum(-(-len(rows) // block_rows) for rows in part.between(start, end).values())
+                n_blocks = len(piece.blocks(block_rows))
                 if n_blocks:
                     pieces.append(piece)
                 first_block, start = first_block + n_blocks, end
@@ -112,7 +104,11 @@ class FileBlocks:
     def blocks(self, group: int, seen: Collection[int] = ()) -> Iterator[tuple[int, InputBlock]]:
         """Read a piece once, and yield its blocks as their last rows come. Errors are those of BlockSource."""
         piece = self.pieces[group]
-        blocks = {number: block for number, block in piece.blocks(self.block_rows).items() if number not in seen}
+        blocks = {
+            number: (split, np.asarray(rows, dtype=np.int64))
+            for number, (split, rows) in piece.blocks(self.block_rows).items()
+            if number not in seen
+        }
         if not blocks:
             return
         source, plan = piece.part.source, piece.part.plan
@@ -130,8 +126,8 @@ class FileBlocks:
                 split, block_rows = blocks[number]
                 spans_of[number].append(_selected(span, span_numbers == number))
                 if sum(part.n for part in spans_of[number]) == len(block_rows):
-                    block = replace(_block(source, plan, block_rows, spans_of.pop(number)), split=split)
-                    yield number, replace(block, inputs=_inputs(block)) if self.with_inputs else block
+                    block = _block(source, plan, block_rows, spans_of.pop(number), with_inputs=self.with_inputs)
+                    yield number, replace(block, split=split)
 
 
 def _selected(span: RowSpan, mask: Bools) -> RowSpan:
@@ -143,7 +139,7 @@ def _selected(span: RowSpan, mask: Bools) -> RowSpan:
     return RowSpan(n, table, span.error)
 
 
-def _block(source: Source, plan: ColumnPlan, rows: Ints, spans: Sequence[RowSpan]) -> InputBlock:
+def _block(source: Source, plan: ColumnPlan, rows: Ints, spans: Sequence[RowSpan], *, with_inputs: bool) -> InputBlock:
     """Return the rows of a block as they were read."""
     readable = np.repeat([span.error is None for span in spans], [span.n for span in spans])
     tables = [span.table for span in spans if span.table is not None]
@@ -151,29 +147,24 @@ def _block(source: Source, plan: ColumnPlan, rows: Ints, spans: Sequence[RowSpan
         block = read_block(plan, pa.concat_tables(tables), rows[readable], source)
     else:
         block = InputBlock([], np.zeros(0, np.int32) if LABEL in plan.columns else None, {}, 0)
+    if with_inputs:
+        block = replace(block, inputs=row_digests(block.columns, len(block.example_ids)))
     if readable.all():
         return block
+    # Of a row that cannot be read, an id may be known, but no more.
+    positions = pa.array(np.cumsum(readable) - 1, mask=~readable)
     ids = np.empty(len(rows), dtype=object)
     ids[readable], ids[~readable] = block.example_ids, _ids_of_unreadable(source, plan, rows[~readable])
-    labels = None
-    if block.labels is not None:
-        labels = np.full(len(rows), UNKNOWN_LABEL, np.int32)
-        labels[readable] = block.labels
-    ends = np.cumsum([span.n for span in spans]).tolist()
-    errors = {
-        row: span.error for span, end in zip(spans, ends, strict=True) if span.error for row in range(end - span.n, end)
-    }
-    may_return = any(isinstance(error, UnopenedError) for error in errors.values())
-    unreadable = {row: str(error) for row, error in errors.items()}
-    return replace(block, example_ids=ids.tolist(), labels=labels, unreadable=unreadable, may_return=may_return)
-
-
-def _inputs(block: InputBlock) -> pa.Array:
-    """Return a digest of what models read of each row, null where it could not be read."""
-    readable = block.readable
-    digests = row_digests(block.columns, int(readable.sum()))
-    positions = np.where(readable, np.cumsum(readable) - 1, -1)
-    return digests.take(pa.array(positions, mask=~readable))
+    errors = [span.error for span in spans for _ in range(span.n)]
+    labels = None if block.labels is None else pa.array(block.labels).take(positions).fill_null(UNKNOWN_LABEL)
+    return replace(
+        block,
+        example_ids=ids.tolist(),
+        labels=None if labels is None else labels.to_numpy(),
+        inputs=None if block.inputs is None else block.inputs.take(positions),
+        unreadable={row: str(error) for row, error in enumerate(errors) if error is not None},
+        may_return=any(isinstance(error, UnopenedError) for error in errors),
+    )
 
 
 def _ids_of_unreadable(source: Source, plan: ColumnPlan, rows: Ints) -> list[str]:

@@ -252,7 +252,7 @@ def table_files(entries: Sequence[FileEntry], root: AnyPath, name: str = "", pre
     look = partial(_look_parquet, whole=small) if formats.keys() & {"Parquet", None} else _look_stream
     files = list(side_by_side(look, entries, remote=remote))
     if sum(file.footer.n_bytes for file in files if file.footer) > FOOTER_BYTES:
-        files = [replace(file, footer=file.footer and file.footer.without_metadata()) for file in files]
+        files = [replace(file, footer=file.footer and replace(file.footer, stored=None)) for file in files]
     names = files[0].schema.names
     for file in files:
         if sorted(file.schema.names) != sorted(names):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -99,10 +99,6 @@ class ParquetFooter:
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def without_metadata(self) -> ParquetFooter:
-        """Return the same file without its metadata, which readers then read again."""
-        return replace(self, stored=None)
 
 
 def read_footer(path: AnyPath, *, whole: bool = False) -> ParquetFooter:
