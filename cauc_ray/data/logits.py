@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from cauc_ray.data.model_rows import (
     ModelHead,
     ModelRows,
+    first_duplicate,
     joined_labels,
     read_head,
     read_rows,
@@ -176,19 +177,14 @@ class LogitTable:
         folder = self.path / LABELS
         if (labels != UNKNOWN_LABEL).all() or not folder.is_dir():
             return labels
-        columns = _read_column(parquet_below(folder), "label", pa.int32())
-        ids, late = (column.combine_chunks() for column in columns)
-        order = pc.array_sort_indices(ids)
-        ids, late = ids.take(order), late.take(order).fill_null(UNKNOWN_LABEL)
-        contradicted = pc.and_(pc.equal(ids[1:], ids[:-1]), pc.not_equal(late[1:], late[:-1]))
-        if pc.any(contradicted).as_py():
-            row = pc.index(contradicted, True).as_py()
-            raise DataError(
-                f"{folder}: example {ids[row].as_py()!r} has label {late[row]} and label {late[row + 1]}; "
-                "remove the wrong one"
-            )
-        positions = pc.index_in(example_ids, value_set=ids)
-        late_labels = late.take(positions).fill_null(UNKNOWN_LABEL).to_numpy(zero_copy_only=False)
+        ids, late = _read_column(parquet_below(folder), "label", pa.int32())
+        by_id = pa.table([ids, late], ["id", "label"]).group_by("id").aggregate([("label", "min"), ("label", "max")])
+        contradicted = by_id.filter(pc.not_equal(by_id["label_min"], by_id["label_max"])).slice(0, 1).to_pylist()
+        for row in contradicted:
+            both = f"label {row['label_min']} and label {row['label_max']}"
+            raise DataError(f"{folder}: example {row['id']!r} has {both}; remove the wrong one")
+        positions = pc.index_in(example_ids, value_set=by_id["id"])
+        late_labels = by_id["label_min"].take(positions).fill_null(UNKNOWN_LABEL).to_numpy()
         return np.where(labels == UNKNOWN_LABEL, late_labels, labels).astype(np.int32)
 
     def _files(self, model: str, split: str) -> list[AnyPath]:
@@ -406,8 +402,7 @@ def _positions(ids: pa.ChunkedArray, example_ids: Sequence[str], source: str) ->
     if positions.null_count:
         example = example_ids[pc.index(positions.is_null(), True).as_py()]
         raise DataError(f"{source}: example {example!r} is missing ({positions.null_count:,} in all)")
-    counts = pc.value_counts(ids.filter(pc.is_in(ids, value_set=examples)).combine_chunks())
-    duplicate = pc.index(pc.greater(counts.field("counts"), 1), True).as_py()
-    if duplicate >= 0:
-        raise DataError(f"{source}: example {counts.field('values')[duplicate].as_py()!r} is a duplicate")
+    duplicate = first_duplicate(ids.filter(pc.is_in(ids, value_set=examples)))
+    if duplicate is not None:
+        raise DataError(f"{source}: example {duplicate!r} is a duplicate")
     return positions

@@ -162,24 +162,30 @@ def _joined(heads: Sequence[ModelHead], source: str) -> ModelHead:
     ids = pa.chunked_array([head.example_ids for head in heads], type=pa.string()).combine_chunks()
     if len(ids) == 0:
         raise DataError(f"{source}: the split is empty")
-    order = pc.array_sort_indices(ids)
-    ids = ids.take(order)
-    duplicates = pc.equal(ids[1:], ids[:-1])
-    if pc.any(duplicates).as_py():
-        example = ids[pc.index(duplicates, True).as_py()]
-        files = [head.files[0].path.name for head in heads if pc.index(head.example_ids, example).as_py() >= 0]
-        raise DataError(f"{source}: example {example.as_py()!r} is a duplicate ({', '.join(files)})")
+    duplicate = first_duplicate(ids)
+    if duplicate is not None:
+        files = [head.files[0].path.name for head in heads if pc.index(head.example_ids, duplicate).as_py() >= 0]
+        raise DataError(f"{source}: example {duplicate!r} is a duplicate ({', '.join(files)})")
     costs = [head.costs for head in heads if head.costs is not None]
     if len(costs) not in (0, len(heads)):
         raise DataError(f"{source}: column 'cost' is missing from some files")
-    positions = order.to_numpy().astype(np.int64)
+    positions = pc.array_sort_indices(ids).to_numpy().astype(np.int64)
     return ModelHead(
         files=tuple(file for head in heads for file in head.files),
-        example_ids=ids,
+        example_ids=ids.take(pa.array(positions)),
         labels=np.concatenate([head.labels for head in heads])[positions],
         costs=np.concatenate(costs)[positions] if costs else None,
         positions=positions,
     )
+
+
+def first_duplicate(ids: pa.Array | pa.ChunkedArray) -> str | None:
+    """Return the first id that comes twice, None if all are unique."""
+    counts = pc.value_counts(ids)
+    counts = counts.combine_chunks() if isinstance(counts, pa.ChunkedArray) else counts
+    row = pc.index(pc.greater(counts.field("counts"), 1), True).as_py()
+    duplicate: str | None = counts.field("values")[row].as_py() if row >= 0 else None
+    return duplicate
 
 
 def joined_labels(source: str, models: Sequence[str], heads: Sequence[ModelHead]) -> Ints:
