@@ -13,6 +13,7 @@ CaucError
 from __future__ import annotations
 
 import difflib
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,14 @@ def own_warnings(hear: Callable[[str], None]) -> Iterator[None]:
 
         warnings.showwarning = show
         yield
+
+
+def warn(text: str) -> None:
+    """Warn at the line outside this package that called it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("cauc_ray."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, CaucWarning, stacklevel=level)
 
 
 class CaucError(Exception):

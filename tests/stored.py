@@ -39,7 +39,7 @@ def rows_of(opened, split="all", rows=1000, done=()):
             opened.spec.dataset, opened.spec.seed, opened.spec.task, split, opened.spec.labels, **opened.spec.columns
         )
     chosen = {split: np.ones(opened.split_sizes[split], bool)}
-    source = pickle.loads(pickle.dumps(opened.blocks(rows, rows=chosen)))
+    source = pickle.loads(pickle.dumps(opened.blocks(rows, masks=chosen)))
     read = []
     for _, block in sorted(
         (block for group in range(source.n_groups) for block in source.blocks(group, done)), key=lambda block: block[0]

@@ -198,9 +198,12 @@ class Source:
         priced, unit = _in_order(self.costs, self.models), self._options.cost_unit
         chains = [self._source.read_chain_heads(self.models, split, costs=priced) for split in splits]
         require_disjoint(str(self.path), dict(zip(splits, chains, strict=True)))
-        chains = [_with_warning(chain, chain.known["source"]) for chain in chains]
+        chains = [_with_warning(chain, chain.arguments["source"]) for chain in chains]
         if unit is not None:
-            chains = [replace(c, known={**c.known, "costs": Costs(unit, c.known["costs"].per_call)}) for c in chains]
+            chains = [
+                replace(c, arguments={**c.arguments, "costs": Costs(unit, c.arguments["costs"].per_call)})
+                for c in chains
+            ]
         return chains
 
     def _read(self, models: Sequence[str], split: str, costs: CallCosts) -> ChainLogits:
@@ -247,7 +250,7 @@ def _content(chain: ChainLogits | ChainHeads) -> tuple[Sequence[str], Ints, Floa
     """Return the ids, labels and first model's logits of a split, None where these have not been read."""
     if isinstance(chain, ChainLogits):
         return chain.example_ids, chain.labels, chain.logits[0]
-    return chain.known["example_ids"], chain.known["labels"], None
+    return chain.arguments["example_ids"], chain.arguments["labels"], None
 
 
 def labelled_examples(chain: _Chain) -> _Chain:
@@ -445,7 +448,7 @@ def _embedding_call(
     if name in chain.models:
         return EmbeddingCall(name, chain.models.index(name))
     counted: CallCosts = "per-call" if chain.per_call_costs else "per-model"
-    own = table.read_chain_heads([name], split, costs=counted).known
+    own = table.read_chain_heads([name], split, costs=counted).arguments
     costs = own["costs"].per_call
     if costs.ndim == 1:
         return EmbeddingCall(name, None, float(costs[0]))

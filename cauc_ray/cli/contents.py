@@ -23,7 +23,7 @@ from cauc_ray.api.tables import (
 from cauc_ray.data.logits import FAILED, LogitTable
 from cauc_ray.errors import CaucError, DataError
 from cauc_ray.files.documents import read_json
-from cauc_ray.files.parquet import count_rows, open_parquet, parquet_files
+from cauc_ray.files.parquet import count_rows, parquet_files, read_footer
 from cauc_ray.files.paths import hive_values
 from cauc_ray.models.pool import load_pool
 from cauc_ray.numbers.intervals import Share
@@ -168,9 +168,9 @@ def _rows_by_split(path: Path, kind: str) -> list[str]:
 def _table(path: Path, n_files: int = 1) -> dict[str, Any]:
     n, columns, metadata = 0, list[str](), dict[bytes, bytes]()
     for file in parquet_files(path):
-        with open_parquet(file) as opened:
-            n += opened.metadata.num_rows
-            columns, metadata = opened.schema_arrow.names, opened.schema_arrow.metadata or {}
+        footer = read_footer(file)
+        n += footer.n_rows
+        columns, metadata = footer.schema.names, footer.metadata.metadata or {}
     kind = next((kind for kind, needed in _TABLES.items() if needed <= set(columns)), "Parquet")
     about = {key.decode(): metadata[key].decode() for key in (b"cost_unit", b"models", b"split") if key in metadata}
     return {"kind": kind, "rows": n, "files": n_files, "columns": json.dumps(columns), **about}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias
@@ -15,17 +14,20 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cauc_ray.data.benchmarks import Benchmark
 from cauc_ray.data.blocks import InputBlock
-from cauc_ray.data.sources import read_side_by_side
+from cauc_ray.data.sources import ID
 from cauc_ray.data.values import as_column, objects
 from cauc_ray.errors import ConfigError, DataError, first_line, unknown_name
 from cauc_ray.files.parquet import cast_table, plain_schema
-from cauc_ray.files.paths import AnyPath, path_from
+from cauc_ray.files.paths import AnyPath, RemotePath, path_from, side_by_side
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.types import Ints
 
 Task: TypeAlias = Literal["image-classification", "multiple-choice", "classification"]
-ID, LABEL, IMAGE, CHOICES = "example_id", "label", "image", "choices"
+LABEL, IMAGE, CHOICES = "label", "image", "choices"
+# The number of a label that is none of the options; -1 is that of a row without a label.
+NOT_AN_OPTION = -2
 # Columns of questions, whose numbers are read as text.
 TEXTS = ("question", "context", "subject")
 CANONICAL = (ID, IMAGE, *TEXTS, CHOICES, LABEL)
@@ -45,26 +47,8 @@ class RowPlaces(Protocol):
     def place_of(self, row: int) -> str:
         """Return where a row is, for messages."""
 
-    def row_names(self, rows: Ints) -> pa.Array:
-        """Return names for rows without ids, string (n,)."""
-
-    def folder_of(self, row: int) -> AnyPath | None:
-        """Return the folder that paths in a row are relative to, None where there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How the columns of published files are named and written.
-
-    Attributes:
-        columns: Canonical name to the file's own name, for choices several joined with "+".
-        first_label: The label of the first option.
-        choices_pattern: A regular expression whose groups are the options of a text of choices; None for JSON lists.
-    """
-
-    columns: Mapping[str, str]
-    first_label: int = 0
-    choices_pattern: str | None = None
+    def folder_of(self, row: int) -> AnyPath:
+        """Return the folder that paths in a row are relative to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +60,7 @@ class ColumnPlan:
         columns: The name that models use to the file's columns (several for choices only).
         labels: The names of the options, by which the column of labels may call them.
         first_label: The label of the first option, where labels are numbers.
-        choices_pattern: As Layout's.
+        choices_pattern: A regular expression whose groups are the options of a text of choices; None for JSON lists.
         id_prefix: What makes ids unique where several partitions have the same.
     """
 
@@ -121,12 +105,12 @@ def plan_columns(
     task: Task,
     renamed: Mapping[str, str],
     labels: tuple[str, ...] | None = None,
-    layout: Layout | None = None,
+    benchmark: Benchmark | None = None,
     *,
     model_columns: frozenset[str] | None = None,
     complete: bool = False,
 ) -> ColumnPlan:
-    """Find the columns that models read: as the user names them, else as the layout does, else by their own names.
+    """Find the columns that models read: as the user names them, else as published, else by their own names.
 
     Args:
         available: The file's columns.
@@ -134,7 +118,7 @@ def plan_columns(
         task: What the rows are.
         renamed: Canonical name to the file's own name, for choices several joined with "+".
         labels: The names of the options.
-        layout: Of a published benchmark, which counts where the files have all of its columns.
+        benchmark: How published files are written, which counts where the files have all of its columns.
         model_columns: The columns that models read, None for all.
         complete: Require the columns of the task.
 
@@ -142,28 +126,31 @@ def plan_columns(
         ConfigError: A name to read is unknown.
         DataError: A column is missing.
     """
-    readable = (ID, LABEL, IMAGE) if task == "classification" else CANONICAL
-    for name in renamed:
-        if name not in readable and name not in (model_columns or ()):
-            rest = "; models of a classification task read all other columns by their own names"
-            hint = rest if task == "classification" else ""
-            raise ConfigError(unknown_name("column to read", name, (*readable, *sorted(model_columns or ()))) + hint)
+    names = (*((ID, LABEL, IMAGE) if task == "classification" else CANONICAL), *sorted(model_columns or ()))
+    unknown = next((name for name in renamed if name not in names), None)
+    if unknown is not None:
+        hint = "; models of a classification task read all other columns by their own names"
+        raise ConfigError(unknown_name("column to read", unknown, names) + (hint if task == "classification" else ""))
 
-    def columns_of(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-        several = {CHOICES} - {name for name in names if names[name] in available}
-        return {name: tuple(stored.split("+")) if name in several else (stored,) for name, stored in names.items()}
+    def columns_of(aliases: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+        return {
+            name: tuple(stored.split("+")) if name == CHOICES and stored not in available else (stored,)
+            for name, stored in aliases.items()
+        }
 
-    if layout is None or any(
-        stored not in available for names in columns_of({**layout.columns, **renamed}).values() for stored in names
-    ):
-        layout = Layout({})
-    aliases = columns_of(
-        {**({ID: "id"} if "id" in available and ID not in available else {}), **layout.columns, **renamed}
-    )
-    used = {stored for names in aliases.values() for stored in names}
+    ids = {ID: "id"} if "id" in available and ID not in available else {}
+    published = benchmark is not None and {
+        stored for stored_names in columns_of({**benchmark.columns, **renamed}).values() for stored in stored_names
+    } <= {*available}
+    layout = benchmark if benchmark is not None and published else Benchmark()
+    aliases = columns_of({**ids, **layout.columns, **renamed})
+    used = {stored for stored_names in aliases.values() for stored in stored_names}
     columns = {name: (name,) for name in available if name not in used} | aliases
     missing = [
-        f"{stored!r} for {name}" for name, names in columns.items() for stored in names if stored not in available
+        f"{stored!r} for {name}"
+        for name, stored_names in columns.items()
+        for stored in stored_names
+        if stored not in available
     ]
     missing += [repr(name) for name in _REQUIRED[task] if complete and name not in columns]
     if missing:
@@ -188,25 +175,26 @@ def read_block(plan: ColumnPlan, table: pa.Table, rows: Ints, places: RowPlaces)
         DataError: A label, a choice or an id cannot be read, or a column that no model can read; names the row.
     """
     table = cast_table(table, plain_schema(table.schema))
-    location = places.place_of(int(rows[0])) if len(rows) else "the input"
 
     def place(position: int) -> str:
-        return places.place_of(int(rows[position]))
+        return places.place_of(int(rows[position])) if len(rows) else "the input"
 
-    ids = plan.unique(read_ids(table.column(plan.ids[0]), place)) if plan.ids else places.row_names(rows).to_pylist()
+    is_text, n_bytes = plan.task != "classification", table.nbytes
+    ids = plan.unique(read_ids(table.column(plan.ids[0]), place))
     columns: dict[str, npt.NDArray[Any]] = {ID: objects(ids)}
     for name, stored in plan.columns.items():
         if name in (ID, LABEL):
             continue
         column = table.column(stored[0])
-        if plan.task != "classification" and name == CHOICES:
+        if is_text and name == CHOICES:
             columns[name] = _choices(plan, [table.column(part) for part in stored], place)
-        elif plan.task != "classification" and name in TEXTS:
-            columns[name] = objects(_texts(column, f"{location}: column {name!r}"))
-        elif name == IMAGE and (_holds_files(column.type) or (plan.task != "classification" and _is_text(column.type))):
+        elif is_text and name in TEXTS:
+            columns[name] = objects(_texts(column, f"{place(0)}: column {name!r}"))
+        elif name == IMAGE and (_holds_files(column.type) or (is_text and _is_text(column.type))):
             columns[name] = _images(column, rows, places)
+            n_bytes += sum(map(len, filter(None, columns[name])))
         else:
-            columns[name] = model_column(column, name, location)
+            columns[name] = model_column(column, name, place(0))
     labels = None
     if LABEL in plan.columns:
         labels = read_labels(plan, table.column(plan.columns[LABEL][0]), place)
@@ -214,7 +202,7 @@ def read_block(plan: ColumnPlan, table: pa.Table, rows: Ints, places: RowPlaces)
             if isinstance(options, list) and labels[position] >= len(options):
                 counted = f"label {labels[position]}, counted from 0, is outside its {len(options)} choices"
                 raise DataError(f"{place(position)}: {counted}")
-    return InputBlock(ids, labels, columns, table.nbytes)
+    return InputBlock(ids, labels, columns, n_bytes)
 
 
 def read_ids(column: pa.ChunkedArray, place: Callable[[int], str]) -> list[str]:
@@ -239,36 +227,33 @@ def read_labels(plan: ColumnPlan, column: pa.ChunkedArray, place: Callable[[int]
     Raises:
         DataError: A label is none of the options; names the row.
     """
-    values, numbers = _label_numbers(plan, column, place(0) if len(column) else "the input")
-    positions = pc.index_in(column.combine_chunks(), value_set=values).to_numpy(zero_copy_only=False)
-    bad = next((value for value, number in zip(values.to_pylist(), numbers, strict=True) if number is None), None)
-    if bad is not None:
-        row = pc.index(column, bad).as_py()
-        raise DataError(f"{place(row)}: label {bad!r} is {_not_an_option(plan)}")
-    labels: Ints = np.array([*numbers, UNKNOWN_LABEL], dtype=np.int32)[positions.astype(np.int64)]
+    labels = label_numbers(plan, column, place(0))
+    if (labels == NOT_AN_OPTION).any():
+        row = int((labels == NOT_AN_OPTION).argmax())
+        raise DataError(f"{place(row)}: label {column[row].as_py()!r} is {describe_options(plan)}")
     return labels
 
 
-def unknown_labels(
-    plan: ColumnPlan, column: pa.ChunkedArray, location: str
-) -> tuple[Counter[str], npt.NDArray[np.bool_]]:
-    """Return the labels that are none of the options with their counts, and the rows that have them, bool (n,)."""
-    column = cast_table(pa.table({"": column}), plain_schema(pa.schema([("", column.type)]))).column(0)
-    values, numbers = _label_numbers(plan, column, location)
-    bad = values.filter(pa.array([number is None for number in numbers], pa.bool_()))
-    rows = pc.is_in(column, value_set=bad).to_numpy()
-    counts = pc.value_counts(column.filter(pa.array(rows)))
-    return Counter({repr(pair["values"]): pair["counts"] for pair in counts.to_pylist()}), rows
+def label_numbers(plan: ColumnPlan, column: pa.ChunkedArray, location: str) -> Ints:
+    """Return labels counted from 0, int32 (n,): UNKNOWN_LABEL for none, NOT_AN_OPTION if it is none of the options.
+
+    Raises:
+        DataError: The column's type is not one of labels.
+    """
+    kind = column.type
+    plain = _is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)
+    if not plain and not (pa.types.is_boolean(kind) and plan.labels is not None):
+        raise DataError(
+            f"{location}: the column of labels has type {kind}, expected numbers, letters or names of options"
+        )
+    values = pc.unique(column)
+    numbers = np.array([_label_number(plan, value) for value in values.to_pylist()], dtype=np.int32)
+    positions: Ints = pc.index_in(column, value_set=values).to_numpy()
+    return numbers[positions]
 
 
-def describe_unknown(plan: ColumnPlan, counts: Counter[str], location: str) -> str:
-    """Return the line that lists labels that are none of the options."""
-    listed = ", ".join(f"{label} ({n:,})" for label, n in counts.most_common(20))
-    more = f" and {len(counts) - 20:,} others" if len(counts) > 20 else ""
-    return f"{location}: {counts.total():,} rows have a label that is {_not_an_option(plan)}: {listed}{more}"
-
-
-def _not_an_option(plan: ColumnPlan) -> str:
+def describe_options(plan: ColumnPlan) -> str:
+    """Return what a label is that is none of the options."""
     if plan.labels is None:
         return f"neither an option's number, counted from {plan.first_label}, nor its letter"
     names = ", ".join(plan.labels[:20]) + (", …" if len(plan.labels) > 20 else "")
@@ -277,24 +262,11 @@ def _not_an_option(plan: ColumnPlan) -> str:
     return f"neither an option's number, counted from {plan.first_label}, nor one of the pool's labels: {names}"
 
 
-def _label_numbers(plan: ColumnPlan, column: pa.ChunkedArray, location: str) -> tuple[pa.Array, list[int | None]]:
-    """Return the distinct labels of a column, and their numbers: None for a label that is none of the options."""
-    kind = column.type
-    plain = _is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)
-    if not plain and not (pa.types.is_boolean(kind) and plan.labels is not None):
-        raise DataError(
-            f"{location}: the column of labels has type {kind}, expected numbers, letters or names of options"
-        )
-    values = pc.unique(column)
-    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
-    return values, [_label_number(plan, value) for value in values.to_pylist()]
-
-
-def _label_number(plan: ColumnPlan, value: str | int | float | bool | None) -> int | None:
+def _label_number(plan: ColumnPlan, value: str | int | float | bool | None) -> int:
     """Return a label counted from 0: names come before numbers, numbers before letters.
 
     Returns:
-        UNKNOWN_LABEL for null and for -1, which published test sets use; None if it is none of the options.
+        UNKNOWN_LABEL for null and for -1, which published test sets use; NOT_AN_OPTION if it is none of the options.
     """
     names = plan.labels or ()
     text = "" if value is None or value != value else value.strip() if isinstance(value, str) else str(value)
@@ -309,8 +281,8 @@ def _label_number(plan: ColumnPlan, value: str | int | float | bool | None) -> i
     elif re.fullmatch("[A-Za-z]", text) and not any(len(name) == 1 for name in names):
         number = ord(text.upper()) - ord("A")
     else:
-        return None
-    return number if 0 <= number < (len(names) or 2**31) else None
+        return NOT_AN_OPTION
+    return number if 0 <= number < (len(names) or 2**31) else NOT_AN_OPTION
 
 
 def _numeric(names: Iterable[str]) -> bool:
@@ -323,14 +295,24 @@ def _images(column: pa.ChunkedArray, rows: Ints, places: RowPlaces) -> npt.NDArr
     images: list[bytes | None] = []
     paths: dict[int, AnyPath] = {}
     for position, value in enumerate(column.to_pylist()):
-        stored, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (None, value)
-        images.append(stored)
-        folder = places.folder_of(int(rows[position])) if stored is None and path else None
-        if folder is not None:
-            paths[position] = path_from(folder, str(path))
-    for position, content in zip(paths, read_side_by_side([*paths.values()]), strict=True):
+        content, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (None, value)
+        images.append(content)
+        if content is None and path:
+            paths[position] = path_from(places.folder_of(int(rows[position])), str(path))
+    remote = any(isinstance(path, RemotePath) for path in paths.values())
+    for position, content in zip(paths, side_by_side(_content, [*paths.values()], remote=remote), strict=True):
         images[position] = content
     return objects(images)
+
+
+def _content(path: AnyPath) -> bytes | None:
+    """Return a file's content, None if it cannot be read."""
+    try:
+        if isinstance(path, RemotePath):
+            return path.read_bytes()
+        return path.read_bytes() if path.is_file() else None  # reading a pipe would block
+    except (OSError, ValueError, DataError):
+        return None
 
 
 def _holds_files(kind: pa.DataType) -> bool:

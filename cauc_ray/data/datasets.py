@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,24 +16,21 @@ import pyarrow.compute as pc
 from cauc_ray.data.benchmarks import Benchmark
 from cauc_ray.data.blocks import BlockSource
 from cauc_ray.data.columns import (
-    ID,
     LABEL,
+    NOT_AN_OPTION,
     ColumnPlan,
-    Layout,
     Task,
-    describe_unknown,
+    describe_options,
+    label_numbers,
     plan_columns,
     read_ids,
-    read_labels,
-    unknown_labels,
 )
 from cauc_ray.data.partitions import Located, locate
 from cauc_ray.data.pieces import FileBlocks, Part
-from cauc_ray.data.sources import Source, TableFiles
+from cauc_ray.data.sources import ID, Source
 from cauc_ray.data.splits import RULE_PARTITIONS, Rule, choose_rule, describe_rule, split_by_rule
-from cauc_ray.errors import CaucWarning, ConfigError, DataError, unknown_name
+from cauc_ray.errors import ConfigError, DataError, unknown_name, warn
 from cauc_ray.files.paths import AnyPath, path_of, readable
-from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.types import Bools, Ints
 
 # The split that has every row.
@@ -136,7 +132,7 @@ class Dataset:
         """The rows of each split."""
         sizes = Counter[str]()
         for part in self.parts:
-            sizes.update({split: part.n_rows_of(split) for split in part.splits})
+            sizes.update({split: len(rows) for split, rows in part.splits.items()})
         return dict(sizes)
 
     @property
@@ -155,7 +151,7 @@ class Dataset:
         self,
         block_rows: int,
         columns: frozenset[str] | None = None,
-        rows: Mapping[str, Bools] | None = None,
+        masks: Mapping[str, Bools] | None = None,
         *,
         with_inputs: bool = False,
     ) -> FileBlocks:
@@ -164,31 +160,27 @@ class Dataset:
         Args:
             block_rows: The most rows of a block.
             columns: Those that models read, None for all.
-            rows: The splits to read, and which of their rows, bool (n,); None for all.
+            masks: Which rows of each split to read, bool (n,); None for all rows of all splits.
             with_inputs: Give blocks digests of what models read.
         """
         parts = []
         starts = Counter[str]()
         for part in self.parts:
-            splits = dict(part.splits)
-            for split in part.splits:
-                if rows is None:
-                    continue
-                n = part.n_rows_of(split)
-                mask = rows.get(split, np.zeros(0, bool))[starts[split] : starts[split] + n]
-                splits[split] = part.rows_of(split)[mask if len(mask) else slice(0)]
-                starts[split] += n
+            splits = part.splits
+            if masks is not None:
+                splits = {
+                    split: np.asarray(rows)[masks[split][starts[split] : starts[split] + len(rows)]]
+                    for split, rows in splits.items()
+                    if split in masks
+                }
             parts.append(Part(part.source, part.plan.restricted(columns), splits))
+            starts.update({split: len(rows) for split, rows in part.splits.items()})
         return FileBlocks.cut(self.spec.dataset, parts, block_rows, with_inputs=with_inputs)
 
     def ids_of(self, split: str) -> pa.Array:
         """Return the ids of a split's rows, string (n,)."""
-        rows = [
-            ids.take(pa.array(part.rows_of(split)))
-            for part, ids in zip(self.parts, self.example_ids, strict=True)
-            if split in part.splits
-        ]
-        return pa.concat_arrays(rows)
+        parts = zip(self.parts, self.example_ids, strict=True)
+        return pa.concat_arrays([ids.take(pa.array(part.splits[split])) for part, ids in parts if split in part.splits])
 
     def require_split(self, split: str) -> None:
         """Raise ConfigError for an unknown split."""
@@ -213,8 +205,7 @@ def open_input(spec: DatasetSpec) -> Dataset:
         parts = []
         for source in sources:
             plan = _plan(source, spec, located.benchmark, complete=False)
-            rows = _rows_that_count(source, located.benchmark)
-            parts.append(Part(source, plan, {ALL: rows}))
+            parts.append(Part(source, plan, {ALL: _rows_that_count(source, located.benchmark)}))
     return Dataset(replace(spec, dataset=located.dataset), located.name, "all rows", tuple(parts))
 
 
@@ -232,7 +223,7 @@ def open_dataset(spec: DatasetSpec, split: str | None = None) -> Dataset:
     with readable(spec.dataset):
         located = locate(spec.dataset, spec.labels)
         rule: Rule | None = None
-        if split == ALL and located.rows is not None and isinstance(source := located.rows(), TableFiles):
+        if split == ALL and located.rows is not None and (source := located.rows()).files:
             sources: dict[str, Source] = {ALL: source}
         elif split == ALL:
             sources = {name: opener() for name, opener in located.find().items()}
@@ -246,32 +237,124 @@ def open_dataset(spec: DatasetSpec, split: str | None = None) -> Dataset:
     return dataset
 
 
+@dataclass(frozen=True, slots=True)
+class _Partition:
+    """A partition's rows, of which ids and labels were read.
+
+    Attributes:
+        source: The rows.
+        plan: How their columns are read.
+        ids: Of all rows, string (n,).
+        rows: The numbers of the rows that count, ascending.
+        has_labels: Whether some row has a label.
+    """
+
+    source: Source
+    plan: ColumnPlan
+    ids: pa.Array
+    rows: Ints | range
+    has_labels: bool
+
+
 def _split(spec: DatasetSpec, located: Located, rule: Rule | None, sources: Mapping[str, Source]) -> Dataset:
-    for source in sources.values():
-        if source.n_rows == 0:
-            raise DataError(f"{source.name} has no rows")
-    plans = {name: _plan(source, spec, located.benchmark, complete=True) for name, source in sources.items()}
-    columns = {name: _ids_and_labels(source, plans[name], spec) for name, source in sources.items()}
-    plans, ids = _unique_ids(located.name, sources, plans, {name: column[0] for name, column in columns.items()})
-    counting: dict[str, Ints | None] = {}
-    for name, source in sources.items():
-        counted, fits = _rows_that_count(source, located.benchmark), columns[name][2]
-        counting[name] = counted if fits is None else np.intersect1d(_numbers(counted, source), np.flatnonzero(fits))
-    sizes = {name: len(_numbers(counting[name], source)) for name, source in sources.items()}
-    splits: dict[str, dict[str, Ints | None]] = {name: {} for name in sources}
+    partitions = {name: _partition(source, spec, located.benchmark) for name, source in sources.items()}
+    partitions = _with_unique_ids(located.name, partitions)
+    splits: dict[str, dict[str, Ints | range]] = {name: {} for name in partitions}
     if rule is None:
-        splits = {name: {ALL: rows} for name, rows in counting.items()}
+        splits = {name: {ALL: partition.rows} for name, partition in partitions.items()}
         phrase = "all rows in one piece"
     else:
+        sizes = {name: len(partition.rows) for name, partition in partitions.items()}
         for split, picked in split_by_rule(rule, sizes, spec.seed, located.name).items():
-            rows = counting[picked.partition]
-            splits[picked.partition][split] = picked.rows if rows is None else rows[picked.rows]
+            splits[picked.partition][split] = np.asarray(partitions[picked.partition].rows)[picked.rows]
         phrase = describe_rule(rule, tuple(sources), spec.seed)
-    if located.benchmark.rows and any(rows is not None for rows in counting.values()):
-        phrase += "".join(f", of rows whose {name} is {value}" for name, value in located.benchmark.rows.items())
-    _warn_without_labels(located.name, plans, {name: column[1] for name, column in columns.items()})
-    parts = tuple(Part(source, plans[name], splits[name]) for name, source in sources.items())
-    return Dataset(replace(spec, dataset=located.dataset), located.name, phrase, parts, tuple(ids.values()))
+    counted = [f"{column} is {value}" for column, value in located.benchmark.rows.items()]
+    if any(len(partition.rows) < partition.source.n_rows for partition in partitions.values()):
+        phrase += "".join(f", of rows whose {condition}" for condition in counted)
+    if not any(partition.has_labels for partition in partitions.values()):
+        columns = dict.fromkeys(name for partition in partitions.values() for name in partition.plan.file_columns)
+        warn(
+            f"{located.name}: no row has a label, so no policy can be fitted on its logits; it has the columns "
+            f"{', '.join(columns)}. Name the column of labels with --columns label=NAME"
+        )
+    parts = tuple(Part(partition.source, partition.plan, splits[name]) for name, partition in partitions.items())
+    ids = tuple(partition.ids for partition in partitions.values())
+    return Dataset(replace(spec, dataset=located.dataset), located.name, phrase, parts, ids)
+
+
+def _partition(source: Source, spec: DatasetSpec, benchmark: Benchmark) -> _Partition:
+    """Read a partition's ids and labels by one pass over its files.
+
+    Raises:
+        DataError: It has no rows, or a label is none of the options where such rows are not left out.
+    """
+    if source.n_rows == 0:
+        raise DataError(f"{source.name} has no rows")
+    plan = _plan(source, spec, benchmark, complete=True)
+    conditions = [column for column in benchmark.rows if column in source.columns]
+    source = source.snapshot([*plan.restricted(spec.model_columns).file_columns, *conditions], plan.texts)
+    rows = _rows_that_count(source, benchmark)
+    label = plan.columns.get(LABEL, ())
+    table = source.table([*dict.fromkeys((*plan.ids, *label))], plan.texts)
+    ids = pa.array(read_ids(table.column(plan.ids[0]), source.place_of), pa.string())
+    if not label:
+        return _Partition(source, plan, ids, rows, has_labels=False)
+    column = table.column(label[0])
+    numbers = label_numbers(plan, column, source.name)
+    unknown = numbers == NOT_AN_OPTION
+    if unknown.any():
+        counts = Counter(map(repr, column.filter(pa.array(unknown)).to_pylist()))
+        examples = ", ".join(f"{name} ({n:,})" for name, n in counts.most_common(20))
+        more = f" and {len(counts) - 20:,} others" if len(counts) > 20 else ""
+        fault = f"{source.name}: {unknown.sum():,} rows have a label that is {describe_options(plan)}: {examples}{more}"
+        if not spec.skip_unknown_labels:
+            remedy = "correct them, or leave these rows out with --skip-unknown-labels"
+            raise DataError(f"{fault}; the first is {source.place_of(int(unknown.argmax()))}; {remedy}")
+        warn(f"{fault}; they are left out")
+        rows = np.setdiff1d(np.asarray(rows), np.flatnonzero(unknown))
+    return _Partition(source, plan, ids, rows, has_labels=bool((numbers >= 0).any()))
+
+
+def _rows_that_count(source: Source, benchmark: Benchmark) -> Ints | range:
+    """Return the numbers of a benchmark's rows that count, ascending."""
+    rows: Ints | range = range(source.n_rows)
+    for column, value in benchmark.rows.items():
+        if column in source.columns:
+            rows = np.flatnonzero(pc.equal(source.table([column]).column(column), value).fill_null(False).to_numpy())
+    return rows
+
+
+def _with_unique_ids(name: str, partitions: Mapping[str, _Partition]) -> dict[str, _Partition]:
+    """Return partitions whose ids are unique over all of them: the partition's name then precedes them.
+
+    Raises:
+        DataError: An id is a duplicate within a partition.
+    """
+    for partition in partitions.values():
+        counts = pc.value_counts(partition.ids)
+        if len(counts) < len(partition.ids):
+            example = counts.field(0)[pc.index(pc.greater(counts.field(1), 1), True).as_py()]
+            rows = np.flatnonzero(pc.equal(partition.ids, example).to_numpy(zero_copy_only=False))[:2]
+            first, second = map(partition.source.place_of, rows)
+            raise DataError(
+                f"{second}: example id {example.as_py()!r} is a duplicate of {first}; remove one, or name a column "
+                "with unique ids with --columns example_id=NAME"
+            )
+    ids = pa.chunked_array([partition.ids for partition in partitions.values()])
+    if pc.count_distinct(ids).as_py() == len(ids):
+        return dict(partitions)
+    warn(
+        f"{name}: partitions {' and '.join(partitions)} have example ids in common, so an id begins with its "
+        "partition's name"
+    )
+    return {
+        name: replace(
+            partition,
+            plan=replace(partition.plan, id_prefix=f"{name}-"),
+            ids=pc.binary_join_element_wise(name, partition.ids, "-"),
+        )
+        for name, partition in partitions.items()
+    }
 
 
 def _choose_rule(located: Located, partitions: Collection[str]) -> tuple[Rule, tuple[str, ...]]:
@@ -282,7 +365,7 @@ def _choose_rule(located: Located, partitions: Collection[str]) -> tuple[Rule, t
     if benchmark.split_without_test is not None and "test" not in available and "train" in available:
         rule = benchmark.split_without_test
     if rule is None or (benchmark.unsplit and alone):
-        rule = choose_rule(available, located.where)
+        rule = choose_rule(available, located.location)
     if rule == "three-way" and alone:
         return rule, available
     needed = tuple(
@@ -295,109 +378,19 @@ def _choose_rule(located: Located, partitions: Collection[str]) -> tuple[Rule, t
     if "=" in located.dataset:
         remedy = f"add it, or give only the path for {'a 25/25/50 cut' if alone else 'the partitions that exist'}"
     raise DataError(
-        f"{located.name} is split from its partitions {' and '.join(needed)}, and {located.where} has no {missing} "
+        f"{located.name} is split from its partitions {' and '.join(needed)}, and {located.location} has no {missing} "
         f"(it has {', '.join(available) or 'none'}); {remedy}"
     )
 
 
 def _plan(source: Source, spec: DatasetSpec, benchmark: Benchmark, *, complete: bool) -> ColumnPlan:
-    layout = Layout(benchmark.columns, benchmark.first_label, benchmark.choices_pattern)
     return plan_columns(
         source.columns,
         source.name,
         spec.task,
         spec.columns,
         spec.labels,
-        layout if benchmark.name and benchmark.metadata is None else None,
+        benchmark if benchmark.metadata is None else None,
         model_columns=spec.model_columns,
         complete=complete,
-    )
-
-
-def _rows_that_count(source: Source, benchmark: Benchmark) -> Ints | None:
-    """Return the numbers of a benchmark's rows that count, ascending; None for all."""
-    rows = None
-    for column, value in benchmark.rows.items():
-        if column in source.columns:
-            table = source.table([column], np.arange(source.n_rows))
-            rows = np.flatnonzero(pc.equal(table.column(column), value).fill_null(False).to_numpy())
-    return rows
-
-
-def _numbers(rows: Ints | None, source: Source) -> Ints:
-    return np.arange(source.n_rows) if rows is None else rows
-
-
-def _ids_and_labels(source: Source, plan: ColumnPlan, spec: DatasetSpec) -> tuple[pa.Array, Ints | None, Bools | None]:
-    """Read ids and labels by one pass over the files.
-
-    Returns:
-        Ids, labels (None where there are none), and the rows that do not have an unknown label where these are left
-        out (None otherwise).
-    """
-    rows = np.arange(source.n_rows)
-    label = plan.columns.get(LABEL, ())
-    names = list(dict.fromkeys((*plan.ids, *label)))
-    table = source.table(names, rows, plan.texts) if names else None
-    if not plan.ids or table is None:
-        ids = source.row_names(rows)
-    else:
-        ids = pa.array(read_ids(table.column(plan.ids[0]), source.place_of), pa.string())
-    if not label or table is None:
-        return ids, None, None
-    column = table.column(label[0])
-    counts, unknown = unknown_labels(plan, column, source.name)
-    if counts and not spec.skip_unknown_labels:
-        first = source.place_of(int(np.flatnonzero(unknown)[0]))
-        remedy = "correct them, or leave these rows out with --skip-unknown-labels"
-        raise DataError(f"{describe_unknown(plan, counts, source.name)}; the first is {first}; {remedy}")
-    if counts:
-        warnings.warn(f"{describe_unknown(plan, counts, source.name)}; they are left out", CaucWarning, stacklevel=6)
-        column = pc.if_else(pa.chunked_array([pa.array(unknown)]), pa.scalar(None, column.type), column)
-    return ids, read_labels(plan, column, source.place_of), ~unknown if counts else None
-
-
-def _unique_ids(
-    name: str, sources: Mapping[str, Source], plans: Mapping[str, ColumnPlan], ids: Mapping[str, pa.Array]
-) -> tuple[dict[str, ColumnPlan], dict[str, pa.Array]]:
-    """Return plans and ids that are unique over all partitions, which then precede them.
-
-    Raises:
-        DataError: An id is a duplicate within a partition.
-    """
-    for partition, stored in ids.items():
-        counts = pc.value_counts(stored)
-        if len(counts) < len(stored):
-            example = counts.field(0)[pc.index(pc.greater(counts.field(1), 1), True).as_py()]
-            first, second = map(
-                sources[partition].place_of, np.flatnonzero(pc.equal(stored, example).to_numpy(False))[:2]
-            )
-            raise DataError(
-                f"{second}: example id {example.as_py()!r} is a duplicate of {first}; remove one, or name a column "
-                "with unique ids with --columns example_id=NAME"
-            )
-    everything = pa.chunked_array(list(ids.values()))
-    if pc.count_distinct(everything).as_py() == len(everything):
-        return dict(plans), dict(ids)
-    warnings.warn(
-        f"{name}: partitions {' and '.join(ids)} have example ids in common, so an id begins with its partition's name",
-        CaucWarning,
-        stacklevel=6,
-    )
-    return (
-        {partition: replace(plan, id_prefix=f"{partition}-") for partition, plan in plans.items()},
-        {partition: pc.binary_join_element_wise(partition, stored, "-") for partition, stored in ids.items()},
-    )
-
-
-def _warn_without_labels(name: str, plans: Mapping[str, ColumnPlan], labels: Mapping[str, Ints | None]) -> None:
-    """Warn at once that no row has a label, before a model is paid for."""
-    if any(stored is not None and (stored != UNKNOWN_LABEL).any() for stored in labels.values()):
-        return
-    columns = ", ".join(dict.fromkeys(stored for plan in plans.values() for stored in plan.file_columns))
-    warnings.warn(
-        f"{name}: no row has a label, so no policy can be fitted on its logits; it has the columns {columns}. Name the "
-        "column of labels with --columns label=NAME",
-        CaucWarning,
-        stacklevel=6,
     )

@@ -7,7 +7,6 @@ Labels that became known later are in LOGITS/labels/*.parquet, for rows whose ow
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,20 +19,19 @@ import pyarrow.compute as pc
 from cauc_ray.data.model_rows import (
     ModelHead,
     ModelRows,
-    joined_head,
+    first_duplicate,
     joined_labels,
     read_head,
-    read_part,
+    read_rows,
     typed_column,
     unfit_row,
 )
 from cauc_ray.data.writing import LABELS, LOGGED, read_info
-from cauc_ray.errors import CaucWarning, ConfigError, DataError, unknown_name
+from cauc_ray.errors import ConfigError, DataError, unknown_name, warn
 from cauc_ray.files.parquet import parquet_below, parquet_files, read_parquet
 from cauc_ray.files.paths import AnyPath, hive_values, path_of
-from cauc_ray.numbers.arrays import require_no_probabilities
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, UNNAMED_UNIT, ChainLogits, ChainPart, Costs
-from cauc_ray.numbers.logits import LOGIT_KINDS, LogitKind, SumsToOne, stacked, widened
+from cauc_ray.numbers.logits import LOGIT_KINDS, LogitKind, widened
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 # LOGITS/failed/model=<name>/split=<split>/*.parquet: rows that a model could not answer, with reasons.
@@ -47,27 +45,35 @@ CallCosts: TypeAlias = Sequence[float] | Literal["per-call", "per-model"] | None
 
 @dataclass(frozen=True, slots=True)
 class ChainHeads:
-    """A chain on a split without its logits.   known: the arguments of a Chain.   heads: each model's rows."""
+    """A chain on a split without its logits.
 
-    known: dict[str, Any]
+    Attributes:
+        arguments: Those of a Chain.
+        heads: Each model's rows.
+    """
+
+    arguments: dict[str, Any]
     heads: tuple[ModelHead, ...]
 
     def __len__(self) -> int:
-        return len(self.known["labels"])
+        return len(self.arguments["labels"])
 
     @property
     def labelled(self) -> Bools:
         """Return which examples have a label, bool (N,)."""
-        known: Bools = self.known["labels"] != UNKNOWN_LABEL
-        return known
+        labelled: Bools = self.arguments["labels"] != UNKNOWN_LABEL
+        return labelled
 
     def of_rows(self, rows: Ints) -> ChainHeads:
-        """Return the chain of some examples.   rows: int (n,), ascending."""
-        ids = pa.array(self.known["example_ids"], pa.string())
-        others = ids.filter(pa.array(np.isin(np.arange(len(self)), rows, invert=True)))
-        own = {"labels": self.known["labels"][rows], "costs": self.known["costs"].of_rows(rows)}
-        known = {**self.known, **own, "example_ids": tuple(ids.take(pa.array(rows)).to_pylist())}
-        return ChainHeads(known, tuple(head.without(others) for head in self.heads))
+        """Return the chain of some examples, by their ascending positions, int (n,)."""
+        ids = pa.array(self.arguments["example_ids"], pa.string())
+        chosen = {
+            "labels": self.arguments["labels"][rows],
+            "costs": self.arguments["costs"].of_rows(rows),
+            "example_ids": tuple(ids.take(pa.array(rows)).to_pylist()),
+        }
+        left_out = ids.filter(pa.array(np.isin(np.arange(len(self)), rows, invert=True)))
+        return ChainHeads(self.arguments | chosen, tuple(head.without(left_out) for head in self.heads))
 
 
 _Rows = TypeVar("_Rows", bound=ModelHead)
@@ -76,8 +82,10 @@ _Rows = TypeVar("_Rows", bound=ModelHead)
 class LogitTable:
     """A folder of logit tables, opened by its path.
 
-    models: the names of the models with rows.   info: its pool.json, None without one.   kinds: of each model's logits:
-    as given, else as declared in pool.json, else raw.
+    Attributes:
+        models: The names of the models with rows.
+        info: Its pool.json, None without one.
+        kinds: Of each model's logits: as the caller declares, else as pool.json does, else raw.
     """
 
     def __init__(
@@ -87,21 +95,26 @@ class LogitTable:
         *,
         undeclared: Mapping[str, LogitKind] = MappingProxyType({}),
     ) -> None:
-        """Open a table. Raises DataError if there is none or its pool.json is malformed.
+        """Open a table.
 
-        logit_kind: of all models or by model, takes precedence over pool.json.   undeclared: the kind of models for
-        which neither declares one; by default raw.
+        Args:
+            path: Its folder.
+            logit_kind: Of all models or by model; takes precedence over pool.json.
+            undeclared: The kind of models for which neither declares one; by default raw.
+
+        Raises:
+            DataError: It is not a logit table, or its pool.json is malformed.
         """
         self.path = path_of(path)
         if not self.path.is_dir():
-            raise DataError(f"there is no logit table at {self.path}: it is not a folder")
+            raise DataError(f"no logit table at {self.path}: it is not a folder")
         self.models = hive_values(self.path, "model")
         if not self.models:
             raise DataError(f"{self.path} is not a logit table: it has no folders model=<name>")
         self.info = read_info(self.path)
         declared = {model: self.info.kind(model) for model in self.models} if self.info else {}
-        known = {model: kind for model, kind in declared.items() if kind is not None}
-        self.kinds = model_kinds(str(self.path), self.models, logit_kind, {**undeclared, **known})
+        kinds = {model: kind for model, kind in declared.items() if kind is not None}
+        self.kinds = model_kinds(str(self.path), self.models, logit_kind, {**undeclared, **kinds})
 
     @property
     def declared_costs(self) -> dict[str, float]:
@@ -123,30 +136,25 @@ class LogitTable:
     def read_model(self, model: str, split: str, *, as_stored: bool = False) -> ModelRows:
         """Read one model's rows of one split.
 
-        as_stored: leave masks and probabilities unchanged, as needed for a model that answers from the table.
-        Raises DataError, naming file, model and example, for NaN or +inf, a duplicate id, a label outside the
-        row's options, a row without options, an empty split, a wrong column type or an unreadable file; and for
-        probabilities that are not declared, or declared ones that are none.
-        """
-        return self._read_rows(model, split, self._files(model, split), None if as_stored else self.kinds[model])
+        Args:
+            model: The model.
+            split: The split.
+            as_stored: Leave masks and probabilities unchanged, as needed for a model that answers from the table.
 
-    def _read_rows(self, model: str, split: str, files: Sequence[AnyPath], kind: LogitKind | None) -> ModelRows:
-        where = f"{self.path}: model {model!r}, split {split!r}"
-        parts = [read_part(file, model, kind) for file in files]
-        sums = sum((part.sums for part in parts), SumsToOne())
-        require_no_probabilities(where, sums)
-        head = joined_head(parts, where)
-        logits = parts[0].logits if len(parts) == 1 else stacked([part.logits for part in parts])
-        in_order = bool((np.diff(head.positions) == 1).all())
-        n_options = np.concatenate([part.n_options for part in parts])[head.positions]
-        return head.with_logits(logits if in_order else logits[head.positions], n_options, sums)
+        Raises:
+            DataError: A value is NaN or +inf, an id is a duplicate, a label is outside the row's options, a row has no
+                options, the split is empty, a column has a wrong type, a file is unreadable, probabilities are not
+                declared, or declared ones are not probabilities; names file, model and example.
+        """
+        kind = None if as_stored else self.kinds[model]
+        return read_rows(self._files(model, split), model, self._source(model, split), kind)
 
     def read_head(self, model: str, split: str) -> ModelHead:
         """Read one model's rows of one split without logits. Raises DataError as read_model does."""
-        return self._read_head(model, split, self._files(model, split))
+        return read_head(self._files(model, split), model, self._source(model, split))
 
-    def _read_head(self, model: str, split: str, files: Sequence[AnyPath]) -> ModelHead:
-        return read_head(files, model, f"{self.path}: model {model!r}, split {split!r}")
+    def _source(self, model: str, split: str) -> str:
+        return f"{self.path}: model {model!r}, split {split!r}"
 
     def _files_of_all(self, models: Sequence[str], split: str) -> list[list[AnyPath]]:
         """Return each model's files of a split, but those of a service's log that are not there for all models.
@@ -155,36 +163,29 @@ class LogitTable:
         over that, or files are being deleted, some models have a file that others lack. That is warned of.
         """
         files = [self._files(model, split) for model in models]
-        logged = [{file.name for file in own if file.name.startswith(LOGGED)} for own in files]
+        logged = [{file.name for file in model_files if file.name.startswith(LOGGED)} for model_files in files]
         partial = set[str]().union(*logged) - logged[0].intersection(*logged)
         if partial:
-            warnings.warn(
+            warn(
                 f"{self.path}, split {split!r}: {len(partial):,} files of a service's log are left out: not all of "
-                f"{', '.join(models)} have them",
-                CaucWarning,
-                stacklevel=5,
+                f"{', '.join(models)} have them"
             )
-        return [[file for file in own if file.name not in partial] for own in files]
+        return [[file for file in model_files if file.name not in partial] for model_files in files]
 
     def _late_labels(self, example_ids: pa.Array, labels: Ints) -> Ints:
         """Return labels with those that the folder of labels has for examples without one, int32 (N,)."""
         folder = self.path / LABELS
         if (labels != UNKNOWN_LABEL).all() or not folder.is_dir():
             return labels
-        columns = _read_column(parquet_below(folder), "label", pa.int32())
-        ids, late = (column.combine_chunks() for column in columns)
-        order = pc.array_sort_indices(ids)
-        ids, late = ids.take(order), late.take(order).fill_null(UNKNOWN_LABEL)
-        other = pc.and_(pc.equal(ids[1:], ids[:-1]), pc.not_equal(late[1:], late[:-1]))
-        if pc.any(other).as_py():
-            row = pc.index(other, True).as_py()
-            raise DataError(
-                f"{folder}: example {ids[row].as_py()!r} has label {late[row]} and label {late[row + 1]}; "
-                "remove the wrong one"
-            )
-        at = pc.index_in(example_ids, value_set=ids)
-        found = late.take(at).fill_null(UNKNOWN_LABEL).to_numpy(zero_copy_only=False)
-        return np.where(labels == UNKNOWN_LABEL, found, labels).astype(np.int32)
+        ids, late = _read_column(parquet_below(folder), "label", pa.int32())
+        by_id = pa.table([ids, late], ["id", "label"]).group_by("id").aggregate([("label", "min"), ("label", "max")])
+        contradicted = by_id.filter(pc.not_equal(by_id["label_min"], by_id["label_max"])).slice(0, 1).to_pylist()
+        for row in contradicted:
+            both = f"label {row['label_min']} and label {row['label_max']}"
+            raise DataError(f"{folder}: example {row['id']!r} has {both}; remove the wrong one")
+        positions = pc.index_in(example_ids, value_set=by_id["id"])
+        late_labels = by_id["label_min"].take(positions).fill_null(UNKNOWN_LABEL).to_numpy()
+        return np.where(labels == UNKNOWN_LABEL, late_labels, labels).astype(np.int32)
 
     def _files(self, model: str, split: str) -> list[AnyPath]:
         splits = self.splits(model)
@@ -195,30 +196,40 @@ class LogitTable:
     def read_chain(self, models: Sequence[str], split: str, *, costs: CallCosts = None) -> ChainLogits:
         """Read a chain of models on one split, joined on example_id.
 
-        costs: of calls, for each model in the order of models or from the table; see CallCosts.
         Examples recorded as failed for some model of the chain are left out, with a CaucWarning that counts them.
-        Raises DataError as read_model does, and if the models' ids, lengths or labels disagree or costs are unknown;
-        ConfigError if the numbers of costs and models differ or a model is a duplicate.
+
+        Args:
+            models: The chain.
+            split: The split.
+            costs: Of calls, for each model in the order of models or from the table; see CallCosts.
+
+        Raises:
+            DataError: As read_model, or the models' ids, lengths or labels disagree, or costs are unknown.
+            ConfigError: The numbers of costs and models differ, or a model is a duplicate.
         """
-        known, tables = self._read_joined(
-            models, split, lambda model, files: self._read_rows(model, split, files, self.kinds[model]), costs
-        )
-        width = max(t.logits.shape[1] for t in tables)
-        logits = tuple(widened(t.logits, width) for t in tables)
-        part = ChainPart(logits, known["labels"], np.arange(len(known["labels"])))
-        gaps = any(np.isneginf(own).any() for own in logits)
-        require_fit_rows(known, [unfit_row(models, [table.n_options for table in tables], part, gaps=gaps)])
-        return ChainLogits(logits=logits, **known)
+
+        def read(files: Sequence[AnyPath], model: str, source: str) -> ModelRows:
+            return read_rows(files, model, source, self.kinds[model])
+
+        arguments, rows = self._read_joined(models, split, read, costs)
+        width = max(model_rows.logits.shape[1] for model_rows in rows)
+        logits = tuple(widened(model_rows.logits, width) for model_rows in rows)
+        part = ChainPart(logits, arguments["labels"], np.arange(len(arguments["labels"])))
+        gaps = any(np.isneginf(model_logits).any() for model_logits in logits)
+        require_fit_rows(arguments, [unfit_row(models, [one.n_options for one in rows], part, gaps=gaps)])
+        return ChainLogits(logits=logits, **arguments)
 
     def read_chain_heads(self, models: Sequence[str], split: str, *, costs: CallCosts = None) -> ChainHeads:
         """Read a chain as read_chain does, without its logits. Raises as read_chain does."""
-        known, heads = self._read_joined(
-            models, split, lambda model, files: self._read_head(model, split, files), costs
-        )
-        return ChainHeads(known, tuple(heads))
+        arguments, heads = self._read_joined(models, split, read_head, costs)
+        return ChainHeads(arguments, tuple(heads))
 
     def _read_joined(
-        self, models: Sequence[str], split: str, read: Callable[[str, Sequence[AnyPath]], _Rows], costs: CallCosts
+        self,
+        models: Sequence[str],
+        split: str,
+        read: Callable[[Sequence[AnyPath], str, str], _Rows],
+        costs: CallCosts,
     ) -> tuple[dict[str, Any], list[_Rows]]:
         """Return the arguments of a Chain except its logits, and each model's rows of the common examples."""
         if not models:
@@ -228,46 +239,38 @@ class LogitTable:
             raise ConfigError(f"model {twice!r} is a duplicate in the chain")
         if costs is not None and not isinstance(costs, str) and len(costs) != len(models):
             raise ConfigError(f"{len(costs)} costs for {len(models)} models: give one cost for each model, in order")
-        tables = self._answered_by_all(models, split, read)
+        files = self._files_of_all(models, split)
+        rows = [
+            read(model_files, model, self._source(model, split))
+            for model, model_files in zip(models, files, strict=True)
+        ]
+        failed = pa.chunked_array([self.read_failed(model, split) for model in models], pa.string()).unique()
+        n_before = [len(model_rows.example_ids) for model_rows in rows]
+        rows = [model_rows.without(failed) for model_rows in rows] if len(failed) else rows
         source = f"{self.path}, split {split!r}"
-        labels = self._late_labels(tables[0].example_ids, joined_labels(source, models, tables))
-        own = [table.costs for table in tables]
+        if not len(rows[0].example_ids):
+            raise DataError(f"{source}: no example was answered by all of {', '.join(models)}")
+        if n_before != [len(model_rows.example_ids) for model_rows in rows]:
+            warn(
+                f"{source}: {len(failed):,} examples are left out because some model of the chain failed on them "
+                "(see failed/)"
+            )
+        labels = self._late_labels(rows[0].example_ids, joined_labels(source, models, rows))
+        reported = [model_rows.costs for model_rows in rows]
         if costs is None:
-            costs = "per-call" if any(each is not None for each in own) else "per-model"
+            costs = "per-model" if all(model_costs is None for model_costs in reported) else "per-call"
         return {
             "models": tuple(models),
-            "example_ids": tuple(tables[0].example_ids.to_pylist()),
+            "example_ids": tuple(rows[0].example_ids.to_pylist()),
             "labels": labels,
             "source": source,
-            "costs": self._costs(models, costs, own, len(labels)),
+            "costs": self._costs(models, costs, reported, len(labels)),
             "per_call_costs": costs == "per-call",
             "logit_kind": tuple(self.kinds[model] for model in models),
-        }, tables
+        }, rows
 
-    def _answered_by_all(
-        self, models: Sequence[str], split: str, read: Callable[[str, Sequence[AnyPath]], _Rows]
-    ) -> list[_Rows]:
-        """Read each model's rows without the examples on which another model failed."""
-        files = self._files_of_all(models, split)
-        tables = [read(model, own) for model, own in zip(models, files, strict=True)]
-        failed = pa.chunked_array([self.read_failed(model, split) for model in models], pa.string()).unique()
-        if not len(failed):
-            return tables
-        kept = [table.without(failed) for table in tables]
-        n_lost = max(len(t.example_ids) - len(k.example_ids) for t, k in zip(tables, kept, strict=True))
-        if not len(kept[0].example_ids):
-            raise DataError(f"{self.path}, split {split!r}: no example was answered by all of {', '.join(models)}")
-        if n_lost:
-            warnings.warn(
-                f"{self.path}, split {split!r}: {len(failed):,} examples are left out because some model of the chain "
-                "failed on them (see failed/)",
-                CaucWarning,
-                stacklevel=4,
-            )
-        return kept
-
-    def _costs(self, models: Sequence[str], costs: CallCosts, own: Sequence[Floats | None], n: int) -> Costs:
-        """Return the costs of n examples' calls.   own: of each model's calls, if its table has them."""
+    def _costs(self, models: Sequence[str], costs: CallCosts, reported: Sequence[Floats | None], n: int) -> Costs:
+        """Return the costs of n examples' calls, which each model's table may report."""
         unit = self.info.cost_unit if self.info else UNNAMED_UNIT
         if not isinstance(costs, str):
             return Costs(unit, np.array(costs, dtype=np.float64))
@@ -277,7 +280,7 @@ class LogitTable:
                 "give --costs, one number for each model of --models"
             )
         columns: list[Floats] = []
-        for model, calls in zip(models, own, strict=True):
+        for model, calls in zip(models, reported, strict=True):
             if calls is not None and costs == "per-call":
                 columns.append(calls)
             elif model in self.info.costs:
@@ -295,26 +298,27 @@ class LogitTable:
 
 
 def model_kinds(
-    where: str, models: Sequence[str], given: LogitKinds, declared: Mapping[str, LogitKind]
+    source: str, models: Sequence[str], kinds: LogitKinds, declared: Mapping[str, LogitKind]
 ) -> dict[str, LogitKind]:
-    """Return the kind of each model's logits: as given, as declared, else raw.
+    """Return the kind of each model's logits: of `kinds`, else as declared, else raw.
 
-    Raises ConfigError for an unknown model or kind.
+    Raises:
+        ConfigError: A model or a kind is unknown.
     """
-    kinds = dict.fromkeys(models, given) if isinstance(given, str) else dict(given or {})
+    kinds = dict.fromkeys(models, kinds) if isinstance(kinds, str) else dict(kinds or {})
     for model, kind in kinds.items():
         if model not in models:
-            raise ConfigError(f"{where}: {unknown_name('model', model, models)}")
+            raise ConfigError(f"{source}: {unknown_name('model', model, models)}")
         if kind not in LOGIT_KINDS:
             raise ConfigError(unknown_name("logit kind", kind, LOGIT_KINDS))
     return {model: cast("LogitKind", kinds.get(model) or declared.get(model, "raw")) for model in models}
 
 
-def require_fit_rows(known: Mapping[str, Any], unfit: Iterable[tuple[int, str] | None]) -> None:
-    """Raise DataError for the first row that cannot be used.   known: of the chain.   unfit: results of unfit_row."""
-    row = min((each for each in unfit if each is not None), default=None)
+def require_fit_rows(arguments: Mapping[str, Any], unfit: Iterable[tuple[int, str] | None]) -> None:
+    """Raise DataError for the first row of a chain that cannot be used, among results of unfit_row."""
+    row = min((fault for fault in unfit if fault is not None), default=None)
     if row is not None:
-        raise DataError(f"{known['source']}: example {known['example_ids'][row[0]]!r} {row[1]}")
+        raise DataError(f"{arguments['source']}: example {arguments['example_ids'][row[0]]!r} {row[1]}")
 
 
 def encoders(logits: AnyPath) -> list[str]:
@@ -325,23 +329,24 @@ def encoders(logits: AnyPath) -> list[str]:
 def read_embeddings(logits: AnyPath, encoder: str, split: str, example_ids: Sequence[str]) -> Floats:
     """Return the embeddings of examples of a split, float32 (N, d), in the order of their ids.
 
-    Raises ConfigError for an encoder that the table does not have; DataError, naming the encoder and the example,
-    if one is missing, duplicate, of another length than the others, or not finite.
+    Raises:
+        ConfigError: The table does not have the encoder.
+        DataError: An embedding is missing, a duplicate, of another length than the others, or not finite; names the
+            encoder and the example.
     """
     ids, lists = _embeddings(logits, encoder, split)
-    where = f"{logits}: encoder {encoder!r}, split {split!r}"
-    vectors = lists.take(_positions(ids, example_ids, where)).combine_chunks()
+    source = f"{logits}: encoder {encoder!r}, split {split!r}"
+    vectors = lists.take(_positions(ids, example_ids, source)).combine_chunks()
     lengths = pc.list_value_length(vectors).fill_null(0).to_numpy(zero_copy_only=False)
-    other = np.flatnonzero((lengths != lengths[0]) | (lengths == 0))
-    if len(other):
-        odd = int(other[0])
-        raise DataError(
-            f"{where}: example {example_ids[odd]!r} has {lengths[odd]} numbers, {example_ids[0]!r} {lengths[0]}"
-        )
+    odd = (lengths != lengths[0]) | (lengths == 0)
+    if odd.any():
+        row = int(odd.argmax())
+        counts = f"{example_ids[row]!r} has {lengths[row]} numbers, {example_ids[0]!r} {lengths[0]}"
+        raise DataError(f"{source}: example {counts}")
     values: Floats = vectors.flatten().to_numpy(zero_copy_only=False).reshape(len(vectors), lengths[0])
-    bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
-    if len(bad):
-        raise DataError(f"{where}: the embedding of example {example_ids[bad[0]]!r} is not finite")
+    finite = np.isfinite(values).all(axis=1)
+    if not finite.all():
+        raise DataError(f"{source}: the embedding of example {example_ids[int(finite.argmin())]!r} is not finite")
     return values
 
 
@@ -352,14 +357,14 @@ def embedding_ids(logits: AnyPath, encoder: str, split: str) -> list[str]:
 
 
 def _embeddings(logits: AnyPath, encoder: str, split: str) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
-    known = encoders(logits)
-    if encoder not in known:
+    names = encoders(logits)
+    if encoder not in names:
         remedy = "compute embeddings with cauc collect --embedding"
-        raise ConfigError(f"{logits}: {unknown_name('encoder', encoder, known)}; {remedy}")
+        raise ConfigError(f"{logits}: {unknown_name('encoder', encoder, names)}; {remedy}")
     folder = logits / f"embedding={encoder}" / f"split={split}"
     if not folder.is_dir():
-        where = f"{logits}: encoder {encoder!r}, split {split!r}"
-        raise DataError(f"{where}: there is no such split; collect the encoder's embeddings of it")
+        source = f"{logits}: encoder {encoder!r}, split {split!r}"
+        raise DataError(f"{source}: no such split; collect the encoder's embeddings of it")
     return _read_column(parquet_files(folder), "embedding", pa.large_list(pa.float32()))
 
 
@@ -368,16 +373,16 @@ class Texts:
 
     def __init__(self, path: str | AnyPath, column: str) -> None:
         """Read them. Raises DataError if the file, its column example_id or its column of texts is missing."""
-        self._where = f"{path}, column {column!r}"
+        self._source = f"{path}, column {column!r}"
         self._ids, self._texts = _read_column(parquet_files(path_of(path)), column, pa.string())
 
     def of(self, example_ids: Sequence[str]) -> tuple[str, ...]:
         """Return the texts of examples. Raises DataError naming one without a text, or with several."""
-        found = self._texts.take(_positions(self._ids, example_ids, self._where))
-        if found.null_count:
-            example = example_ids[pc.index(found.is_null(), True).as_py()]
-            raise DataError(f"{self._where}: example {example!r} has no text")
-        return tuple(found.to_pylist())
+        texts = self._texts.take(_positions(self._ids, example_ids, self._source))
+        if texts.null_count:
+            example = example_ids[pc.index(texts.is_null(), True).as_py()]
+            raise DataError(f"{self._source}: example {example!r} has no text")
+        return tuple(texts.to_pylist())
 
 
 def _read_column(files: Iterable[AnyPath], name: str, kind: pa.DataType) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
@@ -390,16 +395,14 @@ def _read_column(files: Iterable[AnyPath], name: str, kind: pa.DataType) -> tupl
     return pa.chunked_array(ids, pa.string()), pa.chunked_array(values, kind)
 
 
-def _positions(ids: pa.ChunkedArray, wanted: Sequence[str], where: str) -> pa.Array:
-    """Return the positions of the wanted ids. Raises DataError naming one that is missing or a duplicate."""
-    asked = pa.array(wanted, pa.string())
-    positions = pc.index_in(asked, value_set=ids)
+def _positions(ids: pa.ChunkedArray, example_ids: Sequence[str], source: str) -> pa.Array:
+    """Return the positions of examples among ids. Raises DataError naming one that is missing or a duplicate."""
+    examples = pa.array(example_ids, pa.string())
+    positions = pc.index_in(examples, value_set=ids)
     if positions.null_count:
-        example = wanted[pc.index(positions.is_null(), True).as_py()]
-        raise DataError(f"{where}: example {example!r} is missing ({positions.null_count:,} in all)")
-    rows = ids.filter(pc.is_in(ids, value_set=asked))
-    if len(rows) > len(asked):
-        counts = pc.value_counts(rows.combine_chunks())
-        double = next(count["values"].as_py() for count in counts if count["counts"].as_py() > 1)
-        raise DataError(f"{where}: example {double!r} is a duplicate")
+        example = example_ids[pc.index(positions.is_null(), True).as_py()]
+        raise DataError(f"{source}: example {example!r} is missing ({positions.null_count:,} in all)")
+    duplicate = first_duplicate(ids.filter(pc.is_in(ids, value_set=examples)))
+    if duplicate is not None:
+        raise DataError(f"{source}: example {duplicate!r} is a duplicate")
     return positions

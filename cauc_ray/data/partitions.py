@@ -16,19 +16,18 @@ from cauc_ray.data.benchmarks import BENCHMARKS, Benchmark, Metadata
 from cauc_ray.data.sources import (
     PARTITIONS,
     SHARD,
-    HubRows,
-    ImageFiles,
     Source,
-    TableFiles,
+    image_files,
     is_image,
     listed,
     open_folder,
     partition_name,
     table_entries,
+    table_files,
 )
 from cauc_ray.data.streams import stem_of, stream_tables
 from cauc_ray.errors import ConfigError, DataError, first_line, unknown_name
-from cauc_ray.files.paths import AnyPath, FileEntry, RemotePath, absolute, path_of
+from cauc_ray.files.paths import AnyPath, FileEntry, RemotePath, absolute, file_entry, path_of
 
 # Partitions are opened one by one, when a rule needs them: a train set may be large.
 Openers: TypeAlias = Mapping[str, Callable[[], Source]]
@@ -43,7 +42,7 @@ class Located:
     Attributes:
         dataset: Identifies it, independent of the working folder.
         name: For display.
-        where: Where it is, for messages.
+        location: Where it is, for messages.
         find: Finds the partitions, which are opened one by one.
         rows: Opens all rows as they are; None where they are found by partitions only.
         benchmark: The paper's dataset, or a general one.
@@ -51,7 +50,7 @@ class Located:
 
     dataset: str
     name: str
-    where: str
+    location: str
     find: Callable[[], Openers]
     rows: Callable[[], Source] | None
     benchmark: Benchmark
@@ -73,21 +72,20 @@ def locate(text: str, labels: Sequence[str] | None = None) -> Located:
         if not hub or ".." in hub.split("/"):
             raise ConfigError(f"{text!r} does not name a dataset: give hub:ORG/NAME or hub:ORG/NAME:CONFIG")
         return _on_hub(text, Benchmark(hub=hub, config=config or None))
-    name, is_named, path = text.partition("=")
+    name, is_named, named_path = text.partition("=")
     if name in BENCHMARKS:
         folder = os.environ.get("CAUC_DATA")
-        if not is_named and folder and (path_of(folder) / name).exists():
-            return _at_path(path_of(folder) / name, BENCHMARKS[name], labels)
-        if not is_named:
-            return _on_hub(name, BENCHMARKS[name])
-        if not path:
+        if is_named and not named_path:
             raise ConfigError(f"{text!r} has no path: give {name}=PATH")
-        return _at_path(path_of(os.path.expanduser(path)), BENCHMARKS[name], labels)
-    location = path_of(text)
-    if isinstance(location, RemotePath) or (text and os.path.exists(location)):
-        return _at_path(location, Benchmark(), labels)
-    if os.sep in name:
-        raise DataError(f"there is no file or folder {text}")
+        if is_named:
+            return _at_path(path_of(os.path.expanduser(named_path)), BENCHMARKS[name], labels)
+        if folder and (path_of(folder) / name).exists():
+            return _at_path(path_of(folder) / name, BENCHMARKS[name], labels)
+        return _on_hub(name, BENCHMARKS[name])
+    path = path_of(text)
+    # Path.exists raises if a name is too long.
+    if isinstance(path, RemotePath) or (text and os.path.exists(path)) or os.sep in name:
+        return _at_path(path, Benchmark(), labels)
     raise ConfigError(
         f"{unknown_name('dataset', name, BENCHMARKS)}; or give the path of an existing file or folder, "
         "NAME=PATH, or hub:ORG/NAME"
@@ -95,64 +93,52 @@ def locate(text: str, labels: Sequence[str] | None = None) -> Located:
 
 
 def _at_path(path: AnyPath, benchmark: Benchmark, labels: Sequence[str] | None) -> Located:
-    # Path.exists raises if a name is too long.
     if not (isinstance(path, RemotePath) or os.path.exists(path)):
-        raise DataError(f"there is no file or folder {path}")
+        raise DataError(f"{path} does not exist")
     path = absolute(path)
     entries = listed(path)
     name = benchmark.name or path.name or str(path)
     dataset = f"{benchmark.name}={path}" if benchmark.name else str(path)
-    find = partial(_partitions, path, entries, benchmark, labels)
+
+    def find() -> Openers:
+        if benchmark.metadata is not None:
+            table = next((entry for entry in entries if entry.path.name == benchmark.metadata.file), None)
+            if table is not None:
+                return _in_metadata(table, entries, benchmark.metadata)
+        files = {entry.path.parts[len(path.parts) :]: entry for entry in entries}
+        if () not in files:
+            return _in_folder(path, path, files, labels)
+        if is_image(path):
+            raise DataError(f"{path} is an image; give the folder above the folders of classes")
+        return {partition_name(stem_of(path)): partial(table_files, entries, path.parent)}
+
     return Located(dataset, name, str(path), find, partial(open_folder, path, entries), benchmark)
 
 
-def _partitions(
-    path: AnyPath, entries: Sequence[FileEntry], benchmark: Benchmark, labels: Sequence[str] | None
-) -> Openers:
-    partitions = _in_metadata(entries, benchmark.metadata) if benchmark.metadata else None
-    if partitions is not None:
-        return partitions
-    files = {entry.path.parts[len(path.parts) :]: entry for entry in entries}
-    if () not in files:
-        return _in_folder(path, path, files, labels)
-    if is_image(path):
-        raise DataError(f"{path} is an image; give the folder above the folders of classes")
-    return {partition_name(stem_of(path)): partial(TableFiles, entries, path.parent)}
-
-
-def _in_metadata(entries: Sequence[FileEntry], metadata: Metadata) -> Openers | None:
-    """Return the partitions that a table of images lists; None where there is no such table."""
-    table_entry = next((entry for entry in entries if entry.path.name == metadata.file), None)
-    if table_entry is None:
-        return None
+def _in_metadata(table_entry: FileEntry, entries: Sequence[FileEntry], metadata: Metadata) -> Openers:
+    """Return the partitions that a table of images lists."""
     table = pa.concat_tables(stream_tables(table_entry))
     names = (metadata.partition, "filename", "y")
     missing = [name for name in names if name not in table.column_names]
     if missing:
         raise DataError(f"{table_entry.path} has no column {missing[0]!r}; it has {', '.join(table.column_names)}")
     folder = table_entry.path.parent / metadata.images
-    sizes = {entry.path: entry for entry in entries}
-    rows: dict[str, list[tuple[FileEntry, int]]] = {}
-    for number, (value, image, label) in enumerate(
-        zip(*(table.column(name).to_pylist() for name in names), strict=True)
-    ):
+    by_path = {entry.path: entry for entry in entries}
+    images: dict[str, list[FileEntry]] = {}
+    labels: dict[str, list[int]] = {}
+    for number, row in enumerate(table.to_pylist()):
+        value, image, label = (row[name] for name in names)
         if value not in metadata.partitions:
             continue
         if not image or not label or not label.isdecimal():
             fault = f"filename {image!r} and y {label!r} are not an image's path and a class"
             raise DataError(f"{table_entry.path}, row {number}: {fault}")
-        entry = sizes.get(folder / image, FileEntry(folder / image, -1, 0))
-        rows.setdefault(value, []).append((entry, int(label)))
+        images.setdefault(value, []).append(by_path.get(folder / image, FileEntry(folder / image, -1, 0)))
+        labels.setdefault(value, []).append(int(label))
     return {
-        partition: partial(
-            ImageFiles,
-            folder,
-            [e for e, _ in rows[value]],
-            [n for _, n in rows[value]],
-            f"{table_entry.path} ({value})",
-        )
+        partition: partial(image_files, folder, images[value], labels[value], f"{table_entry.path} ({value})")
         for value, partition in metadata.partitions.items()
-        if value in rows
+        if value in images
     }
 
 
@@ -207,9 +193,9 @@ def _of_tables(path: AnyPath, folder: AnyPath, tables: Mapping[_Parts, FileEntry
     tops = {parts: next(part for part in parts if "=" not in part or part == parts[-1]) for parts in tables}
     names = _by_name(folder, list(dict.fromkeys(tops.values())))
     if not names.keys() & PARTITIONS and len(names) > 1:
-        return {folder.name: partial(TableFiles, list(tables.values()), path)}
+        return {folder.name: partial(table_files, list(tables.values()), path)}
     return {
-        name: partial(TableFiles, [entry for parts, entry in tables.items() if tops[parts] in members], path)
+        name: partial(table_files, [entry for parts, entry in tables.items() if tops[parts] in members], path)
         for name, members in names.items()
     }
 
@@ -244,14 +230,14 @@ def _of_images(
     order = list(labels) if labels and {*classes} <= {*labels} else classes
     return {
         name: partial(
-            ImageFiles, root, [entry for _, entry in inside[name]], [order.index(label) for label, _ in inside[name]]
+            image_files, root, [entry for _, entry in inside[name]], [order.index(label) for label, _ in inside[name]]
         )
         for name in partitions
     }
 
 
 def _on_hub(text: str, benchmark: Benchmark) -> Located:
-    """Load a dataset from the hub.   text: as the user named it."""
+    """Load a dataset from the hub, which the user named by a text."""
     name, hub, config = benchmark.name, benchmark.hub, benchmark.config
     remedy = f"give the path of its files as {name}=PATH" if name else "give the path of its files"
     if not hub:
@@ -267,9 +253,10 @@ def _on_hub(text: str, benchmark: Benchmark) -> Located:
         reason = first_line(error.__cause__ or error)
         raise DataError(f"cannot load {hub!r} from the hub: {reason}; {remedy}") from error
     title = f"{hub} ({config})" if config else hub
-    partitions = {
-        partition: partial(HubRows, rows, f"{title}, {split}", partition)
-        for split, rows in loaded.items()
-        for partition in ["validation" if split in ("val", "valid") else str(split)]
-    }
+    partitions: dict[str, Callable[[], Source]] = {}
+    for split, rows in loaded.items():
+        partition = "validation" if split in ("val", "valid") else str(split)
+        # Arrow files that the library keeps, in which images are as they were published.
+        files = [entry for file in rows.cache_files for entry in file_entry(Path(file["filename"]))]
+        partitions[partition] = partial(table_files, files, Path(), f"{title}, {split}", partition)
     return Located(text, name or hub, f"{hub} on the hub", lambda: partitions, None, benchmark)

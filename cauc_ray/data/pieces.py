@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,9 +12,9 @@ import pyarrow as pa
 from cauc_ray.data.blocks import InputBlock
 from cauc_ray.data.columns import LABEL, ColumnPlan, read_block, read_ids, row_digests
 from cauc_ray.data.sources import Source
-from cauc_ray.files.parquet import RowSpan, UnopenedError, UnreadableError
+from cauc_ray.files.parquet import RowSpan, UnopenedError
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
-from cauc_ray.numbers.types import Ints
+from cauc_ray.numbers.types import Bools, Ints
 
 # A piece ends once it has so many bytes, uncompressed, or so many rows.
 PIECE_BYTES = 64 << 20
@@ -29,39 +30,31 @@ class Part:
     Attributes:
         source: The rows.
         plan: How their columns are read.
-        splits: The numbers of the rows of each split, int64 (n,), ascending; None for all rows.
+        splits: The numbers of the rows of each split, int64 (n,), ascending; a range for neighbours.
     """
 
     source: Source
     plan: ColumnPlan
-    splits: Mapping[str, Ints | None]
-
-    def rows_of(self, split: str) -> Ints:
-        """Return the numbers of a split's rows."""
-        rows = self.splits[split]
-        return np.arange(self.source.n_rows) if rows is None else rows
-
-    def n_rows_of(self, split: str) -> int:
-        """Return the number of a split's rows."""
-        rows = self.splits[split]
-        return self.source.n_rows if rows is None else len(rows)
-
-    def between(self, start: int, end: int) -> dict[str, Ints]:
-        """Return the numbers of each split's rows from one row on to another."""
-        return {
-            split: np.arange(start, end) if rows is None else rows[slice(*np.searchsorted(rows, [start, end]))]
-            for split, rows in self.splits.items()
-        }
+    splits: Mapping[str, Ints | range]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Neighbouring rows of a part, and the number of their first block."""
 
-    part: int
+    part: Part
     start: int
     end: int
     first_block: int
+
+    def blocks(self, block_rows: int) -> dict[int, tuple[str, Ints | range]]:
+        """Return the split and the row numbers of each block, by its number."""
+        blocks: list[tuple[str, Ints | range]] = []
+        for split, rows in self.part.splits.items():
+            first, last = bisect_left(rows, self.start), bisect_left(rows, self.end)
+            for start in range(first, last, block_rows):
+                blocks.append((split, rows[start : min(start + block_rows, last)]))
+        return dict(enumerate(blocks, self.first_block))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +63,6 @@ class FileBlocks:
 
     Attributes:
         name: Where the rows come from.
-        parts: The files.
         pieces: What one process reads from start to end.
         block_rows: The most rows of a block.
         anywhere: Whether every node can read them.
@@ -79,7 +71,6 @@ class FileBlocks:
     """
 
     name: str
-    parts: tuple[Part, ...]
     pieces: tuple[Piece, ...]
     block_rows: int
     anywhere: bool
@@ -91,19 +82,19 @@ class FileBlocks:
         """Cut files into pieces by their size, many small ones into one piece."""
         pieces: list[Piece] = []
         first_block = 0
-        for number, part in enumerate(parts):
-            start, n_rows = 0, part.source.n_rows
+        for part in parts:
+            start, n_rows, ends = 0, part.source.n_rows, part.source.ends
             row_bytes = part.source.n_bytes / max(1, n_rows)
             piece_rows = max(block_rows, int(min(PIECE_ROWS, PIECE_BYTES / max(1.0, row_bytes))))
             while start < n_rows:
-                index = int(np.searchsorted(part.source.ends, start + piece_rows))
-                end = int(part.source.ends[min(index, len(part.source.ends) - 1)])
-                n_blocks = sum(-(-len(rows) // block_rows) for rows in part.between(start, end).values())
+                end = int(ends[min(int(np.searchsorted(ends, start + piece_rows)), len(ends) - 1)])
+                piece = Piece(part, start, end, first_block)
+                n_blocks = len(piece.blocks(block_rows))
                 if n_blocks:
-                    pieces.append(Piece(number, start, end, first_block))
+                    pieces.append(piece)
                 first_block, start = first_block + n_blocks, end
         anywhere = all(part.source.is_remote for part in parts)
-        return cls(name, tuple(parts), tuple(pieces), block_rows, anywhere, with_inputs)
+        return cls(name, tuple(pieces), block_rows, anywhere, with_inputs)
 
     @property
     def n_groups(self) -> int:
@@ -113,89 +104,73 @@ class FileBlocks:
     def blocks(self, group: int, seen: Collection[int] = ()) -> Iterator[tuple[int, InputBlock]]:
         """Read a piece once, and yield its blocks as their last rows come. Errors are those of BlockSource."""
         piece = self.pieces[group]
-        part = self.parts[piece.part]
-        blocks: dict[int, tuple[str, Ints]] = {}
-        number = piece.first_block
-        for split, rows in part.between(piece.start, piece.end).items():
-            for start in range(0, len(rows), self.block_rows):
-                blocks[number] = split, rows[start : start + self.block_rows]
-                number += 1
-        blocks = {number: block for number, block in blocks.items() if number not in seen}
+        blocks = {
+            number: (split, np.asarray(rows, dtype=np.int64))
+            for number, (split, rows) in piece.blocks(self.block_rows).items()
+            if number not in seen
+        }
         if not blocks:
             return
+        source, plan = piece.part.source, piece.part.plan
+        # Blocks of several splits are open at a time: their rows lie among one another.
         numbers = np.repeat(list(blocks), [len(rows) for _, rows in blocks.values()])
         rows = np.concatenate([rows for _, rows in blocks.values()])
         order = np.argsort(rows, kind="stable")
-        open_blocks: dict[int, list[RowSpan]] = {number: [] for number in blocks}
-        left = {number: len(block_rows) for number, (_, block_rows) in blocks.items()}
+        spans_of: dict[int, list[RowSpan]] = {number: [] for number in blocks}
         start = 0
-        for span in part.source.spans(part.plan.file_columns, rows[order], self.block_rows, part.plan.texts):
-            at = numbers[order[start : start + span.n]]
+        for span in source.spans(plan.file_columns, rows[order], self.block_rows, plan.texts):
+            span_numbers = numbers[order[start : start + span.n]]
             start += span.n
-            for number in np.unique(at).tolist():
-                mask = at == number
-                n, first = int(mask.sum()), int(mask.argmax())
-                table = span.table
-                if table is not None and n < span.n:  # neighbours are sliced, which copies nothing
-                    table = table.slice(first, n) if mask[first : first + n].all() else table.filter(pa.array(mask))
-                open_blocks[number].append(RowSpan(n, table, span.error))
-                left[number] -= n
-                if not left[number]:
-                    split, block_rows = blocks[number]
-                    block = _block(part, split, block_rows, open_blocks.pop(number))
-                    yield number, replace(block, inputs=_inputs(block)) if self.with_inputs else block
+            # Those that end first come first, whatever a span holds.
+            for number in sorted(np.unique(span_numbers).tolist(), key=lambda number: blocks[number][1][-1]):
+                split, block_rows = blocks[number]
+                spans_of[number].append(_selected(span, span_numbers == number))
+                if sum(part.n for part in spans_of[number]) == len(block_rows):
+                    block = _block(source, plan, block_rows, spans_of.pop(number), with_inputs=self.with_inputs)
+                    yield number, replace(block, split=split)
 
 
-def _block(part: Part, split: str, rows: Ints, spans: Sequence[RowSpan]) -> InputBlock:
+def _selected(span: RowSpan, mask: Bools) -> RowSpan:
+    """Return the rows of a span that a mask selects."""
+    n, first = int(mask.sum()), int(mask.argmax())
+    table = span.table
+    if table is not None and n < span.n:  # neighbours are sliced, which copies nothing
+        table = table.slice(first, n) if mask[first : first + n].all() else table.filter(pa.array(mask))
+    return RowSpan(n, table, span.error)
+
+
+def _block(source: Source, plan: ColumnPlan, rows: Ints, spans: Sequence[RowSpan], *, with_inputs: bool) -> InputBlock:
     """Return the rows of a block as they were read."""
-    errors: dict[int, UnreadableError] = {}
-    start = 0
-    for span in spans:
-        if span.error is not None:
-            errors |= dict.fromkeys(range(start, start + span.n), span.error)
-        start += span.n
-    readable = np.ones(len(rows), dtype=bool)
-    readable[list(errors)] = False
+    readable = np.repeat([span.error is None for span in spans], [span.n for span in spans])
     tables = [span.table for span in spans if span.table is not None]
-    block = (
-        read_block(part.plan, pa.concat_tables(tables), rows[readable], part.source)
-        if tables
-        else InputBlock([], np.zeros(0, np.int32) if LABEL in part.plan.columns else None, {}, 0)
+    if tables:
+        block = read_block(plan, pa.concat_tables(tables), rows[readable], source)
+    else:
+        block = InputBlock([], np.zeros(0, np.int32) if LABEL in plan.columns else None, {}, 0)
+    if with_inputs:
+        block = replace(block, inputs=row_digests(block.columns, len(block.example_ids)))
+    if readable.all():
+        return block
+    # Of a row that cannot be read, an id may be known, but no more.
+    positions = pa.array(np.cumsum(readable) - 1, mask=~readable)
+    ids = np.empty(len(rows), dtype=object)
+    ids[readable], ids[~readable] = block.example_ids, _ids_of_unreadable(source, plan, rows[~readable])
+    errors = [span.error for span in spans for _ in range(span.n)]
+    labels = None if block.labels is None else pa.array(block.labels).take(positions).fill_null(UNKNOWN_LABEL)
+    return replace(
+        block,
+        example_ids=ids.tolist(),
+        labels=None if labels is None else labels.to_numpy(),
+        inputs=None if block.inputs is None else block.inputs.take(positions),
+        unreadable={row: str(error) for row, error in enumerate(errors) if error is not None},
+        may_return=any(isinstance(error, UnopenedError) for error in errors),
     )
-    ids = iter(block.example_ids)
-    lost = iter(_ids_of_unreadable(part, rows[~readable]) if errors else ())
-    labels = None
-    if block.labels is not None:
-        labels = np.full(len(rows), UNKNOWN_LABEL, np.int32)
-        labels[readable] = block.labels
-    return InputBlock(
-        [next(ids) if ok else next(lost) for ok in readable.tolist()],
-        labels,
-        block.columns,
-        block.n_bytes,
-        {position: str(error) for position, error in errors.items()},
-        any(isinstance(error, UnopenedError) for error in errors.values()),
-        split,
-    )
 
 
-def _inputs(block: InputBlock) -> pa.Array:
-    """Return a digest of what models read of each row, null where it could not be read."""
-    readable = block.readable
-    digests = row_digests(block.columns, int(readable.sum()))
-    positions = np.where(readable, np.cumsum(readable) - 1, -1)
-    return digests.take(pa.array(positions, mask=~readable))
-
-
-def _ids_of_unreadable(part: Part, rows: Ints) -> list[str]:
+def _ids_of_unreadable(source: Source, plan: ColumnPlan, rows: Ints) -> list[str]:
     """Return the ids of rows whose other columns cannot be read; of rows whose id cannot either, their places."""
-    source, plan = part.source, part.plan
-    if not plan.ids:
-        names: list[str] = source.row_names(rows).to_pylist()
-        return names
     ids: list[str] = []
-    for span in source.spans(plan.ids, rows, len(rows), plan.texts):
-        start = len(ids)
-        places = [source.place_of(int(row)) for row in rows[start : start + span.n]]
+    for span in source.spans(plan.ids, rows, texts=plan.texts):
+        places = [source.place_of(int(row)) for row in rows[len(ids) : len(ids) + span.n]]
         ids += places if span.table is None else plan.unique(read_ids(span.table.column(0), places.__getitem__))
     return ids

@@ -8,7 +8,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import PurePath
 from typing import Any
 
@@ -16,13 +16,14 @@ import pyarrow as pa
 import pyarrow.csv
 
 from cauc_ray.errors import DataError, first_line
-from cauc_ray.files.parquet import UnopenedError, cast_table, plain_schema
-from cauc_ray.files.paths import AnyPath, FileEntry, RemotePath
+from cauc_ray.files.parquet import UnopenedError, cast_table, open_file, plain_schema, require_distinct
+from cauc_ray.files.paths import AnyPath, FileEntry
 
 # Bytes of a file that are read at once; the limit of a CSV row.
 BLOCK_BYTES = 16 << 20
 # Characters of JSON Lines that are parsed at once; a line needs several times its length in memory.
 JSON_CHARS = 4 << 20
+_ITEM_CHARS = 512  # of an array, roughly
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
 FORMATS = {
@@ -72,31 +73,19 @@ def stream_tables(entry: FileEntry, schema: pa.Schema | None = None, digest: Any
         DataError: A row or a line is malformed; names the file and the place.
         UnopenedError: The file cannot be reached.
     """
-    kind = format_of(entry.path)
-    read = _READERS.get(kind or "")
-    if read is None:
-        raise DataError(f"{entry.path} is not a table that is read from its start; expected {', '.join(FORMATS)}")
-    with _opened(entry, str(kind)) as content:
-        hashed = io.BufferedReader(_Hashed(content, digest), BLOCK_BYTES) if digest is not None else content
-        for table in read(entry.path, content if kind in ("Arrow", "ORC") else hashed, schema):
-            names = table.schema.names if schema is None else schema.names
+    kind = str(format_of(entry.path))
+    with _opened(entry.path, kind) as content:
+        is_text = kind in ("CSV", "JSON")
+        hashed = io.BufferedReader(_Hashed(content, digest), BLOCK_BYTES) if is_text and digest is not None else content
+        for table in _READERS[kind](entry.path, hashed, schema):
             plain = plain_schema(table.schema) if schema is None else schema
-            yield cast_table(table.select(names), plain)
+            yield cast_table(table.select(plain.names), plain)
 
 
 @contextmanager
-def _opened(entry: FileEntry, kind: str) -> Iterator[Any]:
+def _opened(path: AnyPath, kind: str) -> Iterator[Any]:
     """Open a file, decompressed; what fails while it is read is named by it."""
-    path = entry.path
-    try:
-        if isinstance(path, RemotePath):
-            source = path.open_input()
-        elif path.is_file():  # opening a pipe would block
-            source = pa.OSFile(str(path))
-        else:
-            raise UnopenedError(f"there is no file {path}")
-    except (OSError, DataError) as error:
-        raise UnopenedError(f"{path} cannot be read: {error}" if isinstance(error, OSError) else str(error)) from error
+    source = open_file(path)
     compression = COMPRESSIONS.get(suffixes_of(path)[1])
     try:
         with source, source if compression is None else pa.CompressedInputStream(source, compression) as content:
@@ -143,9 +132,7 @@ def _csv_tables(path: AnyPath, content: Any, schema: pa.Schema | None) -> Iterat
     first = head.split("\n", 1)[0]
     delimiter = "\t" if suffixes_of(path)[0] == ".tsv" else next((mark for mark in ",;\t" if mark in first), ",")
     names = next(csv.reader(io.StringIO(head), delimiter=delimiter), [])
-    duplicate = next((name for name in names if names.count(name) > 1), None)
-    if duplicate is not None:
-        raise DataError(f"{path} has two columns named {duplicate!r}")
+    require_distinct(path, names)
     # Arrow would guess types from the first block: "007" is not a number if a later row has "A1".
     kinds = pa.schema([(name, pa.string()) for name in names]) if schema is None else schema
     # One thread: Arrow then names the malformed row and does not read ahead.
@@ -165,42 +152,58 @@ def _csv_tables(path: AnyPath, content: Any, schema: pa.Schema | None) -> Iterat
 
 
 def _json_tables(path: AnyPath, content: Any, schema: pa.Schema | None) -> Iterator[pa.Table]:
-    text = _text(content)
-    if text.peek(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        yield from _array_tables(path, text, schema)
-        return
     rows: list[dict[str, Any]] = []
     n_chars = 0
+    for place, row, n in _json_rows(path, _text(content)):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, {place}: expected a JSON object, got a {type(row).__name__}")
+        rows.append(row)
+        n_chars += n
+        if n_chars >= JSON_CHARS:
+            yield _json_table(path, rows, schema)
+            rows, n_chars = [], 0
+    yield _json_table(path, rows, schema)
+
+
+def _json_rows(path: AnyPath, text: io.BufferedReader) -> Iterator[tuple[str, Any, int]]:
+    """Yield the place, value and length of each line, or of each item of an array, which must fit into memory."""
+    if text.peek(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        try:
+            items = json.loads(text.read().decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} is not JSON: {error}") from error
+        yield from ((f"item {number}", item, _ITEM_CHARS) for number, item in enumerate(items))
+        return
     with io.TextIOWrapper(text, encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
             try:
-                row = json.loads(line)
+                if line.strip():
+                    yield f"line {number}", json.loads(line), len(line)
             except (ValueError, RecursionError) as error:
                 hint = "; expected an object on each line, or an array of objects"
                 raise DataError(f"{path}, line {number}: not JSON: {error}{hint}") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number}: expected a JSON object, got a {type(row).__name__}")
-            rows.append(row)
-            n_chars += len(line)
-            if n_chars >= JSON_CHARS:
-                yield _table(path, rows, schema)
-                rows, n_chars = [], 0
-    yield _table(path, rows, schema)
 
 
-def _array_tables(path: AnyPath, text: io.BufferedReader, schema: pa.Schema | None) -> Iterator[pa.Table]:
-    """Read an array of objects, which must fit into memory."""
+def _json_table(path: AnyPath, rows: Sequence[dict[str, Any]], schema: pa.Schema | None) -> pa.Table:
+    names = dict.fromkeys(name for row in rows for name in row) if schema is None else schema.names
     try:
-        rows = json.loads(text.read().decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON: {error}") from error
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise DataError(f"{path}, item {number}: expected a JSON object, got a {type(row).__name__}")
-    for start in range(0, max(1, len(rows)), 8192):
-        yield _table(path, rows[start : start + 8192], schema)
+        return pa.table(
+            {name: _json_column([row.get(name) for row in rows], schema and schema.field(name).type) for name in names}
+        )
+    except UnicodeEncodeError as error:
+        raise DataError(f"{path} has half a surrogate pair (such as \\ud800), which is not valid text") from error
+    except pa.ArrowException as error:
+        raise DataError(f"{path} has values that do not fit their column's type: {first_line(error)}") from error
+
+
+def _json_column(values: list[Any], kind: pa.DataType | None) -> pa.Array:
+    try:
+        return pa.array(values, kind)
+    except (pa.ArrowException, OverflowError):
+        if kind not in (None, pa.string()):
+            raise
+        # Values of several types: a label column may have "A" and 1, and unused columns may have anything.
+        return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in values], pa.string())
 
 
 def _arrow_tables(path: AnyPath, content: Any, schema: pa.Schema | None) -> Iterator[pa.Table]:
@@ -236,27 +239,6 @@ _READERS: dict[str, Callable[[AnyPath, Any, pa.Schema | None], Iterator[pa.Table
 }
 
 
-def _table(path: AnyPath, rows: Sequence[dict[str, Any]], schema: pa.Schema | None) -> pa.Table:
-    names = dict.fromkeys(name for row in rows for name in row) if schema is None else schema.names
-    kinds = {} if schema is None else dict(zip(schema.names, schema.types, strict=True))
-    try:
-        return pa.table({name: _array([row.get(name) for row in rows], kinds.get(name)) for name in names})
-    except UnicodeEncodeError as error:
-        raise DataError(f"{path} has half a surrogate pair (such as \\ud800), which is not valid text") from error
-    except pa.ArrowException as error:
-        raise DataError(f"{path} has values that do not fit their column's type: {first_line(error)}") from error
-
-
-def _array(values: list[Any], kind: pa.DataType | None) -> pa.Array:
-    try:
-        return pa.array(values, kind)
-    except (pa.ArrowException, OverflowError):
-        if kind not in (None, pa.string()):
-            raise
-        # Values of several types: a label column may have "A" and 1, and unused columns may have anything.
-        return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in values], pa.string())
-
-
 _BOOLEAN = re.compile("true|false", re.IGNORECASE)
 
 
@@ -270,24 +252,19 @@ def narrowest(texts: pa.ChunkedArray) -> pa.DataType:
     if not len(values):
         return pa.null()
     for kind in (pa.int64(), pa.float64()):
-        try:
-            values.cast(kind)
-        except pa.ArrowException:
-            continue
-        return kind
+        with suppress(pa.ArrowException):
+            return values.cast(kind).type
     return pa.bool_() if all(map(_BOOLEAN.fullmatch, values.unique().to_pylist())) else pa.string()
 
 
 def wider(first: pa.DataType, second: pa.DataType) -> pa.DataType:
-    """Return a type that fits values of both types; string if there is no other.
+    """Return a type that fits values of both types; string where Arrow has none.
 
     >>> [str(wider(pa.int64(), second)) for second in (pa.null(), pa.float64(), pa.bool_())]
     ['int64', 'double', 'string']
     """
-    if pa.null() not in (first, second) and pa.types.is_boolean(first) != pa.types.is_boolean(second):
-        return pa.string()
-    try:
-        both = pa.unify_schemas([pa.schema([("", first)]), pa.schema([("", second)])], promote_options="permissive")
-    except pa.ArrowException:
-        return pa.string()
-    return both.field(0).type
+    if pa.null() in (first, second) or pa.types.is_boolean(first) == pa.types.is_boolean(second):
+        with suppress(pa.ArrowException):
+            schemas = [pa.schema([("", kind)]) for kind in (first, second)]
+            return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    return pa.string()

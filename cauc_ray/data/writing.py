@@ -44,7 +44,9 @@ class PoolModel(BaseModel):
 class TableInfo(BaseModel):
     """LOGITS/pool.json.
 
-    logit_kind: of models without a kind of their own.   labels: names of the options in order.
+    Attributes:
+        logit_kind: Of models without a kind of their own.
+        labels: Names of the options in order.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -69,13 +71,13 @@ class TableInfo(BaseModel):
 
     def kind(self, model: str) -> LogitKind | None:
         """Return the declared kind of a model's logits, None if none was declared."""
-        own = next((one for one in self.models if one.name == model), None)
-        if own is not None and own.logit_kind is not None:
-            return own.logit_kind
+        declared = next((entry for entry in self.models if entry.name == model), None)
+        if declared is not None and declared.logit_kind is not None:
+            return declared.logit_kind
         if self.logit_kind == UNDECLARED:
             return None
         # If models differed, earlier versions wrote each model's kind at the end of its source.
-        source = own.source or "" if own is not None else ""
+        source = declared.source or "" if declared is not None else ""
         return kind_of(self.logit_kind) or kind_of(source.rpartition("; ")[2])
 
 
@@ -143,9 +145,9 @@ def _record(table: AnyPath, model: PoolModel, unit: str | None) -> None:
     info = read_info(table) or TableInfo(cost_unit=unit or UNNAMED_UNIT, models=[])
     if unit is not None and unit != info.cost_unit:
         raise ConfigError(f"{table} has costs in {info.cost_unit}, but those of model {model.name!r} are in {unit}")
-    others = [other for other in info.models if other.name != model.name]
+    models = [entry for entry in info.models if entry.name != model.name]
     make_folder(table)
-    write_info(table, info.model_copy(update={"models": [*others, model]}))
+    write_info(table, info.model_copy(update={"models": [*models, model]}))
 
 
 def logit_columns(
@@ -153,9 +155,9 @@ def logit_columns(
 ) -> pa.Table:
     """Return rows of a logit table; arguments and errors as for write_logits."""
     ids, rows = pa.array(example_ids, pa.string()), list(logits)
-    known = np.full(len(ids), UNKNOWN_LABEL) if labels is None else np.asarray(labels)
+    numbers = np.full(len(ids), UNKNOWN_LABEL) if labels is None else np.asarray(labels)
     for name, n in (
-        ("labels", len(known)),
+        ("labels", len(numbers)),
         ("rows of logits", len(rows)),
         ("costs", len(ids if costs is None else costs)),
     ):
@@ -163,7 +165,7 @@ def logit_columns(
             raise ConfigError(f"{len(ids)} example ids and {n} {name}; give one for each")
     columns = {
         "example_id": ids,
-        "label": pa.array(known.astype(np.int32), mask=known == UNKNOWN_LABEL),
+        "label": pa.array(numbers.astype(np.int32), mask=numbers == UNKNOWN_LABEL),
         "logits": float_lists(rows),
     }
     if costs is not None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import ray
 from pydantic import BaseModel, ConfigDict
 
 from cauc_ray.cascade.rows import Call, CallResult, Owner
@@ -467,6 +468,7 @@ def run_side_by_side(
     """
     for work in works.values():
         require_fit([work.stage])
+    dataset = _shared(dataset)
     waiting, running = dict(works), dict[str, tuple[LiveRun, StageSpec]]()
     progress: dict[str, RunProgress] = {}
     try:
@@ -489,6 +491,14 @@ def run_side_by_side(
     finally:
         for run, _ in running.values():
             run.close()
+
+
+def _shared(dataset: Dataset) -> Dataset:
+    """Return a dataset whose rows in memory are in the object store, once for all models."""
+    sources = [part.source for part in dataset.parts]
+    rows = [None if source.rows is None else partial(ray.get, ray.put(source.rows)) for source in sources]
+    pairs = zip(dataset.parts, rows, strict=True)
+    return replace(dataset, parts=tuple(replace(part, source=replace(part.source, rows=r)) for part, r in pairs))
 
 
 def _that_fit(waiting: Mapping[str, Collection], taken: Sequence[StageSpec]) -> dict[str, StageSpec]:

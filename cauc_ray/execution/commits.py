@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict
 from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.errors import CaucError, DataError, ExecutionError
 from cauc_ray.files.documents import make_folder, read_model, write_json, write_text
-from cauc_ray.files.parquet import open_parquet, read_parquet, write_parquet
+from cauc_ray.files.parquet import read_footer, read_parquet, write_parquet
 from cauc_ray.files.paths import AnyPath, visible
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.numbers.types import Ints
@@ -341,8 +341,7 @@ def _files(folder: AnyPath) -> list[AnyPath]:
 
 def _failed_blocks(file: AnyPath) -> dict[int, list[int]]:
     """Return the positions of each block's failed rows in a file, in their order."""
-    with open_parquet(file) as opened:
-        positions = json.loads((opened.schema_arrow.metadata or {}).get(_FAILED_BLOCKS, b"{}"))
+    positions = json.loads((read_footer(file).metadata.metadata or {}).get(_FAILED_BLOCKS, b"{}"))
     return {int(block): rows for block, rows in positions.items()}
 
 

@@ -17,11 +17,11 @@ from ray.data import Dataset, ExecutionResources
 from ray.data.dataset import MaterializedDataset
 
 from cauc_ray.data.blocks import InputBlock, other_rows
-from cauc_ray.data.columns import ID, ColumnPlan, Task, plan_columns, read_block
+from cauc_ray.data.columns import ColumnPlan, Task, plan_columns, read_block
+from cauc_ray.data.sources import ID
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.cluster import store_bytes
 from cauc_ray.files.paths import AnyPath
-from cauc_ray.numbers.types import Ints
 
 _SOURCE = "the Ray dataset"
 STORE_SHARE = 0.15
@@ -130,11 +130,7 @@ class DatasetBlocks:
         """Return where a row is, for messages."""
         return f"{_SOURCE}, row {row}"
 
-    def row_names(self, rows: Ints) -> pa.Array:
-        """Return no names: a Ray Dataset has ids."""
-        raise AssertionError("a Ray Dataset has ids")
-
-    def folder_of(self, row: int) -> AnyPath | None:
+    def folder_of(self, row: int) -> AnyPath:
         """Return that paths of images are absolute."""
         return Path("/")
 

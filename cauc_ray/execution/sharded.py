@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from cauc_ray.data.logits import ChainHeads, require_fit_rows
-from cauc_ray.data.model_rows import SpooledLogits, WantedRows, unfit_row
+from cauc_ray.data.model_rows import ShardFiles, SpooledLogits, unfit_row
 from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, explained, kind_of, make_actor, placement
 from cauc_ray.execution.cluster import autoscales, room_for, wait_for_nodes
@@ -70,23 +70,26 @@ class ShardsWatched:
 class ShardRows:
     """Rows of a shard, in the order in which the first model's files have them.
 
-    ranks: int64 (n,), positions among all rows in order of example_id.   labels: int32 (n,).   wanted: of each model.
+    Attributes:
+        ranks: int64 (n,), positions among all rows in order of example_id.
+        labels: int32 (n,).
+        files: Of each model.
     """
 
     ranks: Ints
     labels: Ints
-    wanted: tuple[WantedRows, ...]
+    files: tuple[ShardFiles, ...]
 
 
 def cut_rows(chain: ChainHeads, n_shards: int) -> list[ShardRows]:
     """Cut a chain's rows into shards of about equal size, none empty, along the first model's files."""
-    order, known = np.argsort(chain.heads[0].positions), chain.known
+    order, known = np.argsort(chain.heads[0].positions), chain.arguments
     models = list(zip(known["models"], chain.heads, known["logit_kind"], strict=True))
     return [
         ShardRows(
             ranks,
             known["labels"][ranks],
-            tuple(WantedRows(model, head.files, head.positions[ranks], kind) for model, head, kind in models),
+            tuple(ShardFiles(model, head.files, head.positions[ranks], kind) for model, head, kind in models),
         )
         for ranks in np.array_split(order, min(n_shards, len(order)))
     ]
@@ -108,7 +111,7 @@ class ShardActor:
         unfit.
         """
         if key not in self._parts:
-            spools = tuple(SpooledLogits(wanted) for wanted in rows.wanted)
+            spools = tuple(map(SpooledLogits, rows.files))
             # Copies, so that no block of the object store is held between calls.
             self._parts[key] = ChainPart(spools, rows.labels.copy(), rows.ranks.copy())
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -167,7 +170,7 @@ class Shards:
 
         Raises DataError for rows that cannot be used, ExecutionError where a shard has no answer in time.
         """
-        started, known = time.perf_counter(), heads.known
+        started, known = time.perf_counter(), heads.arguments
         facts = self.ask(number, partial(facts_of, known["models"]))
         require_fit_rows(known, (own.unfit for own in facts))  # it names the example that one process would name
         for place, model in enumerate(known["models"]):

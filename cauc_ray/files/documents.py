@@ -20,51 +20,46 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 @contextmanager
-def _refused(what: str) -> Iterator[None]:
-    """Turn an OSError in the block into a ConfigError in one line.   what: the operation that failed."""
+def _refused(fault: str, path: AnyPath) -> Iterator[None]:
+    """Turn an OSError in the block, or a bucket of the path that does not exist, into a ConfigError in one line."""
     try:
+        # Object stores need no other folders.
+        if isinstance(path, RemotePath) and path.root.startswith("s3://") and not path_of(path.root).is_dir():
+            raise ConfigError(f"{fault}: bucket {path.root} does not exist")
         yield
     except OSError as error:
-        raise ConfigError(f"{what}: {error.strerror or error}") from error
+        raise ConfigError(f"{fault}: {error.strerror or error}") from error
 
 
 def require_writable(path: AnyPath) -> None:
     """Raise ConfigError if a file cannot be written: no such folder, or the path is a folder, a device or a pipe."""
-    with _refused(f"cannot write {path}"):
+    fault = f"cannot write {path}"
+    with _refused(fault, path):
         target = path if isinstance(path, RemotePath) else path.resolve()
         if isinstance(target, Path) and not target.parent.is_dir():
-            raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
-        _require_bucket(target)
+            raise ConfigError(f"{fault}: folder {path.parent} does not exist")
         if target.exists() and not target.is_file():
-            raise ConfigError(f"cannot write {path}: it is a folder or not a regular file")
-
-
-def _require_bucket(path: AnyPath) -> None:
-    """Raise ConfigError if a path's bucket does not exist; object stores need no other folders."""
-    if isinstance(path, RemotePath) and path.root.startswith("s3://") and not path_of(path.root).is_dir():
-        raise ConfigError(f"cannot write {path}: there is no bucket {path.root}")
+            raise ConfigError(f"{fault}: it is a folder or not a regular file")
 
 
 def require_new(path: AnyPath) -> None:
     """Raise ConfigError if a new folder's path exists and is not an empty folder, or its bucket does not exist."""
-    with _refused(f"output {path} cannot be created"):
-        _require_bucket(path)
-        taken = path.exists() and (not path.is_dir() or any(True for _ in path.iterdir()))
-    if taken:
-        raise ConfigError(f"output {path} exists and is not an empty folder; choose another path or remove it")
+    with _refused(f"output {path} cannot be created", path):
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"output {path} exists and is not an empty folder; choose another path or remove it")
 
 
 def require_folder(path: AnyPath) -> None:
     """Raise ConfigError unless a path is a folder that can be written to, or one can be created there."""
-    with _refused(f"output {path} cannot be created"):
-        _require_bucket(path)
+    fault = f"output {path} cannot be created"
+    with _refused(fault, path):
         if isinstance(path, RemotePath):
             return
-        there = next(folder for folder in (path, *path.parents) if folder.exists())
-    if not there.is_dir():
-        raise ConfigError(f"output {path} cannot be created: {there} is not a folder")
-    if not os.access(there, os.W_OK | os.X_OK) or there.is_relative_to("/proc"):
-        raise ConfigError(f"output {path} cannot be created: {there} is not writable")
+        parent = next(folder for folder in (path, *path.parents) if folder.exists())
+        if not parent.is_dir():
+            raise ConfigError(f"{fault}: {parent} is not a folder")
+        if not os.access(parent, os.W_OK | os.X_OK) or parent.is_relative_to("/proc"):
+            raise ConfigError(f"{fault}: {parent} is not writable")
 
 
 @contextmanager
@@ -107,7 +102,7 @@ def atomic_file(path: AnyPath) -> Iterator[Path]:
             with pa.memory_map(str(temporary)) as written:
                 path.write_bytes(written.read_buffer())
         return
-    with _refused(f"cannot write {path}"):
+    with _refused(f"cannot write {path}", path):
         target = path.resolve()
         # A name of its own: the target's name may already have the maximum length.
         temporary = target.with_name(f".cauc-{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
@@ -143,7 +138,7 @@ def make_folder(path: AnyPath) -> None:
     """
     if isinstance(path, RemotePath):
         return
-    with _refused(f"output {path} cannot be created"):
+    with _refused(f"output {path} cannot be created", path):
         new = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         for folder in new:
@@ -171,22 +166,29 @@ def read_json(path: AnyPath) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError as error:
-        raise DataError(f"there is no file {path}") from error
+        raise DataError(f"{path} does not exist") from error
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is not a readable JSON file: {error}") from error
 
 
 def read_model(path: AnyPath, kind: type[Model], file_format: str | None = None, *, strict: bool = False) -> Model:
-    """Read a JSON file as a pydantic model.   file_format: the expected value of its key "format", if it has one.
+    """Read a JSON file as a pydantic model.
 
-    Raises DataError if it is missing, not JSON, or does not fit the model; ConfigError if it has another format.
+    Args:
+        path: The file.
+        kind: The model.
+        file_format: The expected value of its key "format", if it has one.
+        strict: Do not convert values to other types.
+
+    Raises:
+        DataError: It is missing, not JSON, or does not fit the model.
+        ConfigError: It has another format.
     """
     content = read_json(path)
-    found = content.get("format", file_format) if isinstance(content, dict) else file_format
-    if file_format is not None and found != file_format:
-        raise ConfigError(
-            f"{path} has format {found}, this version reads {file_format}; remove its folder or choose another -o"
-        )
+    stored_format = content.get("format", file_format) if isinstance(content, dict) else file_format
+    if file_format is not None and stored_format != file_format:
+        remedy = "remove its folder or choose another -o"
+        raise ConfigError(f"{path} has format {stored_format}, this version reads {file_format}; {remedy}")
     try:
         return kind.model_validate(content, strict=strict)
     except ValidationError as error:
@@ -198,9 +200,10 @@ def _refuse_constant(text: str) -> None:
 
 
 def read_yaml(path: AnyPath, kind: str) -> Any:
-    """Read a YAML file.   kind: what to call it in messages, such as "pool file".
+    """Read a YAML file, which messages call by its kind, such as "pool file".
 
-    Raises ConfigError in one line if it is missing, not a file, or not YAML.
+    Raises:
+        ConfigError: It is missing, not a file, or not YAML; in one line.
     """
     import yaml
 

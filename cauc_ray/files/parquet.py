@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
-from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,16 +15,13 @@ import pyarrow.parquet as pq
 
 from cauc_ray.errors import DataError, first_line
 from cauc_ray.files.documents import atomic_file
-from cauc_ray.files.paths import AnyPath, FileEntry, RemotePath, SomePath, list_files, readable
+from cauc_ray.files.paths import AnyPath, FileEntry, RemotePath, SomePath, list_files, readable, side_by_side
 
-# Bytes of neighbouring row groups that are fetched together, and the size above which a row group is streamed.
+# Bytes of neighbouring row groups that are fetched together; one row group may have more.
 FETCH_BYTES = 32 << 20
-# A gap up to this size between two columns is fetched, too: another request takes as long as a megabyte.
-GAP_BYTES = 1 << 20
-# Remote reads at a time, and the bytes that they may be ahead of decoding.
-THREADS = 32
-AHEAD_BYTES = 64 << 20
 _STREAM_BYTES = 1 << 20
+# The most bytes that are decoded at once, uncompressed.
+BATCH_BYTES = 4 << 20
 # The end of a file that is read at first: most footers fit.
 _TAIL_BYTES = 1 << 16
 
@@ -57,42 +49,37 @@ def write_parquet(path: AnyPath, table: pa.Table) -> None:
         pq.write_table(table, temporary)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ParquetFooter:
     """A Parquet file as it was when its footer was read; picklable, so that no reader asks for the footer again.
 
     Attributes:
         path: The file.
         size: Its size in bytes.
-        footer: Its last bytes, from the start of the metadata; empty to read them again when they are needed.
+        n_bytes: The size of its footer.
         digest: A digest of the footer, which changes when the file is rewritten with other rows.
-        content: All of the file, where that was read at once.
         version: What a store calls this version of the file, "" where it does not.
+        stored: The footer's metadata, None to read them again when they are needed.
+        content: All of the file, where that was read at once.
     """
 
     path: AnyPath
     size: int
-    footer: bytes
+    n_bytes: int
     digest: str
+    version: str
+    stored: pq.FileMetaData | None
     content: pa.Buffer | None = None
-    version: str = ""
 
     @cached_property
     def metadata(self) -> pq.FileMetaData:
-        """The file's metadata. Raises DataError if it is read again and the file has changed."""
-        footer = self.footer
-        if not footer:
-            stored = read_footer(self.path)
-            if stored.digest != self.digest:
-                raise changed_file(self.path)
-            footer = stored.footer
-        return pq.read_metadata(pa.BufferReader(footer))
-
-    @property
-    def n_rows(self) -> int:
-        """The number of rows."""
-        n: int = self.metadata.num_rows
-        return n
+        """The file's metadata. Raises DataError if they are read again and the file has changed."""
+        if self.stored is not None:
+            return self.stored
+        footer = read_footer(self.path)
+        if footer.digest != self.digest:
+            raise changed_file(self.path)
+        return footer.stored
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -100,31 +87,18 @@ class ParquetFooter:
         return plain_schema(self.metadata.schema.to_arrow_schema())
 
     @cached_property
-    def group_rows(self) -> list[int]:
-        """The rows of each row group."""
-        return [self.metadata.row_group(number).num_rows for number in range(self.metadata.num_row_groups)]
+    def n_rows(self) -> int:
+        """The number of rows."""
+        n: int = self.metadata.num_rows
+        return n
 
     @cached_property
-    def n_bytes(self) -> int:
-        """The size of all rows, uncompressed."""
-        return sum(self.metadata.row_group(n).total_byte_size for n in range(self.metadata.num_row_groups))
-
-    def without_footer(self) -> ParquetFooter:
-        """Return the same file without the footer, which readers then read again."""
-        return ParquetFooter(self.path, self.size, b"", self.digest)
+    def groups(self) -> list[pq.RowGroupMetaData]:
+        """The metadata of each row group."""
+        return [self.metadata.row_group(number) for number in range(self.metadata.num_row_groups)]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("path", "size", "footer", "digest", "content", "version")}
-
-    def leaves(self, columns: Collection[str]) -> list[int]:
-        """Return the numbers of the stored columns that some columns consist of."""
-        names = [self.metadata.schema.column(number).path for number in range(self.metadata.num_columns)]
-        parts = [name.split(".") for name in names]
-        return [
-            number
-            for number, (name, path) in enumerate(zip(names, parts, strict=True))
-            if name in columns or path[0] in columns
-        ]
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def read_footer(path: AnyPath, *, whole: bool = False) -> ParquetFooter:
@@ -139,44 +113,55 @@ def read_footer(path: AnyPath, *, whole: bool = False) -> ParquetFooter:
         DataError: Two of its columns have one name.
     """
     try:
-        with _opened(path) as source:
-            size = source.size()
+        with open_file(path) as source:
+            size, version = source.size(), _version(source)
             n_tail = size if whole else min(size, _TAIL_BYTES)
             tail: bytes = source.read_at(n_tail, size - n_tail)
-            length = int.from_bytes(tail[-8:-4], "little") + 8 if tail.endswith(b"PAR1") else 0
-            if len(tail) < length <= size:
-                tail = source.read_at(length, size - length)
-            version = _version(source)
-        footer = tail[-length:] if length else tail
-        digest = hashlib.blake2b(footer, digest_size=16).hexdigest()
-        stored = ParquetFooter(path, size, footer, digest, pa.py_buffer(tail) if whole else None, version)
-        names = stored.schema.names
-    except (pa.ArrowException, OSError, UnicodeDecodeError, DataError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise UnopenedError(f"there is no file {path}") from error
-        reason = f"{path} is not a readable Parquet file: {first_line(error)}"
-        raise UnopenedError(str(error) if isinstance(error, DataError) else reason) from error
+            n_bytes = int.from_bytes(tail[-8:-4], "little") + 8 if tail.endswith(b"PAR1") else len(tail)
+            if len(tail) < n_bytes <= size:
+                tail = source.read_at(n_bytes, size - n_bytes)
+        metadata = pq.read_metadata(pa.BufferReader(tail[-n_bytes:]))
+        content = pa.py_buffer(tail) if whole else None
+        footer = ParquetFooter(path, size, n_bytes, _digest(tail[-n_bytes:]), version, metadata, content)
+        names = footer.schema.names
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UnopenedError(f"{path} is not a readable Parquet file: {first_line(error)}") from error
+    require_distinct(path, names)
+    return footer
+
+
+def require_distinct(path: AnyPath, names: Sequence[str]) -> None:
+    """Raise DataError if two columns of a file have one name."""
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate is not None:
         raise DataError(f"{path} has two columns named {duplicate!r}")
-    return stored
 
 
-@contextmanager
-def _opened(path: AnyPath) -> Iterator[Any]:
-    """Open a file for reading at any position; what the filesystem raises is named by the path."""
-    if isinstance(path, Path) and not path.is_file():  # opening a pipe would block
-        raise FileNotFoundError(path)
-    with path.open_input() if isinstance(path, RemotePath) else pa.OSFile(str(path)) as source:
-        yield source
+def open_file(path: AnyPath) -> Any:
+    """Open a file for reading at any position. Raises UnopenedError if that fails."""
+    try:
+        if isinstance(path, RemotePath):
+            return path.open_input()
+        if path.is_file():  # opening a pipe would block
+            return pa.OSFile(str(path))
+    except FileNotFoundError:
+        pass
+    except (OSError, DataError) as error:
+        raise UnopenedError(f"{path} cannot be read: {error}" if isinstance(error, OSError) else str(error)) from error
+    raise UnopenedError(f"{path} does not exist")
+
+
+def _digest(footer: bytes) -> str:
+    return hashlib.blake2b(footer, digest_size=16).hexdigest()
 
 
 def _version(source: Any) -> str:
     """Return what a store calls the version of an open file, which it has reported when the file was opened."""
     try:
-        tag: bytes = (source.metadata() or {}).get(b"ETag", b"")
+        facts = source.metadata() or {}
     except (NotImplementedError, AttributeError, OSError):
         return ""
+    tag: bytes = facts.get("ETag") or facts.get(b"ETag", b"")  # the keys' type depends on the version of Arrow
     return tag.decode()
 
 
@@ -191,11 +176,11 @@ def read_parquet(path: AnyPath, columns: Collection[str] | None = None) -> pa.Ta
 
 def read_stored(path: AnyPath, columns: Collection[str] | None = None) -> tuple[pa.Table, ParquetFooter]:
     """Read a file as read_parquet does, and return it with the file's footer."""
-    stored = read_footer(path)
-    names = None if columns is None else [name for name in stored.schema.names if name in columns]
+    footer = read_footer(path)
+    names = None if columns is None else [name for name in footer.schema.names if name in columns]
     try:
-        with _opened(path) as source:
-            return pq.ParquetFile(source, metadata=stored.metadata, pre_buffer=True).read(names), stored
+        with open_file(path) as source:
+            return pq.ParquetFile(source, metadata=footer.metadata, pre_buffer=True).read(names), footer
     except (pa.ArrowException, OSError) as error:
         raise UnreadableError(f"{path} cannot be read: {first_line(error)}") from error
 
@@ -215,101 +200,8 @@ class RowSpan:
     error: UnreadableError | None = None
 
 
-@dataclass(slots=True)
-class _Fetch:
-    """Row groups of a file that are read together.
-
-    Attributes:
-        stored: The file.
-        groups: Numbers of row groups, each with the number of its first row and the requested rows in it.
-        spans: The bytes that hold the requested columns.
-        n_bytes: The bytes of the spans.
-        content: The file's content where it was fetched, None where it is streamed.
-    """
-
-    stored: ParquetFooter
-    groups: list[tuple[int, int, RowNumbers]]
-    spans: list[tuple[int, int]]
-    n_bytes: int = 0
-    content: Any = None
-
-    def load(self) -> _Fetch:
-        """Fetch the bytes. Raises as read_footer does, and DataError if the file has changed."""
-        stored, length = self.stored, len(self.stored.footer)
-        if stored.content is not None:
-            self.content = stored.content
-            return self
-        streamed = self.n_bytes > 2 * FETCH_BYTES
-        spans = [] if streamed else self.spans
-        if not stored.version:
-            spans = _merged([*spans, (stored.size - length, stored.size)])
-        content = mmap.mmap(-1, stored.size)  # only what is written takes memory
-        try:
-            with _opened(stored.path) as source:
-                if source.size() != stored.size or _version(source) != stored.version:
-                    raise changed_file(stored.path)
-                for start, end in spans:
-                    part = source.read_at(end - start, start)
-                    if len(part) < end - start:
-                        raise changed_file(stored.path)
-                    content[start:end] = part
-        except FileNotFoundError as error:
-            raise UnopenedError(f"there is no file {stored.path}") from error
-        except (pa.ArrowException, OSError) as error:
-            raise UnopenedError(f"{stored.path} cannot be read: {first_line(error)}") from error
-        if length and not stored.version and content[stored.size - length :] != stored.footer:
-            raise changed_file(stored.path)
-        self.content = None if streamed else content
-        return self
-
-    def decode(self, columns: Sequence[str], batch_rows: int, batch_bytes: int) -> Iterator[RowSpan]:
-        """Yield the requested rows; those of a row group that are not reached are unreadable."""
-        stored, schema = self.stored, self.stored.schema
-        schema = pa.schema([schema.field(name) for name in columns])
-        with self._source() as source:
-            opened = pq.ParquetFile(
-                source,
-                metadata=stored.metadata,
-                buffer_size=0 if self.content is not None else _STREAM_BYTES,
-                pre_buffer=False,
-                page_checksum_verification=True,
-            )
-            for number, first_row, rows in self.groups:
-                about = stored.metadata.row_group(number)
-                n = max(1, min(batch_rows, batch_bytes * about.num_rows // max(1, about.total_byte_size)))
-                done, start, reason = 0, first_row, "it ends too early"
-                try:
-                    for batch in opened.iter_batches(n, [number], columns, use_threads=False):
-                        batch.validate(full=True)  # damaged files may decode to invalid values
-                        upto = int(np.searchsorted(rows, start + len(batch)))
-                        if done < upto:
-                            # Parquet also returns a column "a.b" for "a". Arrow cannot take rows of view types.
-                            table = cast_table(pa.Table.from_batches([batch]).select(columns), schema)
-                            whole = upto - done == len(table)
-                            yield RowSpan(upto - done, table if whole else table.take(rows[done:upto] - start))
-                        done, start = upto, start + len(batch)
-                        if done == len(rows):
-                            break
-                except (pa.ArrowException, OSError) as error:
-                    reason = first_line(error)
-                if done < len(rows):
-                    damage = UnreadableError(f"{stored.path} cannot be read in row group {number}: {reason}")
-                    yield RowSpan(len(rows) - done, error=damage)
-
-    @contextmanager
-    def _source(self) -> Iterator[Any]:
-        if self.content is not None:
-            yield pa.BufferReader(pa.py_buffer(self.content))
-            return
-        with _opened(self.stored.path) as source:
-            yield source
-
-
 def read_row_spans(
-    requests: Sequence[tuple[ParquetFooter, RowNumbers]],
-    columns: Sequence[str],
-    batch_rows: int,
-    batch_bytes: int = 1 << 62,
+    requests: Sequence[tuple[ParquetFooter, RowNumbers]], columns: Sequence[str], batch_rows: int
 ) -> Iterator[RowSpan]:
     """Read some rows of some files. Only row groups with such rows are fetched, neighbouring ones together.
 
@@ -317,7 +209,6 @@ def read_row_spans(
         requests: Files with the numbers of the rows, int64 (n,), ascending.
         columns: Their names.
         batch_rows: The most rows that are decoded at once.
-        batch_bytes: The most bytes that are decoded at once.
 
     Yields:
         The rows in order, with plain types (see plain_schema); rows that cannot be read are spans with an error.
@@ -325,69 +216,111 @@ def read_row_spans(
     Raises:
         DataError: A file has changed since its footer was read.
     """
-    fetches = deque(fetch for stored, rows in requests for fetch in _fetches(stored, rows, columns))
-    remote = any(isinstance(fetch.stored.path, RemotePath) for fetch in fetches)
-    with ThreadPoolExecutor(min(THREADS, len(fetches)) if remote else 1) as pool:
-        ahead: deque[tuple[_Fetch, Future[_Fetch] | None]] = deque()
-        while fetches or ahead:
-            while remote and fetches and sum(f.n_bytes for f, _ in ahead) < AHEAD_BYTES and len(ahead) < 2 * THREADS:
-                fetch = fetches.popleft()
-                ahead.append((fetch, pool.submit(fetch.load)))
-            fetch, loading = ahead.popleft() if ahead else (fetches.popleft(), None)
-            try:
-                loaded = fetch.load() if loading is None else loading.result()
-            except UnreadableError as error:
-                yield RowSpan(sum(len(rows) for _, _, rows in fetch.groups), error=error)
-            else:
-                yield from loaded.decode(columns, batch_rows, batch_bytes)
+    remote = any(isinstance(footer.path, RemotePath) for footer, _ in requests)
+
+    def n_bytes(request: tuple[ParquetFooter, RowNumbers]) -> int:
+        footer, rows = request
+        return footer.size * len(rows) // max(1, footer.n_rows)
+
+    def read(request: tuple[ParquetFooter, RowNumbers]) -> Iterable[RowSpan]:
+        spans = _file_spans(*request, columns, batch_rows)
+        return list(spans) if remote and n_bytes(request) <= FETCH_BYTES else spans
+
+    for spans in side_by_side(read, requests, remote=remote, n_bytes=n_bytes):
+        yield from spans
 
 
-def _fetches(stored: ParquetFooter, rows: RowNumbers, columns: Collection[str]) -> Iterator[_Fetch]:
-    """Yield the row groups that hold some rows, by what is fetched together."""
-    metadata, leaves = stored.metadata, stored.leaves(columns)
-    fetch, start = _Fetch(stored, [], []), 0
-    for number, n_rows in enumerate(stored.group_rows):
-        first, last = np.searchsorted(rows, [start, start + n_rows])
-        if first < last:
-            group = metadata.row_group(number)
-            spans = sorted(_span(group.column(leaf)) for leaf in leaves)
-            n_bytes = sum(end - begin for begin, end in spans)
-            if fetch.groups and fetch.n_bytes + n_bytes > FETCH_BYTES:
-                yield fetch
-                fetch = _Fetch(stored, [], [])
-            fetch.groups.append((number, start, rows[first:last]))
-            fetch.n_bytes += n_bytes
-            fetch.spans = _merged([*fetch.spans, *spans])
-            if n_bytes > FETCH_BYTES:
-                yield fetch
-                fetch = _Fetch(stored, [], [])
-        start += n_rows
-    if fetch.groups:
-        yield fetch
+def _file_spans(footer: ParquetFooter, rows: RowNumbers, columns: Sequence[str], batch_rows: int) -> Iterator[RowSpan]:
+    """Yield some rows of a file. Arguments and errors are those of read_row_spans."""
+    n_rows = np.array([group.num_rows for group in footer.groups])
+    ends = np.cumsum(n_rows)
+    numbers = np.searchsorted(ends, rows, side="right")
+    groups = np.unique(numbers)
+    sizes = np.cumsum([footer.groups[group].total_byte_size for group in groups])
+    try:
+        source = _reopened(footer)
+    except UnopenedError as error:
+        yield RowSpan(len(rows), error=error)
+        return
+    with source:
+        opened = pq.ParquetFile(
+            source,
+            metadata=footer.metadata,
+            buffer_size=_STREAM_BYTES,
+            pre_buffer=isinstance(footer.path, RemotePath),  # neighbours are then fetched at once
+            page_checksum_verification=True,
+        )
+        for fetch in np.split(groups, np.flatnonzero(np.diff(sizes // FETCH_BYTES)) + 1):
+            first, last = np.searchsorted(numbers, [fetch[0], fetch[-1] + 1])
+            # The rows' places among those of the row groups that are fetched.
+            shifts = np.cumsum(n_rows[fetch]) - ends[fetch]
+            places = rows[first:last] + shifts[np.searchsorted(fetch, numbers[first:last])]
+            yield from _group_spans(opened, footer, fetch.tolist(), places, columns, batch_rows)
 
 
-def _span(column: pq.ColumnChunkMetaData) -> tuple[int, int]:
-    dictionary = column.dictionary_page_offset
-    start: int = column.data_page_offset if not dictionary else min(dictionary, column.data_page_offset)
-    return start, start + column.total_compressed_size
+def _reopened(footer: ParquetFooter) -> Any:
+    """Open a file whose footer was read before.
+
+    Raises:
+        DataError: The file has changed.
+        UnopenedError: It cannot be opened.
+    """
+    if footer.content is not None:
+        return pa.BufferReader(footer.content)
+    try:
+        source = open_file(footer.path)
+        same = source.size() == footer.size and _version(source) == footer.version
+        if same and not footer.version:
+            same = _digest(source.read_at(footer.n_bytes, footer.size - footer.n_bytes)) == footer.digest
+    except (pa.ArrowException, OSError) as error:
+        raise UnopenedError(f"{footer.path} cannot be read: {first_line(error)}") from error
+    if not same:
+        source.close()
+        raise changed_file(footer.path)
+    return source
 
 
-def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return spans of bytes, those with small gaps between them as one."""
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted(spans):
-        if merged and start - merged[-1][1] <= GAP_BYTES:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((start, end))
-    return merged
+def _group_spans(
+    opened: pq.ParquetFile,
+    footer: ParquetFooter,
+    groups: Sequence[int],
+    places: RowNumbers,
+    columns: Sequence[str],
+    batch_rows: int,
+) -> Iterator[RowSpan]:
+    """Yield rows by their places among those of some row groups; where that fails, of each group by itself."""
+    schema = pa.schema([footer.schema.field(name) for name in columns])
+    n_rows = np.array([footer.groups[group].num_rows for group in groups])
+    n_bytes = sum(footer.groups[group].total_byte_size for group in groups)
+    n = max(1, min(batch_rows, BATCH_BYTES * int(n_rows.sum()) // max(1, n_bytes)))
+    start, reason = 0, "it ends too early"
+    try:
+        for batch in opened.iter_batches(n, groups, columns, use_threads=False):
+            batch.validate(full=True)  # damaged files may decode to invalid values
+            # Parquet also returns a column "a.b" for "a". Arrow cannot take rows of view types.
+            table = cast_table(pa.Table.from_batches([batch]).select(columns), schema)
+            picked = picked_rows(table, places - start)
+            if len(picked):
+                yield RowSpan(len(picked), picked)
+            start, places = start + len(batch), places[len(picked) :]
+            if not len(places):
+                return
+    except (pa.ArrowException, OSError) as error:
+        reason = first_line(error)
+    if len(groups) == 1:
+        damage = f"{footer.path} cannot be read in row group {groups[0]}: {reason}"
+        yield RowSpan(len(places), error=UnreadableError(damage))
+        return
+    for group, end, n_group in zip(groups, np.cumsum(n_rows), n_rows, strict=True):
+        inside = places[(places >= end - n_group) & (places < end)] - (end - n_group)
+        if len(inside):
+            yield from _group_spans(opened, footer, [group], inside, columns, batch_rows)
 
 
-def open_parquet(path: AnyPath) -> pq.ParquetFile:
-    """Open a Parquet file. Raises as read_footer does."""
-    stored = read_footer(path)
-    source = path.open_input() if isinstance(path, RemotePath) else path
-    return pq.ParquetFile(source, metadata=stored.metadata)
+def picked_rows(table: pa.Table, rows: RowNumbers) -> pa.Table:
+    """Return those of some ascending row numbers that a table has."""
+    n = int(np.searchsorted(rows, len(table)))
+    return table if n == len(table) else table.take(rows[:n])
 
 
 def cast_table(table: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -416,26 +349,21 @@ def count_rows(path: AnyPath) -> int:
 def parquet_files(path: SomePath) -> list[SomePath]:
     """Return a Parquet file, or all visible ones in a folder and its subfolders, sorted. Raises DataError if none."""
     entries = _listed(path)
-    if not entries and not path.is_dir():
-        raise DataError(f"there is no file {path}")
     if len(entries) == 1 and entries[0].path == path:
         return [path]
-    files: list[SomePath] = [entry.path for entry in entries if is_parquet(entry.path)]
+    files = [entry.path for entry in entries if entry.path.name.endswith(".parquet")]
     if not files:
-        raise DataError(f"there are no .parquet files in {path}")
+        raise DataError(
+            f"there are no .parquet files in {path}" if entries or path.is_dir() else f"{path} does not exist"
+        )
     return files
 
 
 def parquet_below(folder: SomePath) -> list[SomePath]:
     """Return the visible Parquet files in a folder and its subfolders, sorted; possibly none."""
-    return [entry.path for entry in _listed(folder) if is_parquet(entry.path)]
+    return [entry.path for entry in _listed(folder) if entry.path.name.endswith(".parquet")]
 
 
 def _listed(folder: AnyPath) -> list[FileEntry]:
     with readable(folder):
         return list_files(folder)
-
-
-def is_parquet(file: AnyPath) -> bool:
-    """Return whether a file's name is that of a Parquet file."""
-    return file.name.endswith(".parquet")

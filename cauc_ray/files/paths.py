@@ -11,7 +11,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -34,9 +36,12 @@ _NO_ACCESS = re.compile("ACCESS_DENIED|FORBIDDEN|Unauthorized|credential|Invalid
 class RemotePath:
     """A file or folder at a URI, with the methods of pathlib.Path that readers of files need.
 
-    root: scheme and authority, such as "s3://bucket".   key: the path below it.
     Methods raise DataError, in one line, if the filesystem cannot be reached or refuses access; ConfigError if a
     package for it is missing.
+
+    Attributes:
+        root: Scheme and authority, such as "s3://bucket".
+        key: The path below it.
     """
 
     root: str
@@ -75,23 +80,33 @@ class RemotePath:
 
     def exists(self) -> bool:
         """Return whether a file or a folder exists here."""
-        return self._type() != "NotFound"
+        return bool(self.info().type.name != "NotFound")
 
     def is_file(self) -> bool:
         """Return whether a file exists here."""
-        return self._type() == "File"
+        return bool(self.info().type.name == "File")
 
     def is_dir(self) -> bool:
         """Return whether a folder exists here; on object stores, whether some object has this prefix."""
-        return self._type() == "Directory"
+        return bool(self.info().type.name == "Directory")
 
     def iterdir(self) -> Iterator[RemotePath]:
         """Yield the folder's entries, sorted."""
-        return (entry.path for entry, _ in self._list(recursive=False))
+        return (path for path, _ in self.listing(recursive=False))
 
-    def files_below(self) -> list[FileEntry]:
-        """Return the files in the folder and its subfolders, sorted, or the file itself, by a single listing."""
-        return [entry for entry, is_file in self._list(recursive=True) if is_file] or self.entry()
+    def listing(self, *, recursive: bool) -> list[tuple[RemotePath, Any]]:
+        """Return the paths below with what the filesystem reports of them, sorted; none where no folder is here."""
+        with self._reached("read") as (filesystem, path):
+            from pyarrow.fs import FileSelector
+
+            infos = filesystem.get_file_info(FileSelector(path, allow_not_found=True, recursive=recursive))
+        below = {PurePosixPath(info.path.lstrip("/")).relative_to(path): info for info in infos}
+        return [(replace(self, key=self.key / name), below[name]) for name in sorted(below)]
+
+    def info(self) -> Any:
+        """Return what the filesystem reports of this path: its type, size and time."""
+        with self._reached("read") as (filesystem, path):
+            return filesystem.get_file_info(path)
 
     def open_input(self) -> Any:
         """Open the file for reading at any position. Raises FileNotFoundError if it does not exist."""
@@ -123,31 +138,9 @@ class RemotePath:
         with self._reached("deleted", ConfigError) as (filesystem, path):
             filesystem.delete_file(path)
 
-    def _type(self) -> str:
-        with self._reached("read") as (filesystem, path):
-            return str(filesystem.get_file_info(path).type.name)
-
-    def _list(self, *, recursive: bool) -> list[tuple[FileEntry, bool]]:
-        """Return the entries below, sorted, and whether each is a file."""
-        with self._reached("read") as (filesystem, path):
-            from pyarrow.fs import FileSelector
-
-            infos = filesystem.get_file_info(FileSelector(path, allow_not_found=True, recursive=recursive))
-        below = {PurePosixPath(info.path.lstrip("/")).relative_to(path): info for info in infos}
-        return [
-            (_entry_of(replace(self, key=self.key / name), below[name]), below[name].type.name == "File")
-            for name in sorted(below)
-        ]
-
-    def entry(self) -> list[FileEntry]:
-        """Return the file's own entry, none where there is no file."""
-        with self._reached("read") as (filesystem, path):
-            info = filesystem.get_file_info(path)
-        return [_entry_of(self, info)] if info.type.name == "File" else []
-
     @contextmanager
     def _reached(self, done: str, kind: type[ConfigError | DataError] = DataError) -> Iterator[tuple[Any, str]]:
-        """Yield the filesystem and the path there.   done: the operation, for messages.   kind: of errors."""
+        """Yield the filesystem and the path on it; errors of that kind say that it cannot be `done`."""
         settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_SETTINGS)))
         try:
             filesystem, base = _filesystem(self.root, settings)
@@ -162,6 +155,8 @@ class RemotePath:
 
 AnyPath: TypeAlias = Path | RemotePath
 SomePath = TypeVar("SomePath", bound=AnyPath)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +172,6 @@ class FileEntry:
     path: Any
     size: int
     modified_ns: int
-
-
-def _entry_of(path: RemotePath, info: Any) -> FileEntry:
-    return FileEntry(path, -1 if info.size is None else info.size, info.mtime_ns or 0)
 
 
 def path_of(location: str | AnyPath) -> AnyPath:
@@ -228,11 +219,6 @@ def path_inside(path: AnyPath, folder: AnyPath) -> str:
     return "/".join(path.parts[len(folder.parts) :])
 
 
-def open_bytes(path: AnyPath) -> BufferedReader:
-    """Open a file for sequential, buffered reading. Raises OSError, and DataError as RemotePath does."""
-    return BufferedReader(path.open_input(), 1 << 20) if isinstance(path, RemotePath) else path.open("rb")
-
-
 @contextmanager
 def readable(source: object) -> Iterator[None]:
     """Turn an OSError in the block into a DataError in one line that names the file, or the source."""
@@ -264,8 +250,8 @@ def _filesystem(root: str, settings: tuple[tuple[str, str], ...]) -> tuple[Any, 
         missing = f"{scheme}:// needs a package that is not installed ({first_line(error)})"
         raise ConfigError(f"{missing}: pip install fsspec {package}".rstrip()) from error
     except ValueError as error:
-        known = "a local path, s3://, gs://, abfs:// or hf://"
-        raise ConfigError(f"{root}: no filesystem supports {scheme}://; use {known}") from error
+        remedy = "use a local path, s3://, gs://, abfs:// or hf://"
+        raise ConfigError(f"{root}: no filesystem supports {scheme}://; {remedy}") from error
     return PyFileSystem(handler), authority
 
 
@@ -301,33 +287,70 @@ def list_files(location: AnyPath, *, follow_links: bool = False, hidden: tuple[s
     Returns:
         The files, sorted by the components of their paths; none where nothing is there.
     """
-    if isinstance(location, RemotePath):
-        n_parts = len(location.parts)
-        below = location.files_below()
-        return [entry for entry in below if not any(part.startswith(hidden) for part in entry.path.parts[n_parts:])]
-    if location.is_dir():
-        return list(_walked(str(location), follow_links, hidden, set()))
-    return [_local_entry(location, location.stat())] if location.is_file() else []
+    if isinstance(location, Path):
+        return list(_walked(location, follow_links, hidden, set())) if location.is_dir() else file_entry(location)
+    below = [
+        FileEntry(path, info.size, info.mtime_ns or 0)
+        for path, info in location.listing(recursive=True)
+        if info.type.name == "File" and not any(part.startswith(hidden) for part in path.parts[len(location.parts) :])
+    ]
+    return below or file_entry(location)
 
 
-def _walked(folder: str, follow_links: bool, hidden: tuple[str, ...], seen: set[str]) -> Iterator[FileEntry]:
+def file_entry(path: AnyPath) -> list[FileEntry]:
+    """Return a file's entry, none where it is not a regular file."""
+    if isinstance(path, Path):
+        status = path.stat() if path.is_file() else None
+        return [] if status is None else [FileEntry(path, status.st_size, status.st_mtime_ns)]
+    info = path.info()
+    return [FileEntry(path, info.size, info.mtime_ns or 0)] if info.type.name == "File" else []
+
+
+def _walked(folder: Path, follow_links: bool, hidden: tuple[str, ...], seen: set[str]) -> Iterator[FileEntry]:
     if (real := os.path.realpath(folder)) in seen:
         return
     seen.add(real)
     with os.scandir(folder) as listing:
         entries = sorted((entry for entry in listing if not entry.name.startswith(hidden)), key=lambda e: e.name)
     for entry in entries:
-        if entry.is_dir():
-            if follow_links or not entry.is_symlink():
-                yield from _walked(entry.path, follow_links, hidden, seen)
-        elif entry.is_file():  # not a pipe or a device
-            yield _local_entry(Path(entry.path), entry.stat())
-        elif not os.path.exists(entry.path):
-            yield FileEntry(Path(entry.path), -1, 0)
+        path = Path(entry.path)
+        if not entry.is_dir():
+            yield from file_entry(path) or ([] if path.exists() else [FileEntry(path, -1, 0)])
+        elif follow_links or not entry.is_symlink():
+            yield from _walked(path, follow_links, hidden, seen)
 
 
-def _local_entry(path: Path, status: os.stat_result) -> FileEntry:
-    return FileEntry(path, status.st_size, status.st_mtime_ns)
+# Remote requests at a time, and the bytes that they may be ahead of who takes their results.
+THREADS = 32
+AHEAD_BYTES = 64 << 20
+
+
+def side_by_side(
+    work: Callable[[Item], Result],
+    items: Sequence[Item],
+    *,
+    remote: bool,
+    n_bytes: Callable[[Item], int] = lambda item: AHEAD_BYTES // (2 * THREADS),
+) -> Iterator[Result]:
+    """Yield results in order; remote work goes on ahead in threads, local work would only take longer in them.
+
+    Args:
+        work: What is done with each item.
+        items: The items.
+        remote: Whether the work waits for a store.
+        n_bytes: The size of an item's result.
+    """
+    if not remote:
+        yield from map(work, items)
+        return
+    with ThreadPoolExecutor(max(1, min(THREADS, len(items)))) as pool:
+        ahead: deque[tuple[Future[Result], int]] = deque()
+        for item in items:
+            ahead.append((pool.submit(work, item), n_bytes(item)))
+            while len(ahead) > 1 and sum(size for _, size in ahead) > AHEAD_BYTES:
+                yield ahead.popleft()[0].result()
+        for future, _ in ahead:
+            yield future.result()
 
 
 def content_digest(path: AnyPath) -> str | None:
@@ -338,7 +361,9 @@ def content_digest(path: AnyPath) -> str | None:
     """
     with readable(path):
         if path.is_file():
-            with open_bytes(path) as file:
+            with (
+                BufferedReader(path.open_input(), 1 << 20) if isinstance(path, RemotePath) else path.open("rb") as file
+            ):
                 return hashlib.file_digest(file, "sha256").hexdigest()
         if not path.is_dir():
             return None

@@ -80,7 +80,7 @@ BOTH_DOORS = [
     ("fit", {"method": "margin", "calibrator": "offsets"}, "calibrator", ConfigError),
     ("fit", {"method": "frugalgpt", "price": 0.01}, "price", ConfigError),
     ("fit", {"method": "duo", "certify": LIMIT}, "answers nothing before the last model", ConfigError),
-    ("compare", {"texts": "nowhere.parquet"}, "no file nowhere.parquet", DataError),
+    ("compare", {"texts": "nowhere.parquet"}, "nowhere.parquet does not exist", DataError),
     ("sweep", {"methods": ["routellm-bert"]}, "trains a model on texts", ConfigError),
     ("compare", {"checkpoints": {"rf": "bert"}}, "'rf' takes no checkpoint", ConfigError),
     ("compare", {"methods": ["embedding"]}, "reads the queries' embeddings: give their encoder", ConfigError),

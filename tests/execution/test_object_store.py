@@ -180,4 +180,4 @@ def test_a_bucket_that_is_absent_is_named_before_anything_starts(tmp_path, s3, c
     ):
         code, out, err = command(*arguments)
         assert (code, out) == (2, "")
-        assert "there is no bucket s3://no-such-bucket" in err.splitlines()[-1]  # the input's rows have no labels
+        assert "bucket s3://no-such-bucket does not exist" in err.splitlines()[-1]  # the input's rows have no labels
