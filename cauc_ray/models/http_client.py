@@ -185,7 +185,6 @@ class HttpClient:
                 if not (is_late and reason):  # while it waited for another attempt, the last answer is the reason
                     reason = f"no answer within {left_s:.2g} s" if is_late else self._redacted(one_line(error))
             else:
-                response.extensions["n_attempts"] = n_attempts
                 if response.status_code == RATE_LIMITED and NO_CREDIT not in response.content:
                     n_faults += not self._outlasts
                     pause_s = self._gate.slow_down(sent_at, _retry_after_s(response))
@@ -198,6 +197,7 @@ class HttpClient:
             pause_s = max(pause_s, _backoff_s(n_faults, LONGEST_PAUSE_S))
             if n_faults > self._retries or pause_s >= deadline - time.monotonic():
                 if response is not None:
+                    response.extensions["n_attempts"] = n_attempts
                     return response
                 raise self.away(f"{reason}, {n_attempts} attempts")
             await asyncio.sleep(pause_s)
@@ -225,7 +225,7 @@ class HttpClient:
         text = self._redacted(response.text if content is None else str(content)) or "no message"
         if location := response.headers.get("location"):
             text += f", see {location}"
-        n_attempts = response.extensions["n_attempts"]
+        n_attempts = response.extensions.get("n_attempts", 1)
         return f"{response.status_code}: {text}" + (f", {n_attempts} attempts" if n_attempts > 1 else "")
 
     def away(self, why: str) -> ExecutionError:
