@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -28,8 +30,6 @@ _CONVERTED_ROWS = 2**15
 
 class TorchModel(LocalModel):
     """A network on a device that measures the GPU time of its forward passes alone.
-
-    A network in float32 keeps its process from shortening factors of products to 10 bits (TF32), as GPUs do by default.
 
     Args:
         network: The network.
@@ -53,8 +53,6 @@ class TorchModel(LocalModel):
         self._on_gpu = device.type == "cuda"
         # What a pass costs in itself, in tokens.
         self.pass_tokens = max(PASS_TOKENS, round(_LAUNCH_WORK / 1e9 / params_b)) if self._on_gpu else PASS_TOKENS
-        if dtype == torch.float32:
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         self._new_event = new_event or (partial(torch.cuda.Event, enable_timing=True) if self._on_gpu else None)
         self._events: list[Any] = []
         if self._new_event is not None:
@@ -69,7 +67,7 @@ class TorchModel(LocalModel):
     def answer(self, prepared: Inputs) -> Answers:
         """Compute a batch."""
         self._events = []  # without those of a call that failed
-        with torch.inference_mode():
+        with torch.inference_mode(), _without_tf32 if self.facts.dtype == "float32" else nullcontext():
             return super().answer(prepared)
 
     def device_s(self) -> float | None:
@@ -183,3 +181,36 @@ def dtype_name(dtype: torch.dtype) -> str:
 def n_parameters(*parts: nn.Module) -> int:
     """Return how many numbers the parts of a network hold; those that parts share count once."""
     return sum(weights.numel() for weights in {weights for part in parts for weights in part.parameters()})
+
+
+class WithoutTF32:
+    """A block in which float32 is computed as such: GPUs shorten the factors of convolutions to 10 bits by default.
+
+    The setting is the process's: the first thread to enter changes it, and the last one to leave restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._n_inside = 0
+        self._before: list[bool] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._n_inside:
+                self._before = [backend.allow_tf32 for backend in _TF32]
+                self._set([False] * len(_TF32))
+            self._n_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._n_inside -= 1
+            if not self._n_inside:
+                self._set(self._before)
+
+    def _set(self, allowed: list[bool]) -> None:
+        for backend, value in zip(_TF32, allowed, strict=True):
+            backend.allow_tf32 = value
+
+
+_TF32 = (torch.backends.cuda.matmul, torch.backends.cudnn)
+_without_tf32 = WithoutTF32()

@@ -97,8 +97,11 @@ def test_products_and_logits_have_the_precision_that_is_recorded(monkeypatch, dt
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # by which GPUs shorten the factors of products
     network = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, 4))
     images = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), dtype=np.uint8)
+    during = []
+    network[0].register_forward_hook(lambda *_: during.append(torch.backends.cudnn.allow_tf32))
     logits = image_model(network, dtype=dtype)({"image": images}).logits
-    assert torch.backends.cudnn.allow_tf32 == (dtype != "float32")
+    assert set(during) == {dtype != "float32"}
+    assert torch.backends.cudnn.allow_tf32  # the setting is the process's
     expected = network[-1](torch.from_numpy(images).permute(0, 3, 1, 2).float().mean(dim=(2, 3)))
     assert logits == pytest.approx(expected.detach().numpy(), rel=1e-6)  # bfloat16 has steps of 1 in 128
 
