@@ -51,9 +51,17 @@ class StageClient(Protocol):
         """Return the model facts of the replicas that take calls, by name, None if some do not answer."""
 
     async def answer(self, call: StageCall, on_begin: Callable[[], None] | None = None) -> Answer:
-        """Have the call's replica answer and decide; return its result, and the states of the rows that go on.
+        """Have the call's replica answer and decide.
 
-        on_begin: called once the model begins; only where that must be known. Raises StageError.
+        Args:
+            call: The call.
+            on_begin: Called once the model begins; only where that must be known.
+
+        Returns:
+            The result, and the states of deferred rows.
+
+        Raises:
+            StageError: The replica gives no answer.
         """
 
     def replace(self, replica: str) -> None:
@@ -127,10 +135,18 @@ class Cascade:
     ) -> RequestState:
         """Answer a request of n rows; if the caller is cancelled, so is what has not begun.
 
-        columns: each (n, ...).   last_stage: the deepest to call, by its number.   asks_for: vectors of each row.
-        timeout_s: that the caller waits, where that is less than the service gives a request.   priority: as Owner
-        has it.   chosen: bool (n,), rows of the shadow sample.
-        Raises RequestError: 429 or 503 where a stage that is needed cannot answer, 422 for a row that a model refuses.
+        Args:
+            policy: The policy that decides.
+            columns: The input, each (n, ...).
+            n: Number of rows.
+            last_stage: Number of the deepest stage to call.
+            asks_for: Requested vectors of each row.
+            timeout_s: Seconds that the caller waits, where these are less than the service gives a request.
+            priority: Priority, as Owner has it.
+            chosen: Rows of the shadow sample, bool (n,).
+
+        Raises:
+            RequestError: 429 or 503 where a stage that is needed cannot answer, 422 for a row that a model refuses.
         """
         last_stage = len(self.names) - 1 if last_stage is None else last_stage
         if last_stage < len(self.names) - 1 and not policy.in_turn:
@@ -178,12 +194,12 @@ class Cascade:
 
     def key(self, policy: Policy) -> str:
         """Return what stages know a policy by: a digest of its file, which takes too long for every request."""
-        known = self._keys.get(id(policy))
-        if known is None or known[0] is not policy:
+        entry = self._keys.get(id(policy))
+        if entry is None or entry[0] is not policy:
             while len(self._keys) >= MOST_POLICIES:
                 del self._keys[next(iter(self._keys))]
-            known = self._keys[id(policy)] = policy, blake2b(policy.to_json().encode(), digest_size=12).hexdigest()
-        return known[1]
+            entry = self._keys[id(policy)] = policy, blake2b(policy.to_json().encode(), digest_size=12).hexdigest()
+        return entry[1]
 
     def learn(self, news: Sequence[News]) -> None:
         """Take verdicts on inputs of another router."""
@@ -203,14 +219,14 @@ class Cascade:
             load_s: How long its model takes to load: the stage is not down as long as one may be starting.
         """
         self.scheduler.stages[stage].health.load_s = load_s
-        at, known, now = self.scheduler.stages[stage], self._numbers[stage], self._loop.time()
-        for name in [name for name in known if name not in names]:
-            if not at.calls_at(known[name]):  # else its calls will show it
-                self._lost(stage, known[name], "it is gone", own_fault=False)
-        self._leaving &= set(names) | {name for own in self._numbers for name in own}
+        at, numbers, now = self.scheduler.stages[stage], self._numbers[stage], self._loop.time()
+        for name in [name for name in numbers if name not in names]:
+            if not at.calls_at(numbers[name]):  # else its calls will show it
+                self._lost(stage, numbers[name], "it is gone", own_fault=False)
+        self._leaving &= set(names) | {name for of_stage in self._numbers for name in of_stage}
         for name in names:
-            if name not in known and name not in self._leaving:
-                known[name] = number = next(self._next_number)
+            if name not in numbers and name not in self._leaving:
+                numbers[name] = number = next(self._next_number)
                 self._replica_names[number] = name
                 at.add_replica(number, now)
         self.scheduler.note_replicas(stage, now, why)
@@ -334,5 +350,5 @@ class Cascade:
 
 def _ids(columns: Batch, n: int) -> list[str]:
     """Return what a request's rows are called: as its input says, else by names of their own."""
-    named = columns.get("example_id")
-    return [f"{uuid.uuid4().hex}-{row}" for row in range(n)] if named is None else [str(own) for own in named]
+    ids = columns.get("example_id")
+    return [f"{uuid.uuid4().hex}-{row}" for row in range(n)] if ids is None else [str(example) for example in ids]

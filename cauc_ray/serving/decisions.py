@@ -131,14 +131,14 @@ def response(
     answers = []
     for row, question in enumerate(request.questions):
         order = orders[row]
-        given = probabilities[row][: len(_options(question))] if order is None else probabilities[row][order]
+        shares = probabilities[row][: len(_options(question))] if order is None else probabilities[row][order]
         extra = {
             "stage": answered.policy.models[int(answered.stages[row])],
             "cost": float(answered.costs[row]),
             "degraded": bool(answered.degraded[row]),
         }
         confidence = float(answered.confidences[row])
-        answers.append({**_answer(question, [float(p) for p in given], confidence), "name": question.name, **extra})
+        answers.append({**_answer(question, [float(p) for p in shares], confidence), "name": question.name, **extra})
     usage = {
         "input_tokens": 0,
         "input_tokens_details": {"cache_write_tokens": 0, "cached_tokens": 0},

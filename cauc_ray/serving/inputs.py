@@ -43,8 +43,10 @@ class Inputs:
     come apart as texts `question` and JSON lists `choices`. Columns of prompts and of text classifiers are texts. If
     the models are a user's own and the pool does not declare its inputs, all tensors are taken as they come.
 
-    texts: the columns that are texts.   declared: the inputs that a request must have.   names: of these, and of those
-    that it may have.   takes_any: whether it may have others.
+    Attributes:
+        declared: The required inputs.
+        names: Names of the required and the optional inputs.
+        takes_any: Whether a request may have further inputs.
     """
 
     def __init__(self, pool: Pool, stages: tuple[StageSpec, ...]) -> None:
@@ -63,8 +65,8 @@ class Inputs:
         self._choices = any("choices" in columns.required for columns in reads)
         more = (*(["choices"] if self._choices else []), *(_OPTIONAL if self._questions else ()))
         self.names = tuple(dict.fromkeys([*declared, *more]))
-        known = texts | QUESTION_COLUMNS | {"context", "image"}
-        self.takes_any = any(columns.names is None or columns.names - known for columns in reads)
+        standard = texts | QUESTION_COLUMNS | {"context", "image"}
+        self.takes_any = any(columns.names is None or columns.names - standard for columns in reads)
         # Clients would retry indefinitely with a request that no queue can hold.
         self._most_rows = min(pool.serving.max_request_rows, pool.serving.max_queued_rows)
 
@@ -85,7 +87,7 @@ class Inputs:
         required = [*self.declared, *(["choices"] if self._choices and not self._questions else [])]
         missing = next((name for name in required if name not in tensors), None)
         if missing is not None:
-            raise RequestError(f"there is no input {missing!r}; the model reads {', '.join(required)}")
+            raise RequestError(f"input {missing!r} is missing; the model reads {', '.join(required)}")
         unknown = next((name for name in tensors if name not in self.names), None)
         if unknown is not None and not self.takes_any:
             raise RequestError(f"unknown input {unknown!r:.80}; the model reads {', '.join(self.names)}")
@@ -107,20 +109,20 @@ class Inputs:
         """Refuse another type or shape than the models read, and numbers that are not finite."""
         name, datatype, shape = tensor.name, tensor.datatype, tensor.values.shape[1:]
         declared = _BYTES if self._questions and name in _OPTIONAL else self.declared.get(name)
-        wanted = None
+        expected = None
         # Independent of the pool: the number of choices is checked against the model's answers.
         if name == "choices" and (datatype != "BYTES" or len(shape) > 1 or shape == (0,)):
-            wanted = "must be BYTES of shape [rows] (JSON lists of texts) or [rows, choices]"
+            expected = "must be BYTES of shape [rows] (JSON lists of texts) or [rows, choices]"
         elif self._pixels and name == "image" and datatype != "BYTES":
             if datatype != "UINT8" or len(shape) not in (2, 3) or shape[2:] not in ((), (3,)):
-                wanted = "must be BYTES (encoded images) or UINT8 of shape [rows, height, width, 3]"
+                expected = "must be BYTES (encoded images) or UINT8 of shape [rows, height, width, 3]"
         elif declared is not None and datatype != declared.datatype:
             raise RequestError(f"input {name!r} must be {declared.datatype}, got {datatype}")
         elif declared is not None and not _fits(shape, declared):
             dims = ", ".join(["rows", *map(str, declared.shape)])
             raise RequestError(f"input {name!r} must have shape [{dims}], got {list(tensor.values.shape)}")
-        if wanted is not None:
-            raise RequestError(f"input {name!r} {wanted}, got {datatype} of shape {list(tensor.values.shape)}")
+        if expected is not None:
+            raise RequestError(f"input {name!r} {expected}, got {datatype} of shape {list(tensor.values.shape)}")
         # Raw bytes can hold NaN and infinities, which few models can read; JSON cannot.
         if tensor.values.dtype.kind == "f" and not all_finite(tensor.values):
             row = int(np.argwhere(~np.isfinite(tensor.values))[0, 0])
@@ -131,7 +133,7 @@ def _fits(shape: tuple[int, ...], declared: InputSpec) -> bool:
     if declared.datatype == "BYTES" and not declared.shape and shape == (1,):
         return True
     return len(shape) == len(declared.shape) and all(
-        wanted in (-1, size) for wanted, size in zip(declared.shape, shape, strict=True)
+        dimension in (-1, size) for dimension, size in zip(declared.shape, shape, strict=True)
     )
 
 
@@ -153,8 +155,8 @@ def _questions(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray
     """Take apart questions that come as JSON texts."""
     questions = _by_row(columns["question"], _read, _QUESTION, "question")
     names = ("question", "choices", *_OPTIONAL)
-    apart = {name: _objects((one.get(name) for one in questions), len(questions)) for name in names}
-    return {**apart, **{name: column for name, column in columns.items() if name != "question"}}
+    columns_of_questions = {name: _objects((one.get(name) for one in questions), len(questions)) for name in names}
+    return {**columns_of_questions, **{name: column for name, column in columns.items() if name != "question"}}
 
 
 def _by_row(values: npt.NDArray[Any], read: Callable[..., Any], *args: Any) -> npt.NDArray[Any]:

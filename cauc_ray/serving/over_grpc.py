@@ -83,8 +83,8 @@ class GrpcCalls:
             message = GrpcMessage(body)
             version = message.message.model_version or None
             require_model(self._service, message.message.model_name, version)
-            content, _, own = await self._service.inference.answer(message, metadata, version)
-            fields.update(own)
+            content, _, of_answer = await self._service.inference.answer(message, metadata, version)
+            fields.update(of_answer)
         return content
 
 

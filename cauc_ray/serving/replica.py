@@ -53,8 +53,17 @@ class Replica:
     async def answer(self, call: StageCall, begin: Callable[[], None] = lambda: None) -> Answer:
         """Answer a call's rows; what has not begun when the caller is cancelled is not done.
 
-        begin: is called in each thread before it works. A fault of the model is a result. Returns it, and the states
-        of the rows that go on. Raises StageError where the model ends its thread.
+        A fault of the model is a result.
+
+        Args:
+            call: The call.
+            begin: Called in each thread before it works.
+
+        Returns:
+            The result, and the states of deferred rows.
+
+        Raises:
+            StageError: The model ends its thread.
         """
         ahead = None
         if self._worker.prepares:

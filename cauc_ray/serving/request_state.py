@@ -48,7 +48,10 @@ class StageError(Exception):
 class Stopped:
     """Chosen rows that stopped at a stage: before the last they are asked on.
 
-    rows: int (m,), positions in the request.   state: float64 (m, S), what they would have brought along, if anywhere.
+    Attributes:
+        stage: The stage.
+        rows: Positions in the request, int (m,).
+        state: State that they would have carried on, float64 (m, S); None at the last stage.
     """
 
     stage: int
@@ -63,16 +66,26 @@ _GIVEN: frozenset[Vector] = frozenset({"given"})
 class RequestState(Owner):
     """A request of n rows. Its policy is the one that was active when it arrived.
 
-    key: what stages know the policy by.   columns: the input, each (n, ...).   last_stage: none of its rows goes
-    beyond.   degrades: whether rows that a later stage does not answer keep the answer of the one before.
-    likeliest: int16 (n,), the likeliest options of the best answers so far, as Step.likeliest has them, kept only where
-    the policy has a reference.   asks_for: vectors that are wanted.   vectors: those of the best answers,
-    float64 (n, K).   called: the stages that have answered.   shadow: whether it is a shadow request, counted
-    separately, whose rows go on to the last stage; accepted: int32 (n,), what they would have answered, and
-    accepted_costs: at which cost.   chosen: bool (n,), its rows that are in the shadow sample, None for none.   logs:
-    whether the models' own logits of these are kept, in logged: by row and stage, with what the call cost as far as
-    the model reported it.   stopped: where chosen rows have.   reason: why rows are degraded, as of the first one.
-    spans_ns: by stage, when rows were first ready for it and when they were last answered, since the epoch.
+    Attributes:
+        policy: The policy that decides.
+        key: Key by which stages know the policy.
+        columns: The input, each (n, ...).
+        last_stage: The deepest stage for its rows.
+        degrades: Whether rows that a later stage does not answer keep the answer of the one before.
+        likeliest: Likeliest options of the best answers so far, int16 (n,), as Step.likeliest has them; only where the
+            policy has a reference.
+        asks_for: Requested vectors.
+        vectors: Vectors of the best answers, float64 (n, K).
+        called: The stages that have answered.
+        shadow: Whether it is a shadow request, counted separately, whose rows go on to the last stage.
+        accepted: Of a shadow request, the answers that its policy would have given, int32 (n,).
+        accepted_costs: Of a shadow request, the costs of these answers.
+        chosen: Its rows in the shadow sample, bool (n,), None for none.
+        logs: Whether the models' logits of chosen rows are stored in `logged`.
+        logged: Logits by row and stage, with the cost of the call as far as the model reports it.
+        stopped: The stages at which chosen rows stopped.
+        reason: Why rows are degraded, as of the first one.
+        spans_ns: By stage, when rows were first ready for it and when they were last answered, since the epoch.
     """
 
     def __init__(
@@ -130,10 +143,10 @@ class RequestState(Owner):
         for name in self.asks_for:
             self._keep(name, indices, result.vectors[name][positions])
         if self.logs and self.chosen is not None and "given" in result.vectors:
-            own = self.chosen[indices]
-            logits = result.vectors["given"][positions][own].astype(np.float32)
-            costs = [None] * len(logits) if result.own_costs is None else result.own_costs[positions][own].tolist()
-            for row, of_row in zip(indices[own].tolist(), zip(logits, costs, strict=True), strict=True):
+            chosen = self.chosen[indices]
+            logits = result.vectors["given"][positions][chosen].astype(np.float32)
+            costs = [None] * len(logits) if result.own_costs is None else result.own_costs[positions][chosen].tolist()
+            for row, of_row in zip(indices[chosen].tolist(), zip(logits, costs, strict=True), strict=True):
                 self.logged.setdefault(row, {})[stage] = of_row
         if self.shadow:  # the last stage's word is wanted
             self._metrics.shadowed(stage, result.costs[positions])
@@ -146,9 +159,9 @@ class RequestState(Owner):
         self._metrics.answered(stage, result.confidences[positions], result.costs[positions], waited_s)
         self._metrics.rows(stage, "accepted", len(on) - n_on)
         self._metrics.rows(stage, "capped" if capped else "deferred", n_on)
-        if self.chosen is not None and np.count_nonzero(here := self.chosen[indices] & ~on):
-            state = ended.goes_on[ended.held_at[positions][here]] if stage < self.last_stage else None
-            self.stopped.append(Stopped(stage, indices[here], state))
+        if self.chosen is not None and np.count_nonzero(stops := self.chosen[indices] & ~on):
+            state = ended.goes_on[ended.held_at[positions][stops]] if stage < self.last_stage else None
+            self.stopped.append(Stopped(stage, indices[stops], state))
         if capped:
             on[:] = False
         return on
@@ -204,12 +217,17 @@ class RequestState(Owner):
 
 @dataclass(frozen=True, slots=True)
 class StageCall:
-    """What a stage is asked.
+    """A call of a stage.
 
-    columns: of the rows, in their order, each (n, ...).   parts: neighbouring rows of which the same is asked.
-    policies: that decide, by the parts' keys.   good_row: one that the stage has answered before, to distinguish a
-    bad input from a broken replica; None where the replica has one.   replica: which one is asked.   router: who asks.
-    needed_replicas: of this stage, by it.
+    Attributes:
+        columns: Columns of the rows, in their order, each (n, ...).
+        parts: Neighbouring rows with the same policy and requested vectors.
+        policies: Policies by the parts' keys.
+        good_row: A row that the stage has answered before, to distinguish a bad input from a broken replica; None where
+            the replica has one.
+        replica: Name of the replica.
+        router: Name of the router.
+        needed_replicas: Replicas of this stage that the router needs.
     """
 
     columns: Batch
@@ -227,7 +245,7 @@ def _asks(request: RequestState, rows: Rows) -> tuple[str, frozenset[Vector]]:
     return request.key, request.asks_for | _GIVEN if logs else request.asks_for
 
 
-# A call's result, and the states of the rows that go on.
+# A call's result, and the states of deferred rows.
 Answer: TypeAlias = tuple[CallResult, Floats | None]
 
 
@@ -241,17 +259,17 @@ def stage_call(call: Call, replica: str, keeps: Bools | None, *, router: str, ne
     requests = requests_of(call)
     parts, start = [], 0
     asked = zip(requests, call.rows, strict=True)
-    for (key, wants), alike in groupby(asked, lambda one: _asks(*one)):
-        states = [(len(rows), None if rows.source is None else rows.source[rows.positions]) for _, rows in alike]
+    for (key, wants), group in groupby(asked, lambda one: _asks(*one)):
+        states = [(len(rows), None if rows.source is None else rows.source[rows.positions]) for _, rows in group]
         positions = slice(start, start + sum(n for n, _ in states))
-        kept = None if keeps is None else keeps[positions]
-        parts.append(Part(0, positions, key, joined_states(states), kept, wants))
+        mask = None if keeps is None else keeps[positions]
+        parts.append(Part(0, positions, key, joined_states(states), mask, wants))
         start = positions.stop
-    own = [slice(None) if len(rows) == rows.owner.n else rows.indices for rows in call.rows]
+    indices = [slice(None) if len(rows) == rows.owner.n else rows.indices for rows in call.rows]
     good = call.good_row
     return StageCall(
         columns={
-            name: concat_column([request.columns[name][rows] for request, rows in zip(requests, own, strict=True)])
+            name: concat_column([request.columns[name][rows] for request, rows in zip(requests, indices, strict=True)])
             for name in requests[0].columns
         },
         parts=parts,

@@ -78,8 +78,13 @@ def _nothing() -> None:
 class _Waiting:
     """Shadow requests for the same rows, which wait until stages are idle.
 
-    stage: the first that they need; there is none where all have answered.   state: float64 (n, S), what the rows bring
-    along, None without any.   until: on the loop's clock.   answered, dropped: called at the end.
+    Attributes:
+        requests: The requests.
+        stage: The first stage that they need; past the last where all have answered.
+        state: State of the rows, float64 (n, S), None without any.
+        until: Time at which they are dropped, on the loop's clock.
+        answered: Called once they are answered.
+        dropped: Called once they are dropped.
     """
 
     requests: Sequence[RequestState]
@@ -103,7 +108,11 @@ class _Waiting:
 class Shadows:
     """Has rows of the sample asked on when their stages are idle.
 
-    share: of rows.   cascade: that answers them.   log: that takes what the models gave for them.
+    Args:
+        share: Share of rows in the sample.
+        cascade: The cascade that answers them.
+        metrics: Metrics of the service.
+        log: Takes the models' logits of the sample.
     """
 
     def __init__(self, share: float, cascade: Cascade, metrics: ServingMetrics, log: TableLog | None = None) -> None:
@@ -116,12 +125,12 @@ class Shadows:
 
     def keeps(self, call: Call) -> Bools | None:
         """Return which of a call's rows are in the sample and may be asked on, bool (n,); None for none."""
-        kept = None
+        mask = None
         for request, (rows, positions) in zip(requests_of(call), call.pieces(), strict=True):
             if request.chosen is not None and call.stage < request.last_stage:
-                kept = np.zeros(len(call), dtype=bool) if kept is None else kept
-                kept[positions] = request.chosen[rows.indices]
-        return kept
+                mask = np.zeros(len(call), dtype=bool) if mask is None else mask
+                mask[positions] = request.chosen[rows.indices]
+        return mask
 
     def offer(self, request: RequestState, answer_id: str, report: Report) -> None:
         """Have the chosen rows of an answered request compared with the whole cascade's answers, some time.
@@ -133,9 +142,9 @@ class Shadows:
         for stopped in [one for one in request.stopped if one.stage < last or self.log is not None]:
             shadow = self._shadow(request.policy, request.key, request.columns, stopped.rows)
             names = [f"{answer_id}-{row}" for row in stopped.rows.tolist()]
-            known = [request.logged.get(row, {}) for row in stopped.rows.tolist()]
+            logged = [request.logged.get(row, {}) for row in stopped.rows.tolist()]
             answers = stopped.stage, request.predictions[stopped.rows]
-            answered = partial(self._compared, shadow, *answers, report, names, known)
+            answered = partial(self._compared, shadow, *answers, report, names, logged)
             lost = partial(self._lost, shadow)
             waiting.append(self._waits([shadow], stopped.stage + 1, stopped.state, answered, lost))
         if self.log is not None and request.chosen is not None:
@@ -154,11 +163,11 @@ class Shadows:
             self._wait(self._waits(pair, 0, None, partial(_report_pair, report, *pair)))
 
     def _shadow(self, policy: Policy, key: str, columns: Batch, rows: Ints) -> RequestState:
-        own, last = {name: column[rows] for name, column in columns.items()}, len(policy.stages) - 1
+        sample, last = {name: column[rows] for name, column in columns.items()}, len(policy.stages) - 1
         return RequestState(
             policy,
             key,
-            own,
+            sample,
             len(rows),
             last,
             self._metrics,
@@ -238,13 +247,13 @@ class Shadows:
         predictions: Ints,
         report: Report,
         names: Sequence[str],
-        known: Sequence[RowLogits],
+        logged: Sequence[RowLogits],
     ) -> None:
-        """Report rows that stopped at a stage with these answers, and have them logged with what was known of them."""
+        """Report rows that stopped at a stage with these answers, and log them with their earlier logits."""
         if stage < shadow.last_stage:
             report(np.full(shadow.n, stage), shadow.predictions == predictions)
         if self.log is not None:
-            whole = [{**of, **shadow.logged.get(row, {})} for row, of in enumerate(known)]
+            whole = [{**of, **shadow.logged.get(row, {})} for row, of in enumerate(logged)]
             pairs = zip(names, whole, strict=True)
             self.log.add([(name, of) for name, of in pairs if len(of) > shadow.last_stage])
 

@@ -1,4 +1,4 @@
-"""What a service saw, for a later fit: its shadow sample as a logit table, and the labels that feedback brings.
+"""The shadow sample of a service as a logit table, and the labels of feedback, to fit policies on.
 
 A thread has another process write it: neither a slow store nor one that hangs keeps a request, or the end, waiting.
 """
@@ -84,11 +84,11 @@ class TableLog:
         self._thread.start()
 
     def add(self, rows: Sequence[tuple[str, RowLogits]]) -> None:
-        """Take rows by their example ids; those that there is no room for are dropped."""
+        """Take rows by their example ids; rows beyond the limit are dropped."""
         self._take([*rows], [], "dropped")
 
     def label(self, labels: Sequence[tuple[str, int]]) -> None:
-        """Take labels by example id; those that there is no room for are dropped."""
+        """Take labels by example id; labels beyond the limit are dropped."""
         self._take([], [*labels], "label_dropped")
 
     def _take(self, rows: list[tuple[str, RowLogits]], labels: list[tuple[str, int]], dropped: str) -> None:

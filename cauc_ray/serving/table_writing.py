@@ -27,16 +27,16 @@ _SAME = attrgetter("source", "logit_kind", "prompt")
 def declare(logged: Logged, facts: Sequence[ModelFacts], labels: Sequence[str] | None) -> None:
     """Write pool.json, or complete the one that is there. Raises ConfigError where it is of other models."""
     to, unit = path_of(logged.spec.to), logged.cost_unit
-    found = read_info(to)
-    if found is not None and found.cost_unit != unit:
-        raise ConfigError(f"it has costs in {found.cost_unit}, the policy has them in {unit}; log elsewhere")
+    stored = read_info(to)
+    if stored is not None and stored.cost_unit != unit:
+        raise ConfigError(f"it has costs in {stored.cost_unit}, the policy has them in {unit}; log elsewhere")
     names = None if labels is None else list(labels)
-    before = found or TableInfo(cost_unit=unit, note="logged by a service", labels=names, models=[])
+    before = stored or TableInfo(cost_unit=unit, note="logged by a service", labels=names, models=[])
     models = {
         model.name: model.model_copy(update={"logit_kind": before.kind(model.name) or "raw"}) for model in before.models
     }
     for spec, cost, of_model in zip(logged.stages, logged.costs, facts, strict=True):
-        own = PoolModel(
+        logged_model = PoolModel(
             name=spec.name,
             cost=cost,
             source=f"{of_model.source}; {of_model.logit_kind}",  # as a collection writes it
@@ -44,13 +44,13 @@ def declare(logged: Logged, facts: Sequence[ModelFacts], labels: Sequence[str] |
             dtype=of_model.dtype,
             prompt=spec.model.shown,
         )
-        other = models.get(own.name, own)
-        if _SAME(other) != _SAME(own):
-            raise ConfigError(f"it has logits of another model {own.name!r}; log elsewhere")
-        models[own.name] = other.model_copy(update={"cost": cost})
+        stored_model = models.get(spec.name, logged_model)
+        if _SAME(stored_model) != _SAME(logged_model):
+            raise ConfigError(f"it has logits of another model {spec.name!r}; log elsewhere")
+        models[spec.name] = stored_model.model_copy(update={"cost": cost})
     kind = joint_kind([model.logit_kind or "raw" for model in models.values()])
     info = before.model_copy(update={"models": [*models.values()], "logit_kind": kind})
-    if info != found:
+    if info != stored:
         make_folder(to)
         write_info(to, info)
 
@@ -59,16 +59,16 @@ def write(logged: Logged, flush: Flush) -> None:
     """Write a flush: a file of the same name and rows for each model, and one of labels."""
     to, stages = path_of(logged.spec.to), logged.stages if flush.rows else ()
     folders = [to / f"model={spec.name}" / f"split={logged.spec.split}" for spec in stages]
-    for folder in folders:  # all of them first: what a first flush that is cut short leaves is no smaller table
+    for folder in folders:  # all of them first: a flush that is cut short leaves no table of fewer models
         make_folder(folder)
     ids = [example for example, _ in flush.rows]
     lengths = [max(_n_options(logits) for logits, _ in row.values()) for _, row in flush.rows]
     for stage, folder in enumerate(folders):
-        found = [row[stage] for _, row in flush.rows]
-        vectors = [widened(logits[None], n)[0, :n] for (logits, _), n in zip(found, lengths, strict=True)]
+        calls = [row[stage] for _, row in flush.rows]
+        vectors = [widened(logits[None], n)[0, :n] for (logits, _), n in zip(calls, lengths, strict=True)]
         costs = None
-        if logged.per_call and stages[stage].cost is None and all(cost is not None for _, cost in found):
-            costs = np.array([cost for _, cost in found], dtype=np.float64)
+        if logged.per_call and stages[stage].cost is None and all(cost is not None for _, cost in calls):
+            costs = np.array([cost for _, cost in calls], dtype=np.float64)
         write_parquet(folder / flush.name, logit_columns(ids, None, vectors, costs))
     if flush.labels:
         names, labels = zip(*flush.labels, strict=True)

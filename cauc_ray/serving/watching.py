@@ -45,7 +45,14 @@ _Option = Annotated[int, Field(ge=0, lt=2**31)]
 class FeedbackMessage(BaseModel):
     """The body: values of the answers, and the labels, each a list by row.
 
-    answer_id: from the response's parameters.   rows: which of the answer's rows these are, all of them without it.
+    Attributes:
+        policy_id: Id of the policy that answered.
+        answer_id: Id of the answer, from the response's parameters.
+        rows: Numbers of the answer's rows; without them all of its rows.
+        prediction: Predictions.
+        confidence: Confidences.
+        stage: Stages that answered.
+        label: Labels.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -60,10 +67,17 @@ class FeedbackMessage(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """Rows of an answer that one policy gave, and which were right; arrays (n,).
+    """Rows of an answer of one policy, with their labels; arrays (n,).
 
-    answer: identifies the answer; is_named: by its id.   rows: int, of the answer.   stages: int.   confidences:
-    float64.   correct: bool.   labels: int.
+    Attributes:
+        policy_id: Id of the policy.
+        answer: Identifies the answer.
+        rows: Numbers of the answer's rows, int.
+        stages: Stages that answered, int.
+        confidences: Confidences, float64.
+        correct: Whether the answer is the label, bool.
+        labels: Labels, int.
+        is_named: Whether the answer is identified by its id.
     """
 
     policy_id: str
@@ -128,15 +142,15 @@ class Feedback:
             return self
         accepted = self.stages == len(policy.stages) - 1
         for stage in range(len(policy.stages) - 1):
-            own = self.stages == stage
-            near = [policy.worth(stage, self.confidences[own] + off) for off in (-_ROUNDING, 0.0, _ROUNDING)]
-            accepted[own] = np.max(near, axis=0) >= policy.threshold
+            at_stage = self.stages == stage
+            near = [policy.worth(stage, self.confidences[at_stage] + off) for off in (-_ROUNDING, 0.0, _ROUNDING)]
+            accepted[at_stage] = np.max(near, axis=0) >= policy.threshold
         return self.at(accepted)
 
-    def at(self, kept: Bools) -> Feedback:
-        """Return some of the rows.   kept: bool (n,)."""
+    def at(self, mask: Bools) -> Feedback:
+        """Return the rows of a mask, bool (n,)."""
         columns = ("rows", "stages", "confidences", "correct", "labels")
-        return replace(self, **{name: getattr(self, name)[kept] for name in columns})
+        return replace(self, **{name: getattr(self, name)[mask] for name in columns})
 
     def logged(self, share: float) -> list[tuple[str, int]]:
         """Return the labels of the rows that are in a shadow sample of that share, by their example ids in the log."""
@@ -156,7 +170,7 @@ class Reported:
 
     def __init__(self, store: Store, life: str) -> None:
         self._store, self._prefix = store, f"feedback:{life}:"
-        self._own: deque[tuple[str, str]] = deque()  # policies and keys
+        self._entries: deque[tuple[str, str]] = deque()  # policies and keys
         self._lock = threading.Lock()
 
     def new(self, feedback: Feedback) -> Feedback:
@@ -169,8 +183,8 @@ class Reported:
             n_before += 1
         if left:
             with self._lock:
-                self._own.append((feedback.policy_id, f"{prefix}{n_before}"))
-                oldest = self._own.popleft()[1] if len(self._own) > MOST_REMEMBERED else None
+                self._entries.append((feedback.policy_id, f"{prefix}{n_before}"))
+                oldest = self._entries.popleft()[1] if len(self._entries) > MOST_REMEMBERED else None
             if oldest is not None:
                 self._store.delete(oldest)
         return feedback.at(np.array([bool(left >> row & 1) for row in feedback.rows.tolist()], dtype=bool))
@@ -179,7 +193,7 @@ class Reported:
         """Forget all feedback on a policy that is no longer active."""
         self._store.delete(f"{self._prefix}{policy_id}:", by_prefix=True)
         with self._lock:
-            self._own = deque(entry for entry in self._own if entry[0] != policy_id)
+            self._entries = deque(entry for entry in self._entries if entry[0] != policy_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,11 +214,18 @@ class _Asked:
 
 
 @dataclass(slots=True)
-class _Kept:
-    """The watch of one policy, and what came since it last computed.   held: whether it did then.
+class _PolicyWatch:
+    """The watch of one policy, and the answers and labels since it last computed.
 
-    digest: of the policy with its reference.   asked: requests in their order.   n_asked, n_taken: rows that have come,
-    and that were taken from there, each counted in one thread.   more: what is to be called of the watch, with what.
+    Attributes:
+        policy_id: Id of the policy.
+        digest: Digest of the policy with its reference.
+        watch: The watch; None without a reference.
+        asked: Requests in their order.
+        more: Calls of the watch's methods that are due, with their arguments.
+        n_asked: Rows that have arrived; one thread counts them.
+        n_taken: Rows that were taken from `asked`; another thread counts them.
+        held: Whether the policy was valid when the watch last computed.
     """
 
     policy_id: str
@@ -246,7 +267,7 @@ class Watching:
         """Watch another policy, from no row on."""
         watch = None if policy.reference is None else Watch(policy, self._n_routers)
         content = json.dumps(policy.model_dump(mode="json"), sort_keys=True)
-        self._kept = _Kept(policy_id, hashlib.sha256(content.encode()).hexdigest()[:16], watch)
+        self._watch = _PolicyWatch(policy_id, hashlib.sha256(content.encode()).hexdigest()[:16], watch)
 
     @contextmanager
     def asked(self, policy_id: str, n: int) -> Iterator[Callable[[RequestState], None]]:
@@ -255,10 +276,10 @@ class Watching:
         Answers are compared in the order in which they were asked for: while a stage hangs, those of the stages before
         it come first, and would look like a drift.
         """
-        kept, asked = self._of(policy_id), _Asked(n)
-        if kept is not None and kept.n_asked - kept.n_taken < MOST_KEPT:
-            kept.asked.append(asked)
-            kept.n_asked += n
+        monitored, asked = self._of(policy_id), _Asked(n)
+        if monitored is not None and monitored.n_asked - monitored.n_taken < MOST_KEPT:
+            monitored.asked.append(asked)
+            monitored.n_asked += n
         try:
             yield partial(_keep, asked)
         finally:
@@ -266,65 +287,67 @@ class Watching:
 
     def outcomes(self, policy_id: str, stages: Ints, confidences: Floats, correct: Bools) -> None:
         """Keep what became known of answers, as Watch.add_outcomes takes it."""
-        if (kept := self._of(policy_id)) is not None:
-            kept.more.append((Watch.add_outcomes, (stages, confidences, correct)))
+        if (monitored := self._of(policy_id)) is not None:
+            monitored.more.append((Watch.add_outcomes, (stages, confidences, correct)))
 
     def agreements(self, policy_id: str, stages: Ints, agreed: Bools) -> None:
         """Keep whether answers were the whole cascade's, as Watch.add_agreements takes it."""
-        if (kept := self._of(policy_id)) is not None:
-            kept.more.append((Watch.add_agreements, (stages, agreed)))
+        if (monitored := self._of(policy_id)) is not None:
+            monitored.more.append((Watch.add_agreements, (stages, agreed)))
 
     def settle(self) -> WatchedHere:
         """Evaluate all stored rows, report the result and return it."""
         with self._settling:
-            kept = self._kept
-            if kept.watch is None:
-                self._latched(kept, {})
-                return WatchedHere(kept.policy_id, None)
-            if answers := kept.take():
+            monitored = self._watch
+            if monitored.watch is None:
+                self._latched(monitored, {})
+                return WatchedHere(monitored.policy_id, None)
+            if answers := monitored.take():
                 answered, cut_short = zip(*answers, strict=True)
-                kept.watch.add(Answered.joined(answered), np.concatenate(cut_short))
-            for add, given in _taken(kept.more):
-                add(kept.watch, *given)
-            watched = kept.watch.watched()
-            watched = Watched(watched.stages, self._latched(kept, watched.evidence))
+                monitored.watch.add(Answered.joined(answered), np.concatenate(cut_short))
+            for add, arguments in _taken(monitored.more):
+                add(monitored.watch, *arguments)
+            watched = monitored.watch.watched()
+            watched = Watched(watched.stages, self._latched(monitored, watched.evidence))
             self._metrics.watched(watched)
-            if kept.held and not watched.holds:
-                logger.warning(f"policy {kept.policy_id} {verdict(watched)}")
-            kept.held = watched.holds
-            return WatchedHere(kept.policy_id, watched)
+            if monitored.held and not watched.holds:
+                logger.warning(f"policy {monitored.policy_id} {verdict(watched)}")
+            monitored.held = watched.holds
+            return WatchedHere(monitored.policy_id, watched)
 
-    def _latched(self, kept: _Kept, evidence: Mapping[str, Evidence]) -> Mapping[str, Evidence]:
+    def _latched(self, monitored: _PolicyWatch, evidence: Mapping[str, Evidence]) -> Mapping[str, Evidence]:
         """Return evidence with what has ever spoken against the policy in any router, and keep what is new of that.
 
         What is kept of another policy is dropped: it has been replaced.
         """
         content = json.loads(self._store.get(self._alarm) or b"null")
-        known = content["evidence"] if content is not None and content["policy"] == kept.digest else {}
-        ours = {name: asdict(one) for name, one in evidence.items() if not one.holds and name not in known}
+        latched = content["evidence"] if content is not None and content["policy"] == monitored.digest else {}
+        ours = {name: asdict(one) for name, one in evidence.items() if not one.holds and name not in latched}
         if ours:
-            self._store.put(self._alarm, json.dumps({"policy": kept.digest, "evidence": {**known, **ours}}).encode())
-        elif content is not None and not known:
+            self._store.put(
+                self._alarm, json.dumps({"policy": monitored.digest, "evidence": {**latched, **ours}}).encode()
+            )
+        elif content is not None and not latched:
             self._store.delete(self._alarm)
         return {
             name: replace(one, log10=max(one.log10, of["log10"]), at=of["at"], since=of["since"])
-            if one.holds and (of := known.get(name)) is not None
+            if one.holds and (of := latched.get(name)) is not None
             else one
             for name, one in evidence.items()
         }
 
-    def _of(self, policy_id: str) -> _Kept | None:
+    def _of(self, policy_id: str) -> _PolicyWatch | None:
         """Return the watch of a policy, None where there is none."""
-        kept = self._kept
-        return kept if kept.watch is not None and kept.policy_id == policy_id else None
+        monitored = self._watch
+        return monitored if monitored.watch is not None and monitored.policy_id == policy_id else None
 
 
 def report_of(policy: Policy, policy_id: str, routers: Sequence[WatchedHere]) -> dict[str, Any]:
     """Return the routers' monitoring of the active policy as JSON; holds is null without a reference."""
     seen = [one.watched for one in routers if one.policy_id == policy_id and one.watched is not None]
     if policy.reference is None or not seen:
-        says = "is not watched: at this threshold or budget it has no reference to compare answers with"
-        return {"policy_id": policy_id, "holds": None, "says": says, "routers": 0}
+        verdict_text = "is not watched: at this threshold or budget it has no reference to compare answers with"
+        return {"policy_id": policy_id, "holds": None, "says": verdict_text, "routers": 0}
     return {**watch_report(policy, Watched.merged(seen)), "routers": len(seen)}
 
 
@@ -332,10 +355,10 @@ def _keep(asked: _Asked, request: RequestState) -> None:
     """Keep a request's answers if the policy was to give them, and has what they are compared with."""
     if request.capped or request.policy.reference is None:
         return
-    own = Answered(request.predictions, request.confidences, request.stages, request.costs, request.likeliest)
-    asked.answers = own, request.degraded
+    answers = Answered(request.predictions, request.confidences, request.stages, request.costs, request.likeliest)
+    asked.answers = answers, request.degraded
 
 
-def _taken(kept: deque[Any]) -> list[Any]:
+def _taken(entries: deque[Any]) -> list[Any]:
     """Take out what is there now; more may come meanwhile."""
-    return [kept.popleft() for _ in range(len(kept))]
+    return [entries.popleft() for _ in range(len(entries))]

@@ -102,7 +102,7 @@ def floats(*shape, dtype="FP32", value=0.0, name="x"):
         ("declared", [floats(2, 4, 7, dtype="FP64")], "must be FP32, got FP64"),
         ("declared", [floats(2, 5, 7)], r"shape [rows, 4, -1], got [2, 5, 7]"),
         ("declared", [floats()], "first dimension"),
-        ("declared", [floats(2, name="y")], "no input 'x'"),
+        ("declared", [floats(2, name="y")], "input 'x' is missing"),
         ("declared", [floats(2, 4, 7), floats(2, name="y")], "unknown input 'y'"),
         ("own", [floats(3), floats(2, name="y")], "has 2 rows, input 'x' has 3"),
         ("own", [floats(5000)], "1 to 4096 rows, got 5000"),
