@@ -26,10 +26,13 @@ from cauc_ray.cascade.stage_queue import CALLS_PER_REPLICA, FAILURES_TO_REPLACE,
 # several times what calls usually take.
 PAUSE_S = 1.0
 PROBE_S = 2.0
-# Rows that are likely to take more than this share of their time are refused: by then many would come too late.
-MOST_WAIT = 0.8
+# Rows that are likely to take more than this share of their time are refused: by then many would come too late. Where
+# calls are long, it is known better.
+MOST_WAIT, MOST_WAIT_OF_LONG = 0.8, 0.9
 # A call that takes more than this share of its rows' time, and so many times as long as others, may hang.
 OVERDUE, OVERDUE_CALLS = 0.5, 4.0
+# Of calls that compute for longer, the next one is sent so long before its replica is free; of others at once.
+LONG_S, AHEAD_S = 1.0, 0.1
 # Calls that take so many times what their model computes wait for more than the one before.
 CROWDED = 2.5
 # An isolated call that has computed for less than this does not hang.
@@ -89,7 +92,8 @@ class RequestQueue(StageQueue):
         n_waiting, waiting_bytes, n_owners = self._ahead_of(rows.owner.priority)
         too_many = n_waiting + len(rows) > limits.queue_rows
         too_large = waiting_bytes > 0 and waiting_bytes + rows.n_bytes > limits.queue_bytes
-        if too_many or too_large or self._wait_s(len(rows), n_waiting, n_owners) > MOST_WAIT * limits.timeout_s:
+        most_wait = MOST_WAIT_OF_LONG if self.service_time.compute_s > LONG_S else MOST_WAIT
+        if too_many or too_large or self._wait_s(len(rows), n_waiting, n_owners, now) > most_wait * limits.timeout_s:
             return "overloaded", f"stage {name!r} is overloaded"
         return None
 
@@ -151,13 +155,13 @@ class RequestQueue(StageQueue):
                 self._again += [] if same else [call]
         return alike
 
-    def _wait_s(self, n: int, n_ahead: int, n_owners: int) -> float:
+    def _wait_s(self, n: int, n_ahead: int, n_owners: int, now: float) -> float:
         """Return in how many seconds n rows that come now are likely to be answered; 0 if at once, or not known yet.
 
         n_ahead: rows that go before them, of so many owners.
         """
-        if not self.service_time.long_call_s:
-            return 0.0
+        sent_at = [calls[0].sent_at for number in self._busy if (calls := self.calls_at(number))]
+        long_s = self.service_time.long_call_s or now - min(sent_at, default=now)
         n_replicas, n_calls = max(1, self.n_working), self.n_calls
         n_free = max(0, n_replicas - n_calls)
         # Of a longer request only so much goes before these.
@@ -165,8 +169,11 @@ class RequestQueue(StageQueue):
         n_waiting = n_before / self.limits.batch_size - n_free
         if n_free and n_waiting <= 0:
             return 0.0
+        left_s = 0.0 if n_free or not sent_at else max(0.0, min(sent_at) + long_s - now)
+        if self.service_time.compute_s > LONG_S:  # what is under way is known to end then
+            return left_s + long_s * (1 + int(n_waiting) / n_replicas)
         # Where more calls than replicas are under way at once, one of them ends so often.
-        return self.service_time.long_call_s * (1 + n_waiting / max(n_replicas, n_calls))
+        return left_s + long_s * (1 + n_waiting / max(n_replicas, n_calls))
 
     # What goes
 
@@ -254,17 +261,31 @@ class RequestQueue(StageQueue):
         return len(rows)
 
     def _batch_rows(self, replica: int, now: float, more_can_come: bool) -> int:
-        full = self.limits.batch_size
-        if self.queued_rows >= full:
+        full, wanted_at = self.limits.batch_size, self._wanted_at(replica)
+        if self.queued_rows >= full and (now >= wanted_at or 0 < self.service_time.compute_s < LONG_S):
             return full
-        if not self._queue or now < self._wanted_at(replica):
+        if not self._queue or now < max(wanted_at, self._staggered_at()):
             return 0
         return 0 if more_can_come and now < self._queue[0].ready_at + self.limits.batch_wait_s else full
 
     def _wanted_at(self, replica: int) -> float:
         """Return when a replica will have use for a batch that is not full."""
-        at = self._replicas[replica]
-        return at.busy_since + self.service_time.compute_s if at.calls else 0.0
+        at, compute_s = self._replicas[replica], self.service_time.compute_s
+        if not at.calls:
+            return 0.0
+        # Rows that wait here can join a batch, be refused, or go to another replica.
+        return at.busy_since + max(compute_s - AHEAD_S, 0.9 * compute_s) if compute_s else inf
+
+    def _staggered_at(self) -> float:
+        """Return when the next batch that is not full should begin.
+
+        Where calls are long and there are more rows than replicas, replicas begin one after the other: rows then wait
+        for a share of a call, not for a whole one.
+        """
+        call_s, n_rows = self.service_time.long_call_s, self.queued_rows + self.in_flight
+        if call_s < LONG_S or self.n_working < 2 or n_rows <= self.n_working or not self._busy:
+            return 0.0
+        return max(self._replicas[number].busy_since for number in self._busy) + call_s / self.n_working
 
     def wait_s(self, now: float) -> float | None:
         """Return the seconds until something can go or a call may hang, None if nothing waits for time."""
@@ -278,7 +299,8 @@ class RequestQueue(StageQueue):
         for call in self._again:
             due += [call.due, self._risked_at(call)] if call.isolated else [call.due]
         if self._queue and (replica := self._free_replica()) is not None:
-            due += [self._wanted_at(replica), self._queue[0].ready_at + self.limits.batch_wait_s]
+            wanted_at = max(self._wanted_at(replica), self._staggered_at())
+            due += [wanted_at, self._queue[0].ready_at + self.limits.batch_wait_s]
         soonest = min([at for at in due if at > now], default=inf)
         return soonest - now if soonest < inf else None
 

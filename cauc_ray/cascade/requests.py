@@ -209,7 +209,7 @@ class RequestScheduler(Scheduler):
         for at in self.stages:
             idle = [call for call in at.calls() if not (call.wanted or call.probe)]
             # While others are answered, a replica hangs or the stage is busy: no reason to pause its calls.
-            silent = now - at.health.succeeded_at > at.limits.timeout_s
+            silent = now - at.health.succeeded_at > max(at.limits.timeout_s, 2 * at.service_time.long_call_s)
             hangs = idle or (at.n_replicas and not at.n_working)
             if hangs and silent and any(stage == at.stage and not owner.hurries for owner, stage in late):
                 why = f"it has not answered within {at.limits.timeout_s:g} s"
