@@ -145,7 +145,8 @@ def plan_columns(
     layout = benchmark if benchmark is not None and published else Benchmark()
     aliases = columns_of({**ids, **layout.columns, **renamed})
     used = {stored for stored_names in aliases.values() for stored in stored_names}
-    columns = {name: (name,) for name in available if name not in used} | aliases
+    # Ids may be read as something else, too.
+    columns = {name: (name,) for name in available if name not in used or name == ID} | aliases
     missing = [
         f"{stored!r} for {name}"
         for name, stored_names in columns.items()

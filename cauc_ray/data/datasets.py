@@ -182,11 +182,6 @@ class Dataset:
         parts = zip(self.parts, self.example_ids, strict=True)
         return pa.concat_arrays([ids.take(pa.array(part.splits[split])) for part, ids in parts if split in part.splits])
 
-    def require_split(self, split: str) -> None:
-        """Raise ConfigError for an unknown split."""
-        if split not in self.split_sizes:
-            raise ConfigError(f"{self.name}: {unknown_name('split', split, self.split_sizes)}")
-
 
 def open_input(spec: DatasetSpec) -> Dataset:
     """Open all rows of a dataset as the input of a run; of a benchmark, those of the partitions that it is split from.
@@ -232,8 +227,8 @@ def open_dataset(spec: DatasetSpec, split: str | None = None) -> Dataset:
             rule, names = _choose_rule(located, partitions)
             sources = {name: partitions[name]() for name in names}
         dataset = _split(spec, located, rule, sources)
-    if split is not None:
-        dataset.require_split(split)
+    if split is not None and split not in dataset.split_sizes:
+        raise ConfigError(f"{dataset.name}: {unknown_name('split', split, dataset.split_sizes)}")
     return dataset
 
 

@@ -223,16 +223,14 @@ def _of_images(
 ) -> Openers:
     """Return partitions of class folders. Classes have the same numbers in all, even without images of a class."""
     inside = {
-        name: [(parts[-2], entry) for parts, entry in images.items() if entry.path.parent.parent == above]
+        name: [entry for entry in images.values() if entry.path.parent.parent == above]
         for name, above in partitions.items()
     }
-    classes = sorted({label for members in inside.values() for label, _ in members})
+    classes = sorted({entry.path.parent.name for entries in inside.values() for entry in entries})
     order = list(labels) if labels and {*classes} <= {*labels} else classes
     return {
-        name: partial(
-            image_files, root, [entry for _, entry in inside[name]], [order.index(label) for label, _ in inside[name]]
-        )
-        for name in partitions
+        name: partial(image_files, root, entries, [order.index(entry.path.parent.name) for entry in entries])
+        for name, entries in inside.items()
     }
 
 

@@ -70,7 +70,7 @@ class _TableFile:
     footer: ParquetFooter | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Source:
     """Numbered rows of files; picklable, so that any process can read them.
 

@@ -19,8 +19,7 @@ from cauc_ray.files.paths import AnyPath, FileEntry, RemotePath, SomePath, list_
 
 # Bytes of neighbouring row groups that are fetched together; one row group may have more.
 FETCH_BYTES = 32 << 20
-_STREAM_BYTES = 1 << 20
-# The most bytes that are decoded at once, uncompressed.
+# The most bytes that are decoded at once, uncompressed, and that are streamed at once of each column.
 BATCH_BYTES = 4 << 20
 # The end of a file that is read at first: most footers fit.
 _TAIL_BYTES = 1 << 16
@@ -236,7 +235,7 @@ def _file_spans(footer: ParquetFooter, rows: RowNumbers, columns: Sequence[str],
     ends = np.cumsum(n_rows)
     numbers = np.searchsorted(ends, rows, side="right")
     groups = np.unique(numbers)
-    sizes = np.cumsum([footer.groups[group].total_byte_size for group in groups])
+    sizes = np.array([footer.groups[group].total_byte_size for group in groups])
     try:
         source = _reopened(footer)
     except UnopenedError as error:
@@ -246,11 +245,12 @@ def _file_spans(footer: ParquetFooter, rows: RowNumbers, columns: Sequence[str],
         opened = pq.ParquetFile(
             source,
             metadata=footer.metadata,
-            buffer_size=_STREAM_BYTES,
-            pre_buffer=isinstance(footer.path, RemotePath),  # neighbours are then fetched at once
+            buffer_size=BATCH_BYTES,
+            # Neighbours are then fetched at once; row groups that memory may not hold are streamed.
+            pre_buffer=isinstance(footer.path, RemotePath) and sizes.max(initial=0) <= 4 * FETCH_BYTES,
             page_checksum_verification=True,
         )
-        for fetch in np.split(groups, np.flatnonzero(np.diff(sizes // FETCH_BYTES)) + 1):
+        for fetch in np.split(groups, np.flatnonzero(np.diff(np.cumsum(sizes) // FETCH_BYTES)) + 1):
             first, last = np.searchsorted(numbers, [fetch[0], fetch[-1] + 1])
             # The rows' places among those of the row groups that are fetched.
             shifts = np.cumsum(n_rows[fetch]) - ends[fetch]
@@ -293,7 +293,7 @@ def _group_spans(
     n_rows = np.array([footer.groups[group].num_rows for group in groups])
     n_bytes = sum(footer.groups[group].total_byte_size for group in groups)
     n = max(1, min(batch_rows, BATCH_BYTES * int(n_rows.sum()) // max(1, n_bytes)))
-    start, reason = 0, "it ends too early"
+    start, reason, kind = 0, "it ends too early", UnreadableError
     try:
         for batch in opened.iter_batches(n, groups, columns, use_threads=False):
             batch.validate(full=True)  # damaged files may decode to invalid values
@@ -307,9 +307,11 @@ def _group_spans(
                 return
     except (pa.ArrowException, OSError) as error:
         reason = first_line(error)
+        if isinstance(error, OSError) and isinstance(footer.path, RemotePath):  # the store may answer again
+            kind = UnopenedError
     if len(groups) == 1:
         damage = f"{footer.path} cannot be read in row group {groups[0]}: {reason}"
-        yield RowSpan(len(places), error=UnreadableError(damage))
+        yield RowSpan(len(places), error=kind(damage))
         return
     for group, end, n_group in zip(groups, np.cumsum(n_rows), n_rows, strict=True):
         inside = places[(places >= end - n_group) & (places < end)] - (end - n_group)

@@ -481,6 +481,7 @@ def test_rows_that_cannot_be_read_are_refused_in_one_line(tmp_path, monkeypatch,
     [
         ({"x.csv": "age,plan,label\n1,a,0\n2,b,0\n3,a,0\n"}, ["x-0", "x-1", "x-2"]),
         ({"x.csv": "id,age,label\n007,1,0\n9,2,0\n", "y.csv": "id,age,label\n8,3,0\n"}, ["007", "9", "8"]),
+        ({"x.csv": "example_id,age,label\n7,1,0\n"}, ["7"]),
         ({"x.csv": "id,age,example_id,label\n1,1,007,0\n"}, ["007"]),
         ({"a/x.csv": "age,label\n1,0\n2,0\n", "b/x.csv": "age,label\n3,0\n"}, ["a/x-0", "a/x-1", "b/x-0"]),
         ({f"train-0000{n}-of-00002.csv": "age,label\n1,0\n" for n in range(2)}, ["train-0", "train-1"]),
