@@ -273,11 +273,17 @@ def _cell(row: Mapping[str, Any]) -> str:
 def highlights(table: pa.Table, n_budgets: int = 5) -> list[dict[str, Any]]:
     """Return for each method of a sweep over one chain, at a few budgets, the point that validation chooses.
 
-    The budgets are evenly spaced over the method's validation costs; equal choices are shown once.
+    The budgets are evenly spaced over the method's validation costs; equal choices are shown once. A method with one
+    setting has that point.
     """
     found = []
     for name in table.column("method").unique().to_pylist():
         rows = table.filter(pc.equal(table.column("method"), name)).to_pylist()
+        met = [row for row in rows if row["cost"] is not None]
+        rows = [row for row in met if row["validation_cost"] is not None]
+        if not rows:  # one setting, which validation does not choose
+            found += [{**row, "budget": row["cost"]} for row in met[:1]]
+            continue
         cost = np.array([row["validation_cost"] for row in rows])
         quality = np.array([row["validation_accuracy"] for row in rows])
         seen: set[int] = set()

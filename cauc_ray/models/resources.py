@@ -87,7 +87,7 @@ def amounts_text(amounts: Mapping[str, float]) -> str:
     '1 CPU and 1.5 GiB of memory'
     """
     texts = {
-        name: f"{ByteSize(amount).human_readable(separator=' ')} of memory"
+        name: f"{ByteSize(amount).human_readable(separator=' ').replace('.0 ', ' ')} of memory"
         if name == "memory"
         else f"{amount:,.6g} {name}{'s' if name in ('CPU', 'GPU') and amount != 1 else ''}"
         for name, amount in amounts.items()

@@ -76,7 +76,9 @@ class BasePolicy(Policy):
         """
         numbers = self.stages[stage]
         if state is None:
-            state = np.zeros((len(own.scores), 1 + own.scores.shape[1]))
+            # What a row has no option for stays so, also where no stage is fused yet.
+            options = np.where(np.isneginf(own.scores), -np.inf, 0.0)
+            state = np.concatenate([np.zeros((len(options), 1)), options], axis=1)
         weight, total = state[:, :1], state[:, 1:]
         scores, total = same_width(own.scores, total, (numbers.name, self.stages[max(stage - 1, 0)].name))
         unfused = weight[:, 0] == 0

@@ -226,7 +226,6 @@ def test_closed_streams_and_full_disks_are_not_faults(tmp_path, home):
     assert full.stderr.splitlines()[-1] == "cauc: error: the output: No space left on device"
 
 
-@pytest.mark.xfail(strict=True, reason="issue 34: a method with one setting has no validation cost to show")
 @pytest.mark.parametrize("method", ["duo", "single"])
 def test_methods_with_one_setting_are_swept_at_points(cauc, method):
     assert cauc("sweep", "LOGITS", *CHAIN, "--methods", method, "--points", 5, "-o", "s.parquet")[0] == 0

@@ -95,10 +95,7 @@ class Fault:
         )
 
 
-FAULTS = (
-    Fault(34, "sweep", ("logits", "--methods=duo", "--points=5"), {"methods": "", "points": ""}),
-    Fault(35, "report", (".", "--output=memory://bucket/page.html"), {"output": "memory:"}),
-)
+FAULTS = (Fault(35, "report", (".", "--output=memory://bucket/page.html"), {"output": "memory:"}),)
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,18 @@ def test_no_bit_of_an_answer_depends_on_other_rows_or_on_padding(kind, seed, rag
     assert np.array_equal(padded.scores, np.pad(whole.scores, ((0, 0), (0, 2)), constant_values=-np.inf))
 
 
+@pytest.mark.parametrize("wider", [0, 1, 2])
+def test_a_stage_may_be_padded_more_than_others_though_nothing_is_fused_before_the_last(wider):
+    data = of_kind(("base", "temperature", 3), 1, 12, ragged=True)
+    policy = fit_base(data, rule=ThresholdRule(threshold=0.6))
+    policy = with_stages(policy, fused=lambda stage: stage is policy.stages[-1])
+    padded = list(data.logits)
+    padded[wider] = np.pad(padded[wider], ((0, 0), (0, 2)), constant_values=-np.inf)
+    for whole, step in zip(steps(policy, data.logits), steps(policy, padded), strict=True):
+        assert np.array_equal(whole.predictions, step.predictions)
+        assert np.array_equal(whole.confidences, step.confidences)
+
+
 @kinds
 @given(seed=seeds, ragged=st.booleans())
 @settings(max_examples=8)
