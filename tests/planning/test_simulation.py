@@ -160,7 +160,7 @@ def test_a_routers_seconds_come_on_top_and_what_comes_meanwhile_waits():
     router, times = RouterSeconds(per_request=0.2, per_call=0.05), np.array([0.0, 0.05])
     alone = simulate_trace(stages, times[:1], first[:1], window, router=router)
     assert alone.latency.mean == pytest.approx(1.0 + 0.2 + 0.05)
-    # The first is sent at 0.1 s and answered at 1.25; the second waits until then: how long calls take is not known yet.
+    # The first is sent at 0.1 s and answered at 1.25; the second waits until then: the time of calls is not known yet.
     both = simulate_trace(stages, times, first, window, router=router)
     assert both.latency.mean == pytest.approx((1.25 + 2.4 - 0.05) / 2)
     busy = simulate_arrivals([stage(8, 4, per_call=0.01)], 100.0, router=RouterSeconds(0.012))
