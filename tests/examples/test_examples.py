@@ -96,8 +96,10 @@ def test_the_guides_commands_label_definitions_as_the_replay_does(tmp_path, monk
             policy.with_threshold(float(np.median(first))).save("policy.json")
             offline = cauc_ray.evaluate("logits", "policy.json").to_arrow().to_pylist()
             replayed = {row["example_id"]: row for row in offline}
+            texts = dict.fromkeys(("id", "text", "topic"), pa.string())  # some ids begin with a zero
             labelled = pyarrow.csv.read_csv(
-                tmp_path / "labelled.csv", convert_options=pyarrow.csv.ConvertOptions(strings_can_be_null=True)
+                tmp_path / "labelled.csv",
+                convert_options=pyarrow.csv.ConvertOptions(column_types=texts, strings_can_be_null=True),
             )
             rows = [row for row in labelled.to_pylist() if row["id"] in replayed]
             pa.csv.write_csv(pa.Table.from_pylist(rows).drop_columns("topic"), tmp_path / "new.csv")
