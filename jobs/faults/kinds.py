@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from cauc_ray.errors import ExecutionError
 from cauc_ray.files.parquet import parquet_files
 from jobs.bench.processes import ROOT, processes
-from jobs.faults.cascade import BLOCK_ROWS, Cascade, give_order
+from jobs.faults.cascade import Cascade, give_order
 from jobs.faults.cluster import NOTICED_S, Cluster, kill, replicas, wait_until
 
 # Returns whether there was something to hit.
@@ -214,14 +214,13 @@ def input_away(scene: Scene) -> bool:
 
 
 def input_damaged(scene: Scene) -> bool:
-    """Damage a row group of the input for good: its rows, and no others, must fail, named by file and row."""
+    """Damage the payloads of a row group of the input for good: its rows, and no others, must fail, under their ids."""
     path = scene.rng.choice(parquet_files(scene.folder / "input"))
     with pq.ParquetFile(path) as file:
         group = scene.rng.randrange(file.metadata.num_row_groups)
         column = file.metadata.row_group(group).column(file.schema_arrow.names.index("payload"))
         hit = file.read_row_group(group, columns=["example_id"])["example_id"].to_pylist()
-    scene.must_fail.update(f"{path.name}:row {4 * BLOCK_ROWS * group + row}" for row in range(len(hit)))
-    scene.asked = [*(set(scene.asked) - set(hit)), *scene.must_fail]
+    scene.must_fail.update(hit)
     with path.open("r+b") as raw:
         raw.seek(column.data_page_offset + 1000)
         raw.write(os.urandom(4096))
