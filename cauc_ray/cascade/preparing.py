@@ -16,7 +16,8 @@ from cauc_ray.policies.policy import Policy
 class PreparingWorker:
     """Loads a model and answers calls; a fault of a call is an answer, not an exception.
 
-    Two threads call it: what one prepares, the model answers in a thread of its own while the other prepares.
+    Two threads call it: what one prepares, the model answers in a thread of its own while the other prepares. A model
+    that overlaps answers the calls of both.
     """
 
     def __init__(self, spec: StageSpec, stage: int, policy: Policy | None, node: str = "") -> None:
@@ -26,7 +27,10 @@ class PreparingWorker:
 
     def load(self) -> ModelFacts:
         """Load the model, as Worker does."""
-        return self._model.submit(self._worker.load).result()
+        facts = self._model.submit(self._worker.load).result()
+        if facts.overlaps:
+            self._model = ThreadPoolExecutor(2, thread_name_prefix="model")
+        return facts
 
     def close(self) -> None:
         """Close the model, as Worker does."""

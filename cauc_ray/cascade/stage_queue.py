@@ -325,8 +325,8 @@ class StageQueue:
     # Replicas
 
     def take_facts(self, facts: ModelFacts) -> None:
-        """Note whether a replica prepares one call while it computes another."""
-        self.calls_at_work = 2 if facts.prepares else 1
+        """Note whether a replica is at two calls at a time: it prepares one, or waits for its answers."""
+        self.calls_at_work = 2 if facts.prepares or facts.overlaps else 1
 
     def add_replica(self, replica: int) -> None:
         """Note that a replica is ready."""

@@ -319,12 +319,14 @@ class Worker:
             del self._busy_threads[thread]
 
     def _began(self, ahead: Prepared | None) -> float:
-        """Return when a call began, but not before the one ahead of it ended: no time counts twice."""
-        return max(time.perf_counter() if ahead is None else ahead.began, self._ended)
+        return time.perf_counter() if ahead is None else ahead.began
 
     def _when(self, began: float) -> dict[str, Any]:
-        """Return when and where a call was computed, and how long that took on the wall, as CallResult has them."""
-        compute_s = time.perf_counter() - began
+        """Return when and where a call was computed, and how long that took on the wall, as CallResult has them.
+
+        It counts from the end of the call before, if that is later: no time counts twice.
+        """
+        compute_s = time.perf_counter() - max(began, self._ended)
         started_at = time.time() - compute_s
         return {"started_at": started_at, "compute_s": compute_s, "node": self._node, "replica": self._replica}
 

@@ -96,6 +96,7 @@ class ModelFacts:
         labels: Names of its options in order, if they are the same in every row and known.
         dtype: The precision of the computation, None if unknown.
         prepares: Whether it prepares calls ahead.
+        overlaps: Whether it takes the next call, from another thread, while it waits for the answers of one.
     """
 
     source: str
@@ -105,6 +106,7 @@ class ModelFacts:
     labels: tuple[str, ...] | None = None
     dtype: str | None = None
     prepares: bool = False
+    overlaps: bool = False
 
 
 class Model(Protocol):

@@ -135,7 +135,7 @@ class CompletionsModel(EndpointModel):
             tokens = await self._tokens(prompt, inquiry)
             requests = next_tokens(tokens.options)
             jobs = [partial(self._next, tokens.prompt, before, ids, inquiry) for before, ids in requests]
-            logprobs = dict(ChainMap(*await all_until_error(jobs, self._spec.max_concurrency)))
+            logprobs = dict(ChainMap(*await all_until_error(jobs, asyncio.Semaphore(self._spec.max_concurrency))))
             try:
                 return log_likelihoods(tokens.options, logprobs)
             except KeyError:  # it ignored which tokens to score
@@ -221,7 +221,9 @@ class CompletionsModel(EndpointModel):
                 raise DataError("the server does not tokenise it")
             return tokens[: len(tokens) - self._n_after], [str(string) for string in strings or ()]
 
-        return await all_until_error([partial(tokenize, text) for text in texts], self._spec.max_concurrency)
+        return await all_until_error(
+            [partial(tokenize, text) for text in texts], asyncio.Semaphore(self._spec.max_concurrency)
+        )
 
     async def _next(
         self, prompt: list[int], before: list[int], ids: Sequence[int], inquiry: Inquiry

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import httpx2
@@ -34,6 +35,8 @@ _TRANSIENT = frozenset({408, 409, 425, 429, *range(500, 600)})
 # Time for the pauses between attempts, per attempt, in a call that the stage does not limit.
 _LONGEST_WAIT_S = 120.0
 _IMAGE_THREADS = 8
+# Answers of failed calls that are kept for the next calls with their questions, the latest ones.
+MOST_PAID = 10_000
 
 
 @dataclass(slots=True, eq=False)
@@ -114,11 +117,13 @@ class EndpointModel(Model):
     A question that the server rejects is a failed row. Problems of all questions raise: ConfigError for a key, model
     or setting that the server does not accept, ExecutionError for a server that does not answer, or for a budget that
     is spent. Answers until then are kept for the next call with the same rows.
+
+    Several threads may call it: while one call waits for its last answers, requests of the next one go out.
     """
 
     def __init__(self, spec: EndpointSpec, placement: Placement) -> None:
         """Connect to nothing yet. Raises ConfigError if a key or a header's variable is missing."""
-        self.facts = ModelFacts(spec.source, spec.answers_kind, labels=spec.label_names)
+        self.facts = ModelFacts(spec.source, spec.answers_kind, labels=spec.label_names, overlaps=True)
         self._spec = spec
         self._prompts = Prompts(spec, spec.is_chat)
         self._answered_at = -np.inf
@@ -126,6 +131,7 @@ class EndpointModel(Model):
         self._deadline_s = min(longest_s, IN_TIME * placement.call_timeout_s)
         self._budget = Budget(spec.max_usd, spec.prices.input / 1e6 if spec.prices else 0.0)
         self._paid: dict[Asked, Inquiry] = {}
+        self._gate = asyncio.Semaphore(spec.max_concurrency)  # questions of earlier calls go first
         self._http = HttpClient(
             spec.server(),
             transient=_TRANSIENT,
@@ -139,7 +145,7 @@ class EndpointModel(Model):
         """Return a question's logits. Raises DataError for a question that fails, and as described for the class."""
 
     def __call__(self, batch: Batch) -> Answers:
-        """Answer a batch of rows, at most max_concurrency at a time.
+        """Answer a batch of rows, at most max_concurrency at a time, those of other calls included.
 
         A failed row's cost is what the server billed for it, 0 if it reported none.
 
@@ -180,11 +186,11 @@ class EndpointModel(Model):
         inquiries = {row: self._paid.pop(question, Inquiry(question, deadline)) for row, question in questions.items()}
         jobs = [partial(self._ask, inquiry) for inquiry in inquiries.values() if inquiry.logits is None]
         try:
-            await all_until_error(jobs, self._spec.max_concurrency)
+            await all_until_error(jobs, self._gate)
         except CaucError:
             self._paid |= {inquiry.question: inquiry for inquiry in inquiries.values() if inquiry.logits is not None}
+            self._paid = dict(islice(self._paid.items(), max(0, len(self._paid) - MOST_PAID), None))
             raise
-        self._paid = {}
         return inquiries
 
     async def _ask(self, inquiry: Inquiry) -> None:

@@ -278,8 +278,8 @@ def _end(loop: asyncio.AbstractEventLoop, client: httpx2.AsyncClient) -> None:
     asyncio.run_coroutine_threadsafe(close(), loop)
 
 
-async def all_until_error(jobs: Iterable[Callable[[], Awaitable[T]]], max_concurrency: int) -> list[T]:
-    """Run jobs, some at a time; after an error, wait for those under way and start no more.
+async def all_until_error(jobs: Iterable[Callable[[], Awaitable[T]]], gate: asyncio.Semaphore) -> list[T]:
+    """Run jobs as a gate lets them in; after an error, wait for those under way and start no more.
 
     None is cancelled: its answer may have been paid for, and its connection may not be closed within a handshake.
 
@@ -289,7 +289,7 @@ async def all_until_error(jobs: Iterable[Callable[[], Awaitable[T]]], max_concur
     Raises:
         Exception: The first error.
     """
-    gate, errors = asyncio.Semaphore(max_concurrency), list[Exception]()
+    errors = list[Exception]()
 
     async def run(job: Callable[[], Awaitable[T]]) -> list[T]:
         async with gate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import time
 from collections.abc import Mapping
@@ -141,7 +142,7 @@ class RemoteModel(Model):
             tensors = input_tensors(batch, self._served.inputs, self._served.optional)
             call = _Call(self._served, tensors, deadline, np.zeros(batch_size(batch)))
             requests = [partial(self._ask, call, rows) for rows in tensors.requests(self._max_rows)]
-            await all_until_error(requests, self._spec.max_concurrency)
+            await all_until_error(requests, asyncio.Semaphore(self._spec.max_concurrency))
         except CaucError:
             self._served = None  # it may have become another model
             raise

@@ -43,7 +43,7 @@ class EndpointSpec(ImagePromptSpec, ServerSpec):
         prices: Prices of tokens, so that each call reports its costs. An attempt without an answer in time is billed
             like the one that was answered.
         max_usd: What a replica may spend. Requests in flight count at the costs of the most expensive one so far.
-        max_concurrency: Requests at a time within one call, fewer while the server limits its rate.
+        max_concurrency: Requests of a replica at a time, fewer while the server limits its rate.
         timeout_s: Seconds of one attempt.
         max_retries: Further attempts after a fault of the server or of the connection. Rate limits are waited for
             until the call ends.

@@ -7,6 +7,7 @@ none has probability 0.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ class VotesModel(EndpointModel):
                 if self._samples_several:
                     raise
         jobs = [partial(self._sampled, inquiry, 1)] * (n - len(samples))
-        samples += chain.from_iterable(await all_until_error(jobs, self._spec.max_concurrency))
+        samples += chain.from_iterable(await all_until_error(jobs, asyncio.Semaphore(self._spec.max_concurrency)))
         self._samples_several = bool(self._samples_several)
         options = inquiry.question.options
         votes = Counter(vote for sample in samples if (vote := _vote(sample, options)) is not None)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import threading
 import time
 import warnings
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import ray
+from completion_server import chat_answer, scripted_server
 from runs import answers_of, by_example, python_model, ranked, read_all, saved_model, write_pool, write_questions
 from stored import write
 
@@ -45,6 +47,24 @@ def images(path, contents, labels=None):
 def collected(table, model, kind="model", splits=SPLITS):
     """Return a model's rows of all splits by example, each of which is there once."""
     return by_example(pa.concat_tables([read_all(table / f"{kind}={model}" / f"split={split}") for split in splits]))
+
+
+def test_requests_of_the_next_call_go_out_while_the_last_answers_of_a_call_are_awaited(tmp_path):
+    write_questions(tmp_path / "q.parquet", 12)
+    asked, overlap, go = set(), [], threading.Event()
+
+    def script(prompt, before):
+        asked.add(prompt)
+        if len(asked) > 2:  # more than one call has
+            go.set()
+        overlap.append(go.wait(20))
+        return chat_answer({"A": 0.9})
+
+    with scripted_server(script) as server:
+        model = {"kind": "openai", "model": "m", "base_url": server.url}
+        large = {"name": "large", "model": model, "batch_size": 2, "cost": {"usd": 1}}
+        cauc_ray.collect(pool(tmp_path, large), tmp_path / "q.parquet", tmp_path / "L")
+    assert overlap == [True] * 12
 
 
 def test_every_row_of_every_split_is_answered_once_by_every_model(tmp_path):
