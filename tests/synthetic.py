@@ -76,11 +76,13 @@ def steps(policy, logits):
         state = step.state
 
 
-def write_table(folder: Path, *, n=300, k=5, strengths=(1.0, 1.7, 2.4), ragged=False, per_call=False, pool_json=True):
+def write_table(
+    folder: Path, *, seed=7, n=300, k=5, strengths=(1.0, 1.7, 2.4), ragged=False, per_call=False, pool_json=True
+):
     """Write a logit table of planted logits with three splits, and return its chains by split."""
     chains = {}
     for place, split in enumerate(SPLITS):
-        data = chain(7, n, k, strengths, ragged=ragged, per_call=per_call, shift=place)
+        data = chain(seed, n, k, strengths, ragged=ragged, per_call=per_call, shift=place)
         chains[split] = data
         for stage, model in enumerate(data.models):
             write_logits(

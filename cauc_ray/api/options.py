@@ -470,6 +470,7 @@ class CompareOptions(MeasureOptions):
 
     budget: float | None = option("mean cost per example to match (default: base's on validation)", allow_inf_nan=False)
     objective: Objective = option("what is maximised within the budget", "accuracy")
+    reference: str | None = option("method that others are compared with (default: rf, else base)")
     training_split: str | None = option("what routers and scorers are trained on (default: the calibration split)")
     texts: Location | None = option("Parquet file of the queries' texts, for methods that train on them")
     text_column: str = option("the column of texts", "question")

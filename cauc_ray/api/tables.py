@@ -86,7 +86,9 @@ FORMATS: Mapping[str, Callable[..., str]] = {
     "points": points,
     "signed": partial(points, sign=True),
     "interval": lambda low, high: f"{points(low)} – {points(high)}",
-    "gain": lambda gain, low, high: "{} ({} – {})".format(*(points(each, sign=True) for each in (gain, low, high))),
+    "gain": lambda gain, *interval: (
+        "–" if gain is None else "{} ({} – {})".format(*(points(each, sign=True) for each in (gain, *interval)))
+    ),
 }
 
 

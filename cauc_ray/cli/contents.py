@@ -116,7 +116,7 @@ def _document(path: Path) -> dict[str, Any]:
     if keys >= {"n_rows", "n_ok", "missing"}:
         counts = {key: value for key, value in content.items() if key.startswith("n_")}
         return {"kind": "sweep by tasks", **counts, "missing": content["missing"]}
-    if keys >= {"rows", "conventions", "fingerprints"}:
+    if keys >= {"rows", "conventions", "fingerprints", "reference"}:
         rows = [
             f"{row['method']}: accuracy {100 * row['accuracy']:.2f} % at {row['cost']:.4g} {content['cost_unit']}"
             for row in content["rows"]

@@ -150,12 +150,14 @@ def comparison(result: Mapping[str, Any]) -> None:
         row
         | {"name": row["method"] if row["steered"] else f"{row['method']} *"}
         | dict(zip(("gain_low", "gain_high"), row["gain_interval"], strict=True))
+        | dict(zip(("difference_low", "difference_high"), row["difference_interval"] or (None, None), strict=True))
         for row in rows
     ]
     columns: list[tuple[str, ...]] = [
         ("method", "text", "name"),
         ("accuracy", "share", "accuracy", "accuracy_interval"),
         ("less the last model's", "gain", "gain", "gain_low", "gain_high"),
+        (f"less {result['reference']}'s", "gain", "difference", "difference_low", "difference_high"),
         ("random mix", "percent", "random_mix"),
         ("macro-F1", "percent", "macro_f1"),
         (f"cost ({unit})", "number", "cost"),

@@ -28,7 +28,15 @@ from cauc_ray.api.plots import (
 )
 from cauc_ray.api.sources import Logits, Source, fingerprints_of, read_examples
 from cauc_ray.api.tables import number
-from cauc_ray.comparison.measuring import CONVENTIONS, Bench, calibration_of, choose_methods, hidden_of, method_of
+from cauc_ray.comparison.measuring import (
+    CONVENTIONS,
+    NO_DIFFERENCE,
+    Bench,
+    calibration_of,
+    choose_methods,
+    hidden_of,
+    method_of,
+)
 from cauc_ray.data.logits import LogitKinds, Texts
 from cauc_ray.errors import ConfigError
 from cauc_ray.files.documents import new_folder, write_json
@@ -165,6 +173,7 @@ def compare(
     test: Cut = None,
     budget: float | None = None,
     objective: Objective = "accuracy",
+    reference: str | None = None,
     training_split: str | None = None,
     seed: int = 0,
     logit_kind: LogitKinds = None,
@@ -198,6 +207,8 @@ def compare(
         test: in place of that split, like validation.
         budget: mean cost per example to match; without one what Base costs on validation at its own threshold.
         objective: what is maximised within the budget.
+        reference: the method, or single:MODEL, that others are compared with: rf where that is measured, else base,
+            else the last model alone.
         training_split: a split of the table on which routers and scorers are trained, in place of the calibration
             split, on which CAUC's own numbers and temperatures are fitted.
         seed: of all random draws.
@@ -234,7 +245,13 @@ def compare(
         on_method(name, place, len(chosen))
         measured.append(bench.measure(*method_of(name, source.models)))
     largest = max(float(curve.cost.max()) for _, curve, _ in measured)
-    rows = [row | bench.areas(curve, largest) for row, curve, _ in measured]
+    if reference is None:
+        reference = next((name for name in ("rf", "base") if name in chosen), f"{SINGLE}:{source.models[-1]}")
+    differences = bench.differences(reference)
+    rows = [
+        {**row, **differences.get(row["method"], NO_DIFFERENCE), **bench.areas(curve, points, largest)}
+        for row, curve, points in measured
+    ]
     about = {
         "source": str(source.path),
         "models": list(source.models),
@@ -250,6 +267,7 @@ def compare(
         "budget": bench.budget,
         "budget_rule": "given" if budget is not None else f"what base costs on {validation_split} at its own threshold",
         "objective": objective,
+        "reference": reference,
         "logit_kinds": dict(zip(final.chain.models, final.chain.logit_kinds, strict=True)),
         "embedding": embedding,
         "seed": seed,

@@ -16,6 +16,8 @@ from cauc_ray.numbers.types import Bools, Floats
 
 # Error rate of each side of an interval of gains and losses, and of an established sign.
 CONFIDENCE = 0.95
+# Of two-sided intervals of differences, and of all of several together.
+ERROR_RATE = 0.05
 # Samples of a bootstrap.
 N_RESAMPLES = 10_000
 
@@ -192,10 +194,11 @@ class Difference:
     p_value: float
 
 
-def paired_difference(correct_a: Bools, correct_b: Bools, seed: int = 0) -> Difference:
-    """Return the accuracy of a less that of b, with its paired 95 % percentile bootstrap interval over rows.
+def paired_difference(correct_a: Bools, correct_b: Bools, seed: int = 0, error_rate: float = ERROR_RATE) -> Difference:
+    """Return the accuracy of a less that of b, with its paired percentile bootstrap interval over rows.
 
-    correct_a, correct_b: bool (N,), whether each method is right on each row, in the same order.
+    correct_a, correct_b: bool (N,), whether each method is right on each row, in the same order.   error_rate: of the
+    interval, 0.05 for 95 %.
     A row contributes -1, 0 or +1, so drawing rows with replacement is drawing three counts from a multinomial with the
     three shares: the bootstrap over rows (Efron, Annals of Statistics 1979) without drawing single rows.
     The p-value is that of the sign test. Raises DataError as signs_of does.
@@ -206,8 +209,30 @@ def paired_difference(correct_a: Bools, correct_b: Bools, seed: int = 0) -> Diff
     found = signs_of(correct_a, correct_b)
     n, cells = found.n, np.array([found.n_loss, found.n - found.n_gain - found.n_loss, found.n_gain])
     drawn = np.random.default_rng(seed).multinomial(n, cells / n, size=N_RESAMPLES)
-    low, high = np.quantile((drawn[:, 2] - drawn[:, 0]) / n, [0.025, 0.975])
+    low, high = np.quantile((drawn[:, 2] - drawn[:, 0]) / n, [error_rate / 2, 1 - error_rate / 2])
     return Difference(found.rate, float(low), float(high), n, found.p_value)
+
+
+def holm(p_values: Floats) -> tuple[Floats, Floats]:
+    """Adjust the p-values of several hypotheses so that any false rejection is rare (Holm, Scand. J. Statist. 1979).
+
+    Args:
+        p_values: Of the hypotheses, float (H,).
+
+    Returns:
+        Adjusted p-values, float (H,), and the error rate of each hypothesis' own interval, float (H,): of the i-th
+        smallest p-value ERROR_RATE / (H - i), i from 0.
+
+    >>> adjusted, error_rates = holm(np.array([0.04, 0.01]))
+    >>> adjusted, error_rates
+    (array([0.04, 0.02]), array([0.05 , 0.025]))
+    """
+    order = np.argsort(p_values, kind="stable")
+    n_left = np.arange(len(order), 0, -1)
+    adjusted, error_rates = np.empty(len(order)), np.empty(len(order))
+    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p_values[order] * n_left))
+    error_rates[order] = ERROR_RATE / n_left
+    return adjusted, error_rates
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,13 +42,15 @@ CONVENTIONS: Mapping[str, str] = {
     ),
     "cpt": (
         "Smallest share of last-model calls that recovers the asked share of the gap between the first and the last "
-        f"model, linear between points of the running maximum of quality as the share rises; {_ENDS}; "
-        "undefined unless the last model is better, and where never reached."
+        "model, linear between points of the running maximum of quality as the share rises, of the points that are "
+        f"on validation's upper hull of cost and accuracy; {_ENDS}; undefined unless the last model is better, and "
+        "where never reached."
     ),
     "aiq": (
-        "Trapezoid area under the non-decreasing upper concave hull of quality over mean cost, from the method's own "
-        "cheapest point to the largest cost among the compared methods, level after its best point, divided by "
-        "that largest cost: what lies below the own cheapest cost counts as 0."
+        "Trapezoid area of quality over mean cost, through the points that are on validation's non-decreasing upper "
+        "hull of cost and accuracy, from the method's cheapest point to the largest cost among the compared methods, "
+        "level after its most expensive point, divided by that largest cost: what lies below its cheapest cost counts "
+        "as 0."
     ),
 }
 
@@ -318,17 +320,24 @@ def cpt(shares: Floats, quality: Floats, first: float, last: float, q: float) ->
 def aiq(costs: Floats, quality: Floats, largest_cost: float) -> float | None:
     """Return the average improvement in quality (Hu et al., RouterBench, 2024), by CONVENTIONS["aiq"].
 
-    costs, quality: float (P,), of a method's operating points.   largest_cost: among all methods compared.
-    Returns None if all costs are 0.
+    A method mixes neighbouring points at random, so that its quality is linear between them. Which points are mixed is
+    chosen on other rows than those of costs and quality (upper_hull): the best of many points is good by chance.
 
-    >>> aiq(np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.75, 0.5]), largest_cost=4.0)
+    Args:
+        costs: Mean costs of the chosen operating points, float (P,), P at least 1.
+        quality: Their quality, float (P,).
+        largest_cost: Largest mean cost among all methods compared.
+
+    Returns:
+        Area over the largest cost; None if all costs are 0.
+
+    >>> aiq(np.array([1.0, 2.0]), np.array([0.5, 0.75]), largest_cost=4.0)
     0.53125
     """
     if largest_cost == 0:
         return None
-    hull = upper_hull(costs, quality)
-    best = hull[-1]
-    area = np.trapezoid(np.append(quality[hull], quality[best]), np.append(costs[hull], largest_cost))
+    order = np.lexsort((quality, costs))
+    area = np.trapezoid(np.append(quality[order], quality[order[-1]]), np.append(costs[order], largest_cost))
     return round(float(area / largest_cost), 12)  # at the largest cost, only a rounding error is left
 
 

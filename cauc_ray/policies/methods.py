@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 import numpy as np
 
 from cauc_ray.errors import ConfigError, unknown_name
-from cauc_ray.numbers.chain import Chain
+from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.sweep import Objective, OperatingPoints, reached_shares
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.fitting import entries_of_models, fit_base, fit_rf, split_entries
@@ -117,6 +117,19 @@ class Fitting:
         """Return what a method that learns is fitted from."""
         return self if self.training is None else replace(self, calibration=self.training, training=None)
 
+    def diagnose(self) -> None:
+        """Measure what policies of all methods record of the models, which is then not measured by their fits."""
+        self._entries(self.calibration, self.calibration.chain)
+
+    def _entries(self, examples: Examples, chain: ChainLogits) -> list[dict[str, Any]]:
+        """Return what policies record of the models of a chain, with the logits of some examples."""
+        recorded = self.shared.setdefault(f"entries {id(examples)}", {})
+        for model, name in enumerate(chain.models):
+            if name not in recorded:
+                (recorded[name],) = entries_of_models(chain.of_models([model]))
+        costs = zip(chain.models, chain.costs.means.tolist(), strict=True)
+        return [{**recorded[name], "cost": cost} for name, cost in costs]
+
     def policy(
         self,
         kind: type[AnyMethodPolicy],
@@ -136,7 +149,8 @@ class Fitting:
         calibration = of.calibration.own_chain(names, encoded=encoded)
         validation = of.validation.own_chain(names, encoded=encoded)
         own: list[Mapping[str, Any]] = [*[{}] * encoded, *(of_stages or [{}] * len(names))]
-        fields["stages"] = [{**entry, **more} for entry, more in zip(entries_of_models(calibration), own, strict=True)]
+        entries = self._entries(of.calibration, calibration)
+        fields["stages"] = [{**entry, **more} for entry, more in zip(entries, own, strict=True)]
         return kind(**split_entries(calibration, validation, self.names, BY_DEFAULT), **fields)
 
 

@@ -83,6 +83,43 @@ def test_areas_of_two_models_tell_chance_from_the_oracle(table, compared):
     assert compared.row("rf")["aiq"] > 0
 
 
+def test_deferral_at_random_has_no_more_area_than_the_line_between_its_ends(tmp_path):
+    """The best of hundreds of points on the measured examples would lie above it."""
+    gains = []
+    for seed in range(8):
+        write_table(tmp_path / str(seed), seed=seed, k=2, strengths=(0.6, 1.2))
+        found = compare(tmp_path / str(seed), methods=["shuffled"])
+        curve = found.curves.sort_by("cost").to_pydict()
+        ends = [(curve["cost"][end], curve["accuracy"][end]) for end in (0, -1)]
+        line = (ends[0][1] + ends[1][1]) / 2 * (ends[1][0] - ends[0][0]) / ends[1][0]
+        gains.append(found.row("shuffled")["aiq"] - line)
+    assert np.mean(gains) < 0.005
+
+
+@pytest.mark.parametrize("reference", [None, "base", "single:m2"])
+def test_differences_to_a_reference_are_paired_and_adjusted_for_their_number(table, compared, reference):
+    found = compared if reference is None else compare(table, models=MODELS, methods=QUICK, reference=reference)
+    reference = found.about["reference"]
+    against, others = found.row(reference), [row for row in found.rows if row["method"] != reference]
+    assert against["difference"] is against["difference_interval"] is against["difference_p"] is None
+    for row in others:
+        low, high = row["difference_interval"]
+        assert row["difference"] == pytest.approx(row["accuracy"] - against["accuracy"])
+        assert low <= row["difference"] <= high
+    assert any(row["difference_p"] < 0.05 for row in others)
+    if reference == "single:m2":  # then they are the gains, but for the adjustment
+        assert all(row["difference_p"] >= row["gain_p"] for row in others)
+    by_p = sorted(others, key=lambda row: row["difference_p"])
+    for row in by_p:
+        low, high = row["difference_interval"]
+        assert (low > 0 or high < 0) <= (row["difference_p"] < 0.1)
+
+
+def test_an_unknown_reference_is_refused(table):
+    with pytest.raises(ConfigError, match="reference: unknown method 'rx'"):
+        compare(table, models=MODELS, methods=["rf"], reference="rx")
+
+
 def test_calibration_is_told_before_and_after_with_what_bases_threshold_promised(table):
     found = compare(table, models=MODELS, methods=["base"]).about["calibration"]
     policy = cauc_ray.fit(table, models=MODELS)
