@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from cauc_ray.api.plots import BLUE, GREY, VERMILION, accuracy_over_cost, plot_model, plot_point
-from cauc_ray.api.tables import number
+from cauc_ray.api.tables import cost_with_interval
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.guarantees import StageGuarantees
 from cauc_ray.numbers.intervals import Mean, Share, share
@@ -114,7 +114,7 @@ class Evaluation(Shown):
         ]
         caption = (
             f"{self.policy.method} on {measures.n:,} examples: {share_text(accuracy)} accuracy at "
-            f"{number(measures.cost)} {unit} each{relative}"
+            f"{cost_with_interval(measures.cost, measures.cost_interval)} {unit} each{relative}"
         )
         return SmallTable(caption, ["stage", "reached", "answered", "accuracy"], rows)
 
@@ -132,6 +132,7 @@ def evaluation_summary(evaluation: Evaluation) -> dict[str, Any]:
         "accuracy_interval": _interval(measures.accuracy),
         "macro_f1": measures.macro_f1,
         "cost": measures.cost,
+        "cost_interval": list(measures.cost_interval),
         "cost_unit": policy.cost_unit,
         "relative_cost": measures.relative_cost,
         "threshold": policy.threshold,

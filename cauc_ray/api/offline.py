@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from cauc_ray.api.sources import (
 )
 from cauc_ray.data.logits import ChainHeads, LogitKinds
 from cauc_ray.data.writing import read_info
-from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.errors import CaucWarning, ConfigError, unknown_name
 from cauc_ray.files.documents import require_writable
 from cauc_ray.files.paths import AnyPath, absolute, path_of
 from cauc_ray.models.resources import Resources
@@ -103,7 +104,8 @@ def fit(
         budget: mean cost per example that the threshold is chosen for.
         threshold: one to use as it is.
         price: of a unit of cost, in errors: the threshold is 1 - r - price x c, of the last model's error r on
-            calibration and its cost c.
+            calibration and its cost c; of more than two models r is the error of the last stage's answers, and c the
+            cost of all calls after the first.
         objective: what a chosen threshold maximises, "accuracy" or "macro-f1".
         certify: "risk<=0.05@0.95" for the threshold of most coverage at which, with that confidence, answers given
             before the last stage are wrong at most so often, by validation's labels.
@@ -355,12 +357,28 @@ def evaluate(
     if options.shards is not None:
         evaluation, _ = evaluate_shards(_table(logits), policy, options)
         warn_of(evaluation.guards)
+        _warn_of_own_rows(policy, evaluation.chain)
         return evaluation
     chain = read_policy_chain(logits, policy, options.split, logit_kind, labels, example_ids)
     order = positions_of_rows(chain, example_ids) if isinstance(logits, Mapping) else None
     evaluation = Evaluation.of(policy, chain, order, option_names(logits))
     warn_of(evaluation.guards)
+    _warn_of_own_rows(policy, chain)
     return evaluation
+
+
+def _warn_of_own_rows(policy: Policy, chain: Chain) -> None:
+    """Warn where a policy is measured on the rows that it was fitted or chosen on."""
+    fingerprint = chain.examples_fingerprint()
+    for split, purpose in ((policy.calibration, "fitted"), (policy.validation, "chosen")):
+        if split is not None and split.examples_fingerprint == fingerprint:
+            warnings.warn(
+                f"{chain.source}: the policy was {purpose} on these very examples, which flatter it; evaluate it on a "
+                "split that it has not seen",
+                CaucWarning,
+                stacklevel=3,
+            )
+            return
 
 
 def require_apart(output: str | AnyPath, *inputs: str | AnyPath) -> None:

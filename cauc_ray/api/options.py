@@ -273,7 +273,7 @@ class FitOptions(ChainOptions, ShardOptions):
     threshold: float | None = option("a threshold to use as it is")
     price: float | None = option(
         "what a unit of cost is worth, in errors: the threshold is 1 less the last model's error and the price of its "
-        "call",
+        "call; of more than two models, the last stage's error and the price of all calls after the first",
         ge=0,
         allow_inf_nan=False,
     )

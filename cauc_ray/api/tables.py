@@ -66,6 +66,11 @@ def with_interval(value: float | None, interval: Sequence[float] | None) -> str:
     return f"{percent(value)} ({100 * interval[0]:.1f} – {100 * interval[1]:.1f})"
 
 
+def cost_with_interval(cost: float, interval: Sequence[float]) -> str:
+    """Return a mean cost with its interval."""
+    return f"{number(cost)} ({number(interval[0])} – {number(interval[1])})"
+
+
 def relative(cost: float | None) -> str:
     """Return how a relative cost ends a sentence, nothing for None."""
     return "" if cost is None else f", {cost:.2f} of the last model alone"

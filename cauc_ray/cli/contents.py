@@ -11,6 +11,7 @@ from typing import Any
 from cauc_ray.api.tables import (
     Grid,
     add_row,
+    cost_with_interval,
     line,
     new_table,
     number,
@@ -215,7 +216,7 @@ def show_policy(policy: Policy) -> None:
         "best": f"best {choice.objective} on {choice.split}",
         "budget": f"best {choice.objective} on {choice.split} within a budget of {policy.budget or 0:g} {unit}",
         "given": "given",
-        "price": f"1 less the last model's error on {choice.split} and its call at {choice.price} errors per {unit}",
+        "price": f"1 less the last error on {choice.split} and the calls to come at {choice.price} errors per {unit}",
         "certified": f"certified on {choice.split}",
     }[choice.rule]
     for stage in policy.stages:
@@ -229,7 +230,12 @@ def show_policy(policy: Policy) -> None:
     else:
         line(
             f"on {whole.split} ({whole.n:,} examples): accuracy {_share(whole.accuracy)}, "
-            f"cost {number(whole.cost)} {unit}{relative(whole.relative_cost)}"
+            f"cost {cost_with_interval(whole.cost, whole.cost_interval)} {unit}{relative(whole.relative_cost)}"
+        )
+    if (chosen := policy.on_selection) is not None:
+        accuracy, cost = _share(chosen.accuracy), f"{number(chosen.cost)} {unit}"
+        line(
+            f"with thresholds chosen on the other half of it; on the rows that chose: accuracy {accuracy}, cost {cost}"
         )
     for alone in policy.offline or ():
         line(f"offline, {', '.join(policy.models[: alone.stages])} alone: accuracy {_share(alone.accuracy)}")

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cauc_ray.api.tables import Grid, amount, line, number, percent, print_rows, print_table, relative, with_interval
+from cauc_ray.api.tables import (
+    Grid,
+    amount,
+    cost_with_interval,
+    line,
+    number,
+    percent,
+    print_rows,
+    print_table,
+    relative,
+    with_interval,
+)
 
 if TYPE_CHECKING:
     from cauc_ray.api.serving import Service
@@ -74,7 +85,8 @@ def evaluation(result: Mapping[str, Any]) -> None:
         f"accuracy {with_interval(result['accuracy'], result['accuracy_interval'])}, macro-F1 "
         f"{percent(result['macro_f1'])}, over {result['n_labelled']:,} labelled of {result['n']:,} examples"
     )
-    line(f"cost {number(result['cost'])} {result['cost_unit']}{relative(result['relative_cost'])}")
+    cost = cost_with_interval(result["cost"], result["cost_interval"])
+    line(f"cost {cost} {result['cost_unit']}{relative(result['relative_cost'])}")
     for alone, stage in zip(result["offline"], result["stages"], strict=False):
         expected = with_interval(alone["expected_accuracy"], alone["expected_interval"])
         line(f"offline, up to {stage['name']}: accuracy {percent(alone['accuracy'])}, expected {expected}")

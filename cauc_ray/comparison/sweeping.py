@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from cauc_ray.api.options import Cut, MeasureOptions, SweepOptions
 from cauc_ray.api.sources import Logits, Source, fingerprints_of, read_examples
-from cauc_ray.api.tables import Grid
+from cauc_ray.api.tables import Grid, percent
 from cauc_ray.comparison import measuring
 from cauc_ray.comparison.measuring import choose_methods, hidden_of, method_of, set_up
 from cauc_ray.data.logits import LogitKinds
@@ -248,16 +248,29 @@ def grids(summary: Sequence[Mapping[str, Any]]) -> list[Grid]:
     for set_name, chain in dict.fromkeys((row["set"], row["chain"]) for row in summary):
         rows = [row for row in summary if (row["set"], row["chain"]) == (set_name, chain)]
         budgets = list(dict.fromkeys((row["budget_kind"], row["budget"]) for row in rows))
+        methods = list(dict.fromkeys(row["method"] for row in rows))
         found = {(row["method"], row["budget_kind"], row["budget"]): row for row in rows}
+        # A method whose mean left out the budgets that it does not meet would seem better than those that meet all.
+        common = [at for at in budgets if all(_meets(found[method, *at]) for method in methods)]
         lines = [
-            (method, *(_cell(found[method, *budget]) for budget in budgets))
-            for method in dict.fromkeys(row["method"] for row in rows)
+            (
+                method,
+                *(_cell(found[method, *budget]) for budget in budgets),
+                percent(float(np.mean([found[method, *at]["accuracy_mean"] for at in common])) if common else None),
+            )
+            for method in methods
         ]
         headings = [
             f"{budget:g} of the most expensive" if kind == "relative" else f"{budget:g}" for kind, budget in budgets
         ]
-        made.append(Grid(f"{set_name}: {chain.replace(',', ' → ')}", ("method", *headings), tuple(lines)))
+        mean = f"mean of the {len(common)} that all methods meet"
+        made.append(Grid(f"{set_name}: {chain.replace(',', ' → ')}", ("method", *headings, mean), tuple(lines)))
     return made
+
+
+def _meets(row: Mapping[str, Any]) -> bool:
+    """Return whether a method has met a budget with all seeds."""
+    return bool(row["n"]) and not (row["n_unmet"] or row["n_missing"])
 
 
 def _cell(row: Mapping[str, Any]) -> str:

@@ -46,7 +46,8 @@ _NOISE = 1e-7
 class FitStatus(StrEnum):
     """How a fit ended.
 
-    CONVERGED: at the minimum.   SEPARABLE: the likelihood still rises when all confidences are 1; clamped.
+    CONVERGED: at the minimum.   SEPARABLE: the likelihood still rises when all confidences are 1; the
+    labels then count as a little uncertain.
     UNINFORMATIVE: any weight on these logits lowers the likelihood; clamped to almost no weight.
     """
 
@@ -241,9 +242,29 @@ def solve_temperatures(parts: Parts) -> TemperatureFit:
         initial = _newton(parts.means_of_some, initial, parts).at
     found = _newton(parts.means, initial, parts)
     nll_before = found.first_value if (initial == start).all() else parts.nll(start)
+    if found.separable or (found.at >= parts.highest).any():
+        found = _smoothed(parts, initial)
     directions = _inverse(found.means, p)
     squares = np.diag(directions @ found.means.scatter @ directions.T)
     return _fit(found, parts, squares, nll_before, found.means.value)
+
+
+def _smoothed(parts: Parts, initial: Floats) -> _Minimum:
+    """Fit separable data to labels that are uncertain (Platt, 1999): each has a probability of (N + 1) / (N + 2).
+
+    What is left is spread over the other options. To the mean NLL that adds a share of w (S_label - mean of S), whose
+    mean is the NLL's negative gradient at weights of 0.
+    """
+    k, n = parts.n_options, parts.n
+    share = k / max(1, k - 1) / (n + 2)
+    pull = -share * parts.means(np.zeros_like(initial)).gradient
+
+    def means(at: Floats) -> Sums:
+        found = parts.means(at)
+        return replace(found, value=found.value + float(pull @ at), gradient=found.gradient + pull)
+
+    found = _newton(means, initial, parts, can_separate=False)
+    return replace(found, means=parts.means(found.at), separable=True)
 
 
 def solve_bias_corrected(
@@ -356,7 +377,7 @@ class _Minimum:
     separable: bool = False
 
 
-def _newton(means_at: Callable[[Floats], Sums], at: Floats, parts: Parts) -> _Minimum:
+def _newton(means_at: Callable[[Floats], Sums], at: Floats, parts: Parts, *, can_separate: bool = True) -> _Minimum:
     """Minimise by Newton's method, with the weights between parts' bounds.   at: the start, (D,).
 
     A step that raises the value is halved: the problem is convex, so a short one lowers it. Without biases a value
@@ -364,7 +385,7 @@ def _newton(means_at: Callable[[Floats], Sums], at: Floats, parts: Parts) -> _Mi
     always better, and the weights go to their bounds.
     """
     p, means = len(parts.lowest), means_at(at)
-    first_value, perfect = means.value, math.log(2) / parts.n if len(at) == p else -math.inf
+    first_value, perfect = means.value, math.log(2) / parts.n if len(at) == p and can_separate else -math.inf
     for _ in range(_MAX_STEPS):
         if means.value < perfect:
             break

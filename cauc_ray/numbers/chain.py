@@ -223,7 +223,7 @@ class ChainLogits(Chain):
 
     def __post_init__(self) -> None:
         pairs = zip(self.logits, self.logit_kinds, strict=True)
-        real = (own if kind == "embedding" else real_options(own) for own, kind in pairs)
+        real = (own if kind == "embedding" else real_options(own, kind) for own, kind in pairs)
         object.__setattr__(self, "logits", tuple(real))
 
     def each(self, ask: Callable[[ChainPart], T]) -> list[T]:

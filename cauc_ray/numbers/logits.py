@@ -24,6 +24,8 @@ MIXED = "mixed"
 
 # A value further below its row's largest logit is a mask: -1e4, -65504, -1e9, finfo.min.
 MASK_DEPTH = 5000.0
+# Log-probabilities of long texts may be as low as that; of these only such values are masks.
+MASKS = np.array([-1e4, -9999.0, -65504.0, np.finfo(np.float32).min, np.finfo(np.float64).min])
 # The logarithm of a probability of 0: improbable, not impossible.
 LEAST_LOG = -50.0
 # The log-probability that stands for "not among those that the server returned".
@@ -62,10 +64,12 @@ def joint_kind(kinds: Sequence[LogitKind]) -> str:
     return kinds[0] if len(set(kinds)) == 1 else MIXED
 
 
-def real_options(logits: Floats) -> Floats:
+def real_options(logits: Floats, kind: LogitKind = "raw") -> Floats:
     """Return logits with -inf for masks: values more than MASK_DEPTH below their row's largest.
 
-    logits: float (n, K), returned as they are if they have no masks.
+    Args:
+        logits: Logits, float (n, K), returned as they are if they have no masks.
+        kind: Their kind; of log-probabilities only MASKS are masks.
 
     >>> real_options(np.array([[1.0, -4000.0, -1e9]])).tolist()
     [[1.0, -4000.0, -inf]]
@@ -80,6 +84,8 @@ def real_options(logits: Floats) -> Floats:
     suspects = np.flatnonzero(logits.min(axis=1) < floors)
     chosen = logits[suspects]
     masks = (chosen < floors[suspects, None]) & (chosen > -np.inf)
+    if kind == "log-probabilities":
+        masks &= np.isin(chosen, np.append(MASKS, np.finfo(chosen.dtype).min))
     if not masks.any():
         return logits
     cleaned = logits.copy()
@@ -122,7 +128,7 @@ def as_logits(values: Floats, kind: LogitKind) -> Floats:
     >>> as_logits(np.array([[0.5, 0.0]]), "probabilities").round(2)
     array([[ -0.69, -50.  ]])
     """
-    logits = real_options(values)
+    logits = real_options(values, kind)
     if kind != "probabilities":
         return logits
     wrong = np.flatnonzero(~hold_probabilities(logits))

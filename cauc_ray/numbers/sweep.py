@@ -94,8 +94,7 @@ class OperatingPoints:
         if not within.any():
             raise BudgetError(
                 f"budget {budget:g} {self.unit} is below the cheapest operating point, "
-                f"{self.cost.min():g} {self.unit} (every example answered by the first stage); "
-                "raise the budget or put a cheaper model first"
+                f"{self.cost.min():g} {self.unit}; raise the budget or put a cheaper model first"
             )
         return within
 
@@ -168,8 +167,11 @@ def sweep(
     return _reachable(events.values[events.ends], cost, quality, costs.unit)
 
 
-def stops_of(worth: Floats, threshold: float) -> Ints:
-    """Return the first step whose worth reaches a threshold, else the last, int (n,).   worth: float (n, S)."""
+def stops_of(worth: Floats, threshold: float | Floats) -> Ints:
+    """Return the first step whose worth reaches a threshold, else the last, int (n,).
+
+    worth: float (n, S).   threshold: one for all rows, or (n,).
+    """
     stops = np.zeros(len(worth), dtype=np.int64)
     goes_on = np.ones(len(stops), dtype=bool)
     for own in worth[:, :-1].T:

@@ -130,6 +130,12 @@ class Measures(FrozenModel):
     cost_deviation: float = Field(ge=0)
 
     @property
+    def cost_interval(self) -> tuple[float, float]:
+        """Return the 95 % interval of the mean cost, by its normal limit."""
+        half = 1.96 * self.cost_deviation / self.n**0.5
+        return max(0.0, self.cost - half), self.cost + half
+
+    @property
     def answered(self) -> tuple[int, ...]:
         """Return how many examples each stage answered."""
         return tuple(stage.answered for stage in self.stages)

@@ -179,7 +179,7 @@ def _calibrate(calibration: Chain, index: int, kind: CalibratorKind) -> Calibrat
     if fit.temperature.status is not FitStatus.CONVERGED:
         warnings.warn(
             f"{calibration.source}: model {name!r} is {fit.temperature.status} on its {len(calibration)} examples; its "
-            f"temperature is clamped to {fit.calibrator.temperature:.3g}",
+            f"temperature is set to {fit.calibrator.temperature:.3g}",
             CaucWarning,
             stacklevel=2,
         )

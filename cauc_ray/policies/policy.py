@@ -74,7 +74,7 @@ class Stage(FrozenModel):
     diagnostics: TemperatureDiagnostics | None
 
     # The fields that enter a policy's id: what step() reads, and the model's name.
-    DECIDES: ClassVar[frozenset[str]] = frozenset({"name", "floor", "temperature", "offsets", "isotonic"})
+    DECIDES: ClassVar[frozenset[str]] = frozenset({"name", "logit_kind", "floor", "temperature", "offsets", "isotonic"})
 
     @property
     def calibrator(self) -> Calibrator:
@@ -87,7 +87,7 @@ class Stage(FrozenModel):
 
     def bounded(self, logits: Floats) -> Floats:
         """Return the model's logits, float (n, K), with -inf for masks and no real option below the floor."""
-        return bounded_below(real_options(logits), self.floor)
+        return bounded_below(real_options(logits, self.logit_kind), self.floor)
 
     def scores(self, logits: Floats) -> Floats:
         """Return calibrated logits, float64 (n, K), from the model's logits, float (n, K), which may have masks.
@@ -95,7 +95,7 @@ class Stage(FrozenModel):
         Raises:
             DataError: A row has an option without an offset.
         """
-        return self.calibrator.scores(real_options(logits), self.name)
+        return self.calibrator.scores(real_options(logits, self.logit_kind), self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,9 @@ class Policy(Shown, FrozenModel):
     the threshold was chosen for, null where there was none.   threshold_choice: how it was chosen.   logit_kind: what
     the models give.   calibration: what numbers were fitted on.   validation: what the threshold was chosen on.
     stages: the chain.
-    expected: results on validation; null if they were not measured at this threshold.   curve: operating points on
+    expected: results on validation, of a threshold that was chosen there on the half without a row; null if they were
+    not measured at this threshold.   on_selection: results on the rows that chose the threshold, which are too good;
+    null where none have.   curve: operating points on
     validation, the best within every budget by rising cost, thinned as OperatingPoints.pareto does; quality is that of
     the objective, else accuracy; empty if validation had no labels.   search: how the chain was found, null if it was
     given.   safe: the changes made by --safe, null without it, or at another threshold.   guards: all checks, whether
@@ -174,6 +176,7 @@ class Policy(Shown, FrozenModel):
     calibration: FittedOn
     validation: FittedOn | None
     expected: Measures | None
+    on_selection: Measures | None = None
     stages: tuple[Stage, ...]
     search: ChainSearch | None = None
     safe: SafeChoice | None = None
@@ -437,7 +440,8 @@ class Policy(Shown, FrozenModel):
             "threshold_choice": choice,
         }
         if threshold != self.threshold:
-            changes |= dict.fromkeys(("expected", "safe", "reference", "noise", "offline")) | {"guards": ()}
+            changes |= dict.fromkeys(("expected", "on_selection", "safe", "reference", "noise", "offline"))
+            changes["guards"] = ()
         return self.model_copy(update=changes)
 
     def predict(self, logits: Mapping[str, Any], *, example_ids: Any = None) -> Predictions:

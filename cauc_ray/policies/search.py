@@ -27,7 +27,7 @@ from cauc_ray.policies.fitting import fit_base, fit_rf, require_base_rule
 from cauc_ray.policies.methods import Fitting, cascade_of
 from cauc_ray.policies.policy import Policy, Step
 from cauc_ray.policies.stacking import variants_by_name
-from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.threshold import ThresholdRule, random_halves
 from cauc_ray.policies.trace import Examples, Trace
 from cauc_ray.policies.variants import Variants
 
@@ -166,7 +166,7 @@ def search_chains(
     validation.chain.require_labels("choosing a chain")
     calibration, validation = _by_cost(calibration, validation)
     _require_affordable(validation.chain, rule)
-    halves = _halves(len(validation))
+    halves = random_halves(len(validation)) if len(validation) > 1 else ()
     found = _measured(methods, calibration, validation, rule, halves=halves, calibrator=calibrator)
     return _report([one for one in found if one.method in methods], validation.chain, rule, split)
 
@@ -258,12 +258,6 @@ def _require_affordable(validation: ChainLogits, rule: ThresholdRule) -> None:
             f"budget {rule.budget:g} {unit} is below the cost of the cheapest chain, {means[cheapest]:g} {unit} "
             f"({validation.models[cheapest]!r} alone); raise the budget or add a cheaper model"
         )
-
-
-def _halves(n: int, seed: int = 0) -> tuple[Ints, ...]:
-    """Return the ascending rows of two random halves of n examples; none for a single example."""
-    order = np.random.default_rng(seed).permutation(n)
-    return () if n < 2 else (np.sort(order[: n // 2]), np.sort(order[n // 2 :]))
 
 
 # The quality of a chain without a threshold within the budget.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
-from cauc_ray.errors import ConfigError
+from cauc_ray.errors import BudgetError, ConfigError
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.guarantees import CertifiedThreshold, EarlyAnswers, RiskLimit, certify, early_answers
-from cauc_ray.numbers.sweep import Objective, OperatingPoints
+from cauc_ray.numbers.sweep import Frontier, Objective, OperatingPoints
+from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.checks import look
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS, CurvePoint, RiskCertificate, ThresholdChoice
 from cauc_ray.policies.monitor import reference_of
@@ -24,9 +27,10 @@ AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
 class ThresholdRule:
     """How to choose the threshold: a given one, a budget (mean cost per example), a price, a risk limit, or none.
 
-    price: of a unit of cost, in errors: the threshold is 1 less the last model's error and the price of its call
-    (paper, tau* = 1 - r - lambda c).   With none, Base stops at the last model's calibration accuracy and RF at its
-    best on validation.
+    price: of a unit of cost, in errors: the threshold is 1 less the last model's error on calibration and the price of
+    its call (paper, tau* = 1 - r - lambda c). Of more than two models, the error is that of the last stage's answers,
+    which may be fused, and the price that of all calls after the first.   With none, Base stops at the last model's
+    calibration accuracy and RF at its best on validation.
     """
 
     threshold: float | None = None
@@ -67,14 +71,18 @@ def choose_threshold(
     """Set the threshold that the rule gives, certifies, or that is best on validation (paper, eq. 11).
 
     policy: fitted on these splits, at any threshold.   reference: the threshold if the rule leaves it open; None for
-    the best on validation. Returns the policy with the expected results at its threshold, and at others.
+    the best on validation. Returns the policy with the expected results at its threshold, and at others. A threshold
+    that validation has chosen looks better there than elsewhere: what to expect is then measured on each half of
+    validation at the threshold that the other half chooses.
     Raises ConfigError without a validation split to choose on, DataError if labels are missing, BudgetError if no
     operating point is within the budget, RiskError if no threshold is certified.
     """
     given = reference if rule == BY_DEFAULT else rule.threshold
     if rule.price is not None:
-        right = answers_alone(policy, calibration)[:, -1] == calibration.labels
-        given = max(0.0, float(np.mean(right)) - rule.price * policy.stages[-1].cost)
+        of_paper = len(policy.stages) <= 2
+        last = answers_alone(policy, calibration) if of_paper else trace_policy(policy, calibration).predictions
+        accuracy = float(np.mean(last[:, -1] == calibration.labels))
+        given = max(0.0, accuracy - rule.price * sum(stage.cost for stage in policy.stages[-1 if of_paper else 1 :]))
     if given is not None:
         policy.require_threshold(given)
     else:
@@ -94,6 +102,7 @@ def choose_threshold(
     trace = trace_policy(policy, measured_on, likeliest=chosen_on)
     frontier = trace.frontier(measured_on, rule.objective) if chosen_on else None
 
+    held_out: Floats | None = None
     if given is not None:
         threshold = given
         choice = ThresholdChoice(rule="given", objective=None, split=None)
@@ -106,17 +115,44 @@ def choose_threshold(
         choice = ThresholdChoice(rule="certified", objective=None, split=split, certificate=certificate)
     else:
         assert frontier is not None
-        point = frontier.index_of_best(rule.budget)
-        if policy.spends_budget and rule.budget is not None:
-            point = frontier.index_of_most_expensive(rule.budget)
-        threshold = float(frontier.settings[point])
+
+        def chosen(points: Frontier) -> float:
+            if policy.spends_budget and rule.budget is not None:
+                return float(points.settings[points.index_of_most_expensive(rule.budget)])
+            return float(points.settings[points.index_of_best(rule.budget)])
+
+        threshold = chosen(frontier)
+        held_out = _held_out(trace, measured_on, rule.objective, chosen, threshold)
         choice = ThresholdChoice(
             rule="best" if rule.budget is None else "budget", objective=rule.objective, split=split
         )
 
     decided = type(policy)(**dict(policy) | {"threshold": threshold, "threshold_choice": choice})
     curve = () if frontier is None else curve_points(frontier.pareto(MOST_CURVE_POINTS))
-    return measured(decided, trace, measured_on, split, calibration, curve)
+    return measured(decided, trace, measured_on, split, calibration, curve, held_out)
+
+
+def _held_out(
+    trace: Trace, validation: Chain, objective: Objective, chosen: Callable[[Frontier], float], threshold: float
+) -> Floats | None:
+    """Return for each row the threshold that the other half of validation chooses, float64 (N,); None for one row.
+
+    threshold: where no operating point of that half is within the budget.
+    """
+    if len(validation) < 2:
+        return None
+    thresholds = np.full(len(validation), threshold)
+    halves = random_halves(len(validation))
+    for half, rest in zip(halves, halves[::-1], strict=True):
+        with suppress(BudgetError):
+            thresholds[rest] = chosen(trace.frontier(validation, objective, half))
+    return thresholds
+
+
+def random_halves(n: int) -> tuple[Ints, Ints]:
+    """Return the ascending rows of two random halves of n examples, n at least 2."""
+    order = np.random.default_rng(0).permutation(n)
+    return np.sort(order[: n // 2]), np.sort(order[n // 2 :])
 
 
 def curve_points(points: OperatingPoints) -> tuple[CurvePoint, ...]:
@@ -126,18 +162,34 @@ def curve_points(points: OperatingPoints) -> tuple[CurvePoint, ...]:
 
 
 def measured(
-    policy: AnyPolicy, trace: Trace, chain: Chain, split: str, calibration: Chain, curve: tuple[CurvePoint, ...]
+    policy: AnyPolicy,
+    trace: Trace,
+    chain: Chain,
+    split: str,
+    calibration: Chain,
+    curve: tuple[CurvePoint, ...],
+    held_out: Floats | None = None,
 ) -> AnyPolicy:
     """Return a policy with what to expect at its threshold, and with its curve.
 
-    trace: of the chain, which is the split's.   calibration: what the policy was fitted on.   curve: if all of the
-    chain's examples have labels, and the trace its likeliest options; these are then the reference for later answers.
+    Args:
+        policy: Policy at its threshold.
+        trace: Of the chain.
+        chain: Examples of the split.
+        split: Their name.
+        calibration: What the policy was fitted on.
+        curve: Points on the split, if all of its examples have labels, and the trace its likeliest options; these are
+            then the reference for later answers.
+        held_out: Threshold that was chosen without a row, for each, float64 (N,); None if the policy's threshold was
+            not chosen on the split.
     """
     answered = trace.at(policy.threshold, chain)
-    expected = measure(answered, chain, split, with_f1=False)
+    own = measure(answered, chain, split, with_f1=False)
+    expected = own if held_out is None else measure(trace.at(held_out, chain), chain, split, with_f1=False)
     found: dict[str, Any] = {
         "expected": expected,
-        "guards": look(policy, expected, trace, chain, calibration),
+        "on_selection": None if held_out is None else own,
+        "guards": look(policy, own, trace, chain, calibration),
         "offline": measure_offline(trace, policy.threshold, chain) if policy.in_turn else None,
         "curve": curve,
     }

@@ -161,14 +161,17 @@ class Trace:
         paid = self.other_costs[rows] if isinstance(self.other_costs, np.ndarray) else self.other_costs
         return Trace(predictions, compared, self.calls, other_costs=paid, ends=self.ends)
 
-    def frontier(self, chain: Chain, objective: Objective = "accuracy") -> Frontier:
-        """Return all operating points on the chain's examples, which have labels."""
-        inner = self.compared[:, :-1]
-        found = sweep(inner, self.predictions, chain.labels, chain.costs, objective, self.calls)
-        return replace(found, cost=found.cost + np.mean(self.other_costs))
+    def frontier(self, chain: Chain, objective: Objective = "accuracy", rows: Ints | None = None) -> Frontier:
+        """Return all operating points on the chain's examples, which have labels.   rows: int (n,), on these alone."""
+        if rows is None:
+            trace, labels, costs = self, chain.labels, chain.costs
+        else:
+            trace, labels, costs = self.of_rows(rows), chain.labels[rows], chain.costs.of_rows(rows)
+        found = sweep(trace.compared[:, :-1], trace.predictions, labels, costs, objective, self.calls)
+        return replace(found, cost=found.cost + np.mean(trace.other_costs))
 
-    def stops(self, threshold: float) -> Ints:
-        """Return the step at which each example stops, int (N,)."""
+    def stops(self, threshold: float | Floats) -> Ints:
+        """Return the step at which each example stops, int (N,).   threshold: one for all, or (N,)."""
         return stops_of(self.compared, threshold)
 
     def answers(self, threshold: float) -> Answers:
@@ -176,8 +179,8 @@ class Trace:
         stops = self.stops(threshold)
         return Answers(self.predictions[np.arange(len(stops)), stops], self.calls[stops], self.other_costs)
 
-    def at(self, threshold: float, chain: Chain) -> Answered:
-        """Return what a policy of all of the chain's models answers at a threshold."""
+    def at(self, threshold: float | Floats, chain: Chain) -> Answered:
+        """Return what a policy of all of the chain's models answers at a threshold, one for all or (N,)."""
         stops = self.stops(threshold)
         at = np.arange(len(stops)), stops
         codes = None if self.likeliest is None else self.likeliest[at]

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,19 @@ def test_a_fit_leaves_out_rows_without_a_label_with_a_warning(data, tmp_path, sp
     folder = write(tmp_path, **gappy)
     with pytest.warns(CaucWarning, match="have no label"):
         assert cauc_ray.fit(folder, **settings).id == policy.id
+
+
+@pytest.mark.parametrize(("split", "purpose"), [("calibration", "fitted"), ("validation", "chosen"), ("test", None)])
+def test_a_policy_that_is_measured_on_the_rows_of_its_fit_is_warned_of(data, tmp_path, split, purpose):
+    folder = write(tmp_path, **data)
+    policy = cauc_ray.fit(folder, costs=COSTS, budget=6.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cauc_ray.evaluate(folder, policy, split=split)
+    own = [warning for warning in caught if "these very examples" in str(warning.message)]
+    assert [(f"{purpose} on" in str(warning.message), warning.filename) for warning in own] == (
+        [(True, __file__)] if purpose else []
+    )
 
 
 def test_an_evaluation_is_the_same_through_both_doors(data, tmp_path):

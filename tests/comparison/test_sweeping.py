@@ -100,7 +100,9 @@ def test_a_budget_below_the_cheapest_model_is_a_row_that_says_so(table, in_proce
     assert (low["status"], low.get("accuracy")) == ("unmet", None)
     assert "budget 0.5 GFLOPs" in low["reason"]
     assert sweep.missing == ()
-    assert "not met" in grids(sweep.summary)[0].markdown()
+    grid = grids(sweep.summary)[0]
+    assert "not met" in grid.markdown()
+    assert grid.rows[0][-1] == f"{100 * relative['accuracy']:.1f} %"  # the mean leaves out what is not met
 
 
 def test_a_seed_fits_on_the_splits_that_it_draws(table, in_process, tmp_path):

@@ -40,6 +40,14 @@ def test_a_mask_is_a_missing_option_and_no_other_number_changes(seed, mask, dtyp
     assert np.array_equal(masked, before)
 
 
+def test_of_log_probabilities_only_values_that_stand_for_nothing_are_masks():
+    for masks in (real_options, lambda rows, kind="raw": as_logits(rows, kind)):
+        for mask in (-1e4, -9999.0, -65504.0, np.finfo(np.float32).min):
+            rows = np.array([[-3.0, -7123.4, -20_000.0, mask]], dtype=np.float32)
+            assert np.isneginf(masks(rows, "log-probabilities")).tolist() == [[False, False, False, True]]
+            assert np.isneginf(masks(rows)).tolist() == [[False, True, True, True]]
+
+
 def test_the_depth_is_counted_from_the_rows_largest_logit():
     rows = np.array([[0.0, -5000.0, -5000.5], [-1e9, -1e9 - 4000, -1e9 - 6000], [9e3, 0.0, 5e3]])
     expected = [[True, True, False], [True, True, False], [True, False, True]]

@@ -53,7 +53,7 @@ def test_where_labels_are_confused_it_is_better_and_its_biases_are_part_of_the_i
     assert right["stacked"] > right["rf"] + 0.005
     stacked = policies["stacked"]
     assert stacked.variant in ("stacked", "stacked-gain")
-    assert stacked.expected.cost <= 8.0
+    assert stacked.on_selection.cost <= 8.0
     assert stacked.with_budget(5.0).expected is None
     assert refit(stacked, calibration, validation) == stacked
     moved = json.loads(stacked.to_json())

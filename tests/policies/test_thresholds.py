@@ -7,14 +7,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.stats import beta, binom
-from synthetic import chain, seeds, splits
+from synthetic import chain, rows_of, seeds, splits
 
 from cauc_ray.errors import BudgetError, PolicyError
 from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.policies.by_method import refit
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS
 from cauc_ray.policies.fitting import fit_base, fit_rf
-from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.threshold import ThresholdRule, random_halves
 from cauc_ray.policies.trace import replay, trace_policy
 
 fits = st.sampled_from([fit_base, fit_rf])
@@ -30,7 +30,9 @@ def two_splits(seed, n=45, **options):
 
 
 def without_expectation(policy):
-    return policy.model_copy(update={"expected": None, "offline": None, "guards": (), "reference": None})
+    return policy.model_copy(
+        update=dict.fromkeys(("expected", "on_selection", "offline", "reference")) | {"guards": ()}
+    )
 
 
 @given(seeds, fits, objectives, budgets, budgets, st.booleans())
@@ -64,18 +66,24 @@ def test_another_budget_later_is_as_if_it_had_been_given_at_once(seed, fit, obje
             assert getattr(moved, name) == (getattr(policy, name) if moved.threshold == policy.threshold else None)
 
 
-@given(seeds, fits, st.floats(0, 0.1), st.booleans())
+@given(seeds, fits, st.floats(0, 0.1), st.booleans(), st.booleans())
 @settings(max_examples=30)
-def test_a_price_accepts_what_is_worth_more_than_the_last_models_call(seed, fit, price, per_call):
+def test_a_price_accepts_what_is_worth_more_than_the_calls_to_come(seed, fit, price, per_call, pair):
     calibration, validation = two_splits(seed, per_call=per_call)
+    if pair:
+        calibration, validation = calibration.of_models([0, 2]), validation.of_models([0, 2])
     policy = fit(calibration, validation, ThresholdRule(price=price))
-    accuracy = np.mean(calibration.logits[-1].argmax(axis=1) == calibration.labels)
-    assert policy.threshold == pytest.approx(max(0.0, accuracy - price * calibration.costs.means[-1]))
+    last = calibration.logits[-1].argmax(axis=1)
+    if not pair:
+        last = replay(fit(calibration, rule=ThresholdRule(threshold=2.0)), calibration).predictions
+    accuracy = np.mean(last == calibration.labels)
+    assert policy.threshold == pytest.approx(max(0.0, accuracy - price * calibration.costs.means[1:].sum()))
     assert (policy.threshold_choice.rule, policy.threshold_choice.price) == ("price", price)
     assert type(policy).model_validate_json(policy.model_dump_json()) == policy
     assert refit(policy, calibration, validation) == policy
     free = fit(calibration, validation, ThresholdRule(price=0.0))
-    assert free.threshold == fit_base(calibration, validation).threshold  # the paper's lambda of 0
+    if pair:  # the paper's lambda of 0
+        assert free.threshold == fit_base(calibration, validation).threshold
     assert policy.threshold <= free.threshold
 
 
@@ -116,6 +124,39 @@ def early_on(policy, data):
     answers = replay(policy, data)
     early = answers.stages < len(policy.stages) - 1
     return int(early.sum()), int((early & (answers.predictions != data.labels)).sum())
+
+
+@methods
+@pytest.mark.parametrize("objective", ["accuracy", "macro-f1"])
+def test_what_to_expect_is_measured_on_rows_that_chose_nothing(fit, objective):
+    calibration, validation = two_splits(5, 101)
+    rule = ThresholdRule(budget=6.0, objective=objective)
+    policy, halves = fit(calibration, validation, rule), random_halves(len(validation))
+    n_right, costs = 0, []
+    for half, rest in zip(halves, halves[::-1], strict=True):
+        answers = replay(fit(calibration, rows_of(validation, half), rule), rows_of(validation, rest))
+        n_right += int((answers.predictions == validation.labels[rest]).sum())
+        costs += [*answers.costs]
+    assert policy.expected.accuracy.value == n_right / 101
+    assert policy.expected.cost == pytest.approx(np.mean(costs))
+    answers = replay(policy, validation)
+    assert policy.on_selection.accuracy.value == np.mean(answers.predictions == validation.labels)
+    assert policy.on_selection.cost == pytest.approx(answers.costs.mean())
+    assert policy.on_selection.cost <= 6.0 + 1e-9
+    assert fit(calibration, validation, ThresholdRule(threshold=policy.threshold)).on_selection is None
+
+
+@methods
+def test_what_to_expect_is_not_better_than_other_rows_have_it(fit):
+    """On the rows that chose the threshold it is."""
+    gaps = []
+    for seed in range(30):
+        calibration, validation = two_splits(seed, 80)
+        policy, test = fit(calibration, validation, ThresholdRule(budget=8.0)), chain(seed, 4000, shift=2)
+        own = (replay(policy, test).predictions == test.labels).mean()
+        gaps.append([policy.expected.accuracy.value - own, policy.on_selection.accuracy.value - own])
+    expected, on_selection = np.mean(gaps, axis=0)
+    assert expected < 0.01 < on_selection
 
 
 @methods
