@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -116,13 +115,10 @@ def choose_threshold(
     else:
         assert frontier is not None
 
-        def chosen(points: Frontier) -> float:
-            if policy.spends_budget and rule.budget is not None:
-                return float(points.settings[points.index_of_most_expensive(rule.budget)])
-            return float(points.settings[points.index_of_best(rule.budget)])
-
-        threshold = chosen(frontier)
-        held_out = _held_out(trace, measured_on, rule.objective, chosen, threshold)
+        point = _point(policy, frontier, rule.budget)
+        threshold = float(frontier.settings[point])
+        halves = Halves.of(policy, trace, measured_on, rule.objective)
+        held_out = None if halves is None else halves.thresholds(float(frontier.cost[point]), threshold)
         choice = ThresholdChoice(
             rule="best" if rule.budget is None else "budget", objective=rule.objective, split=split
         )
@@ -132,21 +128,48 @@ def choose_threshold(
     return measured(decided, trace, measured_on, split, calibration, curve, held_out)
 
 
-def _held_out(
-    trace: Trace, validation: Chain, objective: Objective, chosen: Callable[[Frontier], float], threshold: float
-) -> Floats | None:
-    """Return for each row the threshold that the other half of validation chooses, float64 (N,); None for one row.
+def _point(policy: Policy, frontier: Frontier, budget: float | None) -> int:
+    """Return which operating point a budget chooses, or its absence. Raises BudgetError if none is within it."""
+    if policy.spends_budget and budget is not None:
+        return frontier.index_of_most_expensive(budget)
+    return frontier.index_of_best(budget)
 
-    threshold: where no operating point of that half is within the budget.
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """Two random halves of validation, each with what the other one would choose.
+
+    Attributes:
+        policy: Policy that answers them.
+        rows: Rows of each half.
+        frontiers: Operating points of each half.
     """
-    if len(validation) < 2:
-        return None
-    thresholds = np.full(len(validation), threshold)
-    halves = random_halves(len(validation))
-    for half, rest in zip(halves, halves[::-1], strict=True):
-        with suppress(BudgetError):
-            thresholds[rest] = chosen(trace.frontier(validation, objective, half))
-    return thresholds
+
+    policy: Policy
+    rows: tuple[Ints, Ints]
+    frontiers: tuple[Frontier, Frontier]
+
+    @classmethod
+    def of(cls, policy: Policy, trace: Trace, validation: Chain, objective: Objective) -> Halves | None:
+        """Cut validation into halves; None for a single row.   trace: of the policy on validation."""
+        if len(validation) < 2:
+            return None
+        first, second = random_halves(len(validation))
+        frontiers = (trace.frontier(validation, objective, first), trace.frontier(validation, objective, second))
+        return cls(policy, (first, second), frontiers)
+
+    def thresholds(self, budget: float, threshold: float) -> Floats:
+        """Return for each row the threshold that the other half chooses, float64 (N,).
+
+        Args:
+            budget: Mean cost per example of the operating point that all of validation chooses.
+            threshold: Threshold of that point, for a half without any within the budget.
+        """
+        thresholds = np.full(sum(map(len, self.rows)), threshold)
+        for frontier, rest in zip(self.frontiers, self.rows[::-1], strict=True):
+            with suppress(BudgetError):
+                thresholds[rest] = frontier.settings[_point(self.policy, frontier, budget)]
+        return thresholds
 
 
 def random_halves(n: int) -> tuple[Ints, Ints]:

@@ -23,6 +23,7 @@ from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.evidence import Measures
 from cauc_ray.policies.methods import METHODS, Fitted, Fitting, Thresholded, cascade_of
 from cauc_ray.policies.scored import SolvedPolicy
+from cauc_ray.policies.threshold import Halves
 from cauc_ray.policies.trace import EmbeddingCall, Examples, measure, trace_policy
 from cauc_ray.reporting.measured import Measured
 
@@ -94,8 +95,11 @@ def find_budgets(measured: Measured) -> Budgets | None:
     objective = policy.threshold_choice.objective or "accuracy"
     on_validation, on_test = trace_policy(policy, validation), trace_policy(policy, test)
 
+    halves = Halves.of(policy, on_validation, validation, objective)
+
     def point(threshold: float, cost: float, quality: float) -> BudgetPoint:
-        expected = measure(on_validation.at(threshold, validation), validation, "", with_f1=False)
+        held_out = threshold if halves is None else halves.thresholds(cost, threshold)
+        expected = measure(on_validation.at(held_out, validation), validation, "", with_f1=False)
         found = measure(on_test.at(threshold, test), test, "")
         return BudgetPoint(cost, quality, _figures(threshold, expected, found, measured), found)
 

@@ -100,7 +100,7 @@ def test_a_fit_leaves_out_rows_without_a_label_with_a_warning(data, tmp_path, sp
         policy = cauc_ray.fit(*gappy["calibration"], validation=gappy["validation"], **settings)
     expected = cauc_ray.fit(*complete["calibration"], validation=complete["validation"], **settings)
     assert policy.id == expected.id
-    assert policy.expected == expected.expected
+    assert policy.on_selection == expected.on_selection
     assert len(policy.curve) > 1
     folder = write(tmp_path, **gappy)
     with pytest.warns(CaucWarning, match="have no label"):

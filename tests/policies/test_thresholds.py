@@ -130,8 +130,9 @@ def early_on(policy, data):
 @pytest.mark.parametrize("objective", ["accuracy", "macro-f1"])
 def test_what_to_expect_is_measured_on_rows_that_chose_nothing(fit, objective):
     calibration, validation = two_splits(5, 101)
-    rule = ThresholdRule(budget=6.0, objective=objective)
-    policy, halves = fit(calibration, validation, rule), random_halves(len(validation))
+    policy = fit(calibration, validation, ThresholdRule(budget=6.0, objective=objective))
+    rule = ThresholdRule(budget=policy.on_selection.cost, objective=objective)
+    halves = random_halves(len(validation))
     n_right, costs = 0, []
     for half, rest in zip(halves, halves[::-1], strict=True):
         answers = replay(fit(calibration, rows_of(validation, half), rule), rows_of(validation, rest))
