@@ -2,7 +2,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -158,23 +157,6 @@ def test_columns_are_named_and_gathered(tmp_path, ending):
     ):
         with pytest.raises((ConfigError, DataError), match=words):
             dataset(path, task="multiple-choice", **names)
-
-
-ARRAYS = np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3)
-LISTS = [[1, 2], None, [3, 4], None]
-IMAGES = {
-    "bytes": (pa.array([b"a", None, b"c", b""]), [b"a", None, b"c", b""]),
-    "bytes of one length": (pa.array([b"ab", None, b"cd", None], pa.binary(2)), [b"ab", None, b"cd", None]),
-    "lists": (pa.array(LISTS), LISTS),
-    "tensors": (pa.FixedShapeTensorArray.from_numpy_ndarray(ARRAYS), ARRAYS.tolist()),
-}
-
-
-@pytest.mark.parametrize("kind", IMAGES)
-def test_images_stay_as_they_are_stored(tmp_path, kind):
-    column, expected = IMAGES[kind]
-    images = values_of(dataset(write(tmp_path / "x.parquet", pa.table({"image": column}))), "image")
-    assert [image.tolist() if isinstance(image, np.ndarray) else image for image in images] == expected
 
 
 def test_class_folders_are_labels(tmp_path):
