@@ -145,6 +145,7 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
         ({"0__name": "a/b"}, "stages.0.name: "),
         ({"0__name": "ä" * 101}, "up to 200 bytes, got 202"),
         ({"0__cost": {"gflops": 1, "seconds": 2}}, "exactly one of"),
+        ({"0__cost": {"seconds": "auto"}}, "round trip of a remote stage"),
         ({"0__replicas": {"min": 2, "max": 1}}, "max 1 is below min 2"),
         ({"labels": ["cat", "dog"]}, "in multiple-choice, choices name themselves"),
         *(

@@ -13,12 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from batches import column, refused
+from completion_server import language_server
 from conftest import SHARED_DATA
 from language_models import tiny_language_model, with_adapter
 from plain_scores import plain_scores
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.models.kind import Placement
+from cauc_ray.models.openai import OpenAISpec
 from cauc_ray.models.prompts import Prompts
 from cauc_ray.models.transformers import TransformersChoiceSpec
 from cauc_ray.models.vllm import VllmSpec
@@ -37,15 +39,15 @@ def spec(model, **settings):
     return VllmSpec(kind="vllm", model=str(model.folder), **settings)
 
 
-def test_more_labels_than_it_scores_at_once_and_rows_that_are_too_long(engines, language_model):
-    """As texts, which no prompt lists: with names, the oracle would run a long prompt once for each of them."""
+def test_more_labels_than_are_scored_at_once_and_rows_that_are_too_long(engines, language_model):
+    """By an engine and by a server; as texts, which no prompt lists: names would make the oracle run a long one often."""
     tokenizer = language_model.tokenizer
     tokens = [t for t in range(2, min(2000, len(tokenizer))) if tokenizer.encode(tokenizer.decode([t])) == [t]]
     tokens = [t for t in tokens if tokenizer.decode([t]).strip()][:200]
     assert len(tokens) > 150
     names = [*map(tokenizer.decode, tokens), "a name of several tokens"]
-    engine = {"max_model_len": 2000}
-    model_spec = spec(language_model, labels=names, prompt="{{ text }}", options="text", engine=engine)
+    asked = {"labels": names, "prompt": "{{ text }}", "options": "text"}
+    model_spec = spec(language_model, engine={"max_model_len": 2000}, **asked)
     answers = model_spec.load()({"text": column(["Which?", "word " * 3000])})
     question = Prompts(model_spec, False)({"text": column(["Which?"])})[0][0]
     expected = plain_scores(language_model, model_spec, question, chat=False)
@@ -53,6 +55,9 @@ def test_more_labels_than_it_scores_at_once_and_rows_that_are_too_long(engines, 
     assert answers.n_options[0] == len(names)
     assert answers.failures.keys() == {1}
     assert "takes up to 1,999" in answers.failures[1]
+    with language_server(language_model, scores_tokens=True) as url:
+        served = OpenAISpec(kind="openai", model="m", base_url=url, endpoint="completions", **asked).load()
+        assert served({"text": column(["Which?"])}).logits[0] == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize(("rank", "reserved"), [(8, 8), (40, 64)])
