@@ -40,7 +40,7 @@ def spec(model, **settings):
 
 
 def test_more_labels_than_are_scored_at_once_and_rows_that_are_too_long(engines, language_model):
-    """By an engine and by a server; as texts, which no prompt lists: names would make the oracle run a long one often."""
+    """By an engine and by a server; as texts, which no prompt lists: the oracle runs it once for each."""
     tokenizer = language_model.tokenizer
     tokens = [t for t in range(2, min(2000, len(tokenizer))) if tokenizer.encode(tokenizer.decode([t])) == [t]]
     tokens = [t for t in tokens if tokenizer.decode([t]).strip()][:200]
