@@ -115,23 +115,6 @@ def test_rows_do_not_depend_on_the_other_rows_of_their_blocks(kind, data):
     assert found.dtype == alone.dtype or not len(found)
 
 
-def test_tables_are_read_by_path_or_uri_and_one_that_goes_costs_its_rows(folder, monkeypatch):
-    monkeypatch.setattr(sources, "CONTENT_BYTES", 0)  # small ones are fetched at once
-    make_folder(folder / "tables")
-    for number in range(2):
-        table = pa.table({"example_id": [f"{number}-0", f"{number}-1"], "x": [number, number]})
-        write_parquet(folder / "tables" / f"{number}.parquet", table)
-    source = opened(folder / "tables").blocks(4)
-    assert ids(blocks_of(source)) == ["0-0", "0-1", "1-0", "1-1"]
-    (folder / "tables" / "1.parquet").unlink()
-    ((_, block),) = source.blocks(0)
-    assert block.may_return
-    assert block.example_ids[:2] == ["0-0", "0-1"]
-    assert all("1.parquet, row" in example for example in block.example_ids[2:])
-    assert block.columns["x"].tolist() == [0, 0]
-    assert list(block.unreadable) == [2, 3]
-
-
 def test_files_that_differ_in_types_share_a_block(tmp_path):
     first = {"example_id": ["a", "b"], "label": [1, 2], "x": pa.array([1, 2], pa.int32())}
     second = {"x": [1.5, 2.5], "label": [3.0, None], "example_id": pa.array(["c", "d"], pa.large_string())}
@@ -241,18 +224,30 @@ def test_a_column_has_one_type_over_all_of_a_file(tmp_path, ending):
 
 @pytest.mark.usefixtures("little_at_a_time")
 @pytest.mark.parametrize("order", [[0], [3, 2, 1, 0]], ids=["fewer rows", "another order"])
-@pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl"])
-def test_files_that_change_end_the_reading_and_those_that_go_cost_their_rows(tmp_path, ending, order):
-    rows = {name: [{"example_id": f"{name}{row}", "x": row} for row in range(4)] for name in "ab"}
-    group_rows = {"row_group_size": 2} if ending == "parquet" else {}
-    for name in "ab":
-        file = write(tmp_path / f"{name}.{ending}", rows[name], **group_rows)
-    source, identity = opened(tmp_path).blocks(3), opened(tmp_path).identity
-    write(file, [rows["b"][row] for row in order], **group_rows)
+@pytest.mark.parametrize(
+    ("folder", "ending"),
+    [("local", "parquet"), ("s3", "parquet"), ("local", "csv"), ("local", "jsonl")],
+    indirect=["folder"],
+)
+def test_files_that_change_end_the_reading_and_those_that_go_cost_their_rows(
+    folder, tmp_path, monkeypatch, ending, order
+):
+    def put(name, numbers):
+        rows = [{"example_id": f"{name}{row}", "x": row} for row in numbers]
+        file = write(tmp_path / f"rows.{ending}", rows, **({"row_group_size": 2} if ending == "parquet" else {}))
+        (place / f"{name}.{ending}").write_bytes(file.read_bytes())
+
+    monkeypatch.setattr(sources, "CONTENT_BYTES", 0)  # small ones are fetched at once
+    place = folder / "input"
+    make_folder(place)
+    put("a", range(4))
+    put("b", range(4))
+    source, identity = opened(place).blocks(3), opened(place).identity
+    put("b", order)
     with pytest.raises(DataError, match=r"b\.\w+ has changed since"):
         list(source.blocks(0))
-    assert opened(tmp_path).identity != identity
-    file.unlink()
+    assert opened(place).identity != identity
+    (place / f"b.{ending}").unlink()
     first, second, third = (block for _, block in source.blocks(0))
     assert (first.unreadable, second.may_return, third.may_return) == ({}, True, True)
     assert second.example_ids[0] == "a3"

@@ -204,15 +204,6 @@ def test_bytes_are_those_of_the_wire_and_every_call_is_the_next_one():
     assert all(wire.seconds > 0 for wire in wires)
 
 
-def test_a_server_that_comes_back_is_not_noticed():
-    with strict_server() as server, Link(port_of(server)) as link:
-        model = remote(link.url, retries=0)
-        for _ in range(3):
-            assert not model(batch_of(4)).failures
-            link.reset()
-            link.reset()  # returns once its loop has closed them
-
-
 # Settings.
 
 
