@@ -120,7 +120,7 @@ def _rows_of(
         refuse_rows(source, ids, invalid, lambda row: "the cost must be a number of at least 0")
     positions = np.arange(len(ids))
     if not with_logits:
-        unread = np.empty((len(ids), 0), np.float32), np.zeros(len(ids), np.int32), SumsToOne()
+        unread = np.empty((len(ids), 0), np.float32), np.zeros(len(ids), np.int8), SumsToOne()
         return ModelRows((file,), ids, labels, costs, positions, *unread)
     stored, n_options = _stored_logits(table, ids, source)
     labelled = stored_labels.is_valid().to_numpy(zero_copy_only=False)

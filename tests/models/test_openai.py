@@ -10,7 +10,7 @@ import weakref
 
 import numpy as np
 import pytest
-from batches import column, question_batch
+from batches import column, encoded, question_batch
 from completion_server import Fault, LanguageServer, chat_answer, language_server, scripted_server
 from language_models import LETTERS, question_prompt
 from PIL import Image
@@ -416,17 +416,12 @@ def test_an_attempt_without_an_answer_in_time_is_billed_like_the_one_that_was_an
 # Images.
 
 
-def encoded(mode, kind, **settings):
-    buffer = io.BytesIO()
-    pixels = np.random.default_rng(0).integers(0, 255, (8, 16, len(mode)), np.uint8)
-    Image.fromarray(pixels, mode).save(buffer, kind, **settings)
-    return buffer.getvalue()
-
-
 def test_images_go_before_the_text_that_asks_about_them():
     turned = Image.Exif()
     turned[0x0112] = 6
-    images = [encoded("RGB", "JPEG"), encoded("RGB", "JPEG", exif=turned), encoded("RGBA", "PNG"), b"no image", None]
+    clear = Image.fromarray(np.random.default_rng(0).integers(0, 255, (8, 16, 4), np.uint8))
+    upright = clear.convert("RGB")
+    images = [encoded(upright, "JPEG"), encoded(upright, "JPEG", exif=turned), encoded(clear), b"no image", None]
     settings = {"image": True, "labels": ["cat", "dog"], "prompt": "Which animal is this?"}
     with scripted_server(always_a) as server:
         model_spec = spec(base_url=server.url, max_concurrency=1, **settings)
