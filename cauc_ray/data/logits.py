@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cauc_ray.data.blocks import first_duplicate
 from cauc_ray.data.model_rows import (
     ModelRows,
-    first_duplicate,
     joined_labels,
     read_rows,
     typed_column,
@@ -120,8 +120,7 @@ class LogitTable:
         folder = self.path / FAILED / f"model={model}" / f"split={split}"
         if not folder.is_dir():
             return pa.array([], pa.string())
-        ids = [typed_column(read_parquet(f), "example_id", pa.string(), str(f)) for f in parquet_files(folder)]
-        return pa.chunked_array(ids, pa.string()).combine_chunks()
+        return _read_column(parquet_files(folder), "example_id", pa.string())[0].combine_chunks()
 
     def splits(self, model: str) -> list[str]:
         """Return the names of a model's splits."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cauc_ray.data.blocks import first_duplicate
 from cauc_ray.errors import DataError, first_line
 from cauc_ray.files.parquet import ParquetFooter, read_row_spans, read_stored
 from cauc_ray.files.paths import AnyPath
@@ -164,15 +165,6 @@ def laid_out(values: Floats, n_options: Ints, width: int = 0) -> Floats:
     return logits
 
 
-def first_duplicate(ids: pa.Array | pa.ChunkedArray) -> str | None:
-    """Return the first id that comes twice, None if all are unique."""
-    counts = pc.value_counts(ids)
-    counts = counts.combine_chunks() if isinstance(counts, pa.ChunkedArray) else counts
-    row = pc.index(pc.greater(counts.field("counts"), 1), True).as_py()
-    duplicate: str | None = counts.field("values")[row].as_py() if row >= 0 else None
-    return duplicate
-
-
 def joined_labels(source: str, models: Sequence[str], heads: Sequence[ModelRows]) -> Ints:
     """Return the labels that the models' rows agree on, int32 (N,).
 
@@ -182,7 +174,12 @@ def joined_labels(source: str, models: Sequence[str], heads: Sequence[ModelRows]
     first = heads[0]
     labels = first.labels.copy()
     for model, head in zip(models[1:], heads[1:], strict=True):
-        _require_same_ids(source, models[0], first, model, head)
+        pairs = ((first, head, models[0], model), (head, first, model, models[0]))
+        for rows, reference, present, lacking in pairs if first.example_ids != head.example_ids else ():
+            missing = rows.example_ids.filter(pc.invert(pc.is_in(rows.example_ids, value_set=reference.example_ids)))
+            if len(missing):
+                example = f"example {missing[0].as_py()!r} of model {present!r}"
+                raise DataError(f"{source}: {example} is missing from model {lacking!r} ({len(missing)} in all)")
         differ = (labels != head.labels) & (labels != UNKNOWN_LABEL) & (head.labels != UNKNOWN_LABEL)
         if differ.any():
             row = int(differ.argmax())
@@ -192,17 +189,6 @@ def joined_labels(source: str, models: Sequence[str], heads: Sequence[ModelRows]
             )
         labels = np.where(labels == UNKNOWN_LABEL, head.labels, labels)
     return labels
-
-
-def _require_same_ids(source: str, first: str, first_head: ModelRows, second: str, second_head: ModelRows) -> None:
-    pairs = ((first_head, second_head, first, second), (second_head, first_head, second, first))
-    for head, other_head, model, lacking in pairs if first_head.example_ids != second_head.example_ids else ():
-        missing = head.without(other_head.example_ids).example_ids
-        if len(missing):
-            raise DataError(
-                f"{source}: example {missing[0].as_py()!r} of model {model!r} is missing from model {lacking!r} "
-                f"({len(missing)} in all)"
-            )
 
 
 def unfit_row(
