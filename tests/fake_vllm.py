@@ -42,8 +42,8 @@ class LLM:
     def _answered(self, tokens, params):
         if len(tokens) >= self.llm_engine.model_config.max_model_len:
             raise ValueError("The decoder prompt is longer than the maximum model length")
-        logprobs = log_softmax(self._loaded.logits(tokens).astype(float), axis=1)
-        following = {t: SimpleNamespace(logprob=float(logprobs[-1, t])) for t in params.logprob_token_ids}
+        logprobs = log_softmax(self._loaded.logits(tokens)[-1].astype(float))
+        following = {t: SimpleNamespace(logprob=float(logprobs[t])) for t in params.logprob_token_ids}
         return SimpleNamespace(outputs=[SimpleNamespace(logprobs=[following])])
 
 

@@ -47,7 +47,7 @@ def plain_scores(model, spec, question, *, chat):
     n_shared = len(shared(encoded[1:] if how == "letter" else encoded))
     scores = []
     for option, tokens in zip(question.options, encoded[1:], strict=True):
-        logits = model.logits(tokens).astype(np.float64)[n_shared - 1 : -1]
+        logits = model.logits(tokens)[n_shared - 1 : -1].astype(np.float64)
         at = np.arange(len(logits)), tokens[n_shared:]
         assert len(logits) == 1 or how != "letter"
         scores.append(logits[at][0] if how == "letter" else log_softmax(logits, axis=1)[at].sum())

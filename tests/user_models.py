@@ -65,6 +65,22 @@ def notes_its_end(path):
     return Model()
 
 
+def notes_logits(file, **settings):
+    """Answer as a torchvision model with these settings does, and append each row's id and logits to a file."""
+    from cauc_ray.models.torchvision import TorchvisionSpec
+
+    model = TorchvisionSpec(kind="torchvision", **settings).load()
+
+    def answer(batch):
+        answers = model(batch)
+        with open(file, "a") as notes:
+            for row in zip(batch["example_id"], answers.logits.tolist(), strict=True):
+                notes.write(json.dumps(row) + "\n")
+        return answers
+
+    return answer
+
+
 def before(factory):
     """Make a factory of a function of a batch and options: its model does that, and then answers as another's does."""
 
@@ -286,17 +302,6 @@ def gives_up_on(batch, example):
 
     if example in batch["example_id"]:
         raise ExecutionError("the model's server is down")
-
-
-def empties_its_batch():
-    """Answer, and leave nothing of the batch, which is the model's own."""
-
-    def answer(batch):
-        logits = by_x()(batch)
-        batch.clear()
-        return logits
-
-    return answer
 
 
 def writes_to_its_input():

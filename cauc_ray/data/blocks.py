@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.types import Bools, Ints
@@ -116,3 +117,12 @@ def other_rows(name: str, why: str) -> DataError:
 def ids_digest(example_ids: Sequence[str | None]) -> str:
     """Return a hash of rows' ids in order, with which a block is compared when it is read again."""
     return hashlib.blake2b(json.dumps(list(example_ids)).encode(), digest_size=16).hexdigest()
+
+
+def first_duplicate(ids: pa.Array | pa.ChunkedArray) -> str | None:
+    """Return the first id that comes twice, None if all are unique."""
+    counts = pc.value_counts(ids)
+    counts = counts.combine_chunks() if isinstance(counts, pa.ChunkedArray) else counts
+    row = pc.index(pc.greater(counts.field("counts"), 1), True).as_py()
+    duplicate: str | None = counts.field("values")[row].as_py() if row >= 0 else None
+    return duplicate

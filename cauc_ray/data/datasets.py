@@ -14,11 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cauc_ray.data.benchmarks import Benchmark
-from cauc_ray.data.blocks import BlockSource
+from cauc_ray.data.blocks import BlockSource, first_duplicate
 from cauc_ray.data.columns import (
     LABEL,
     NOT_AN_OPTION,
-    ColumnPlan,
     Task,
     describe_options,
     label_numbers,
@@ -97,14 +96,12 @@ class Dataset:
         name: For display.
         rule: How its splits were made, in one phrase.
         parts: Its files, and the rows of each split.
-        example_ids: Of all rows of each part, where splits were made.
     """
 
     spec: DatasetSpec
     name: str
     rule: str
     parts: tuple[Part, ...]
-    example_ids: tuple[pa.Array, ...] = ()
 
     @property
     def path(self) -> AnyPath:
@@ -179,8 +176,8 @@ class Dataset:
 
     def ids_of(self, split: str) -> pa.Array:
         """Return the ids of a split's rows, string (n,)."""
-        parts = zip(self.parts, self.example_ids, strict=True)
-        return pa.concat_arrays([ids.take(pa.array(part.splits[split])) for part, ids in parts if split in part.splits])
+        parts = [part for part in self.parts if split in part.splits]
+        return pa.concat_arrays([part.ids.take(pa.array(part.splits[split])) for part in parts])
 
 
 def open_input(spec: DatasetSpec) -> Dataset:
@@ -197,11 +194,8 @@ def open_input(spec: DatasetSpec) -> Dataset:
             sources = [partitions[name]() for name in _choose_rule(located, partitions)[1]]
         else:
             sources = [located.rows()]
-        parts = []
-        for source in sources:
-            plan = _plan(source, spec, located.benchmark, complete=False)
-            parts.append(Part(source, plan, {ALL: _rows_that_count(source, located.benchmark)}))
-    return Dataset(replace(spec, dataset=located.dataset), located.name, "all rows", tuple(parts))
+        parts = tuple(_part(source, spec, located.benchmark, complete=False) for source in sources)
+    return Dataset(replace(spec, dataset=located.dataset), located.name, "all rows", parts)
 
 
 def open_dataset(spec: DatasetSpec, split: str | None = None) -> Dataset:
@@ -232,68 +226,80 @@ def open_dataset(spec: DatasetSpec, split: str | None = None) -> Dataset:
     return dataset
 
 
-@dataclass(frozen=True, slots=True)
-class _Partition:
-    """A partition's rows, of which ids and labels were read.
-
-    Attributes:
-        source: The rows.
-        plan: How their columns are read.
-        ids: Of all rows, string (n,).
-        rows: The numbers of the rows that count, ascending.
-        has_labels: Whether some row has a label.
-    """
-
-    source: Source
-    plan: ColumnPlan
-    ids: pa.Array
-    rows: Ints | range
-    has_labels: bool
-
-
 def _split(spec: DatasetSpec, located: Located, rule: Rule | None, sources: Mapping[str, Source]) -> Dataset:
-    partitions = {name: _partition(source, spec, located.benchmark) for name, source in sources.items()}
-    partitions = _with_unique_ids(located.name, partitions)
-    splits: dict[str, dict[str, Ints | range]] = {name: {} for name in partitions}
-    if rule is None:
-        splits = {name: {ALL: partition.rows} for name, partition in partitions.items()}
-        phrase = "all rows in one piece"
-    else:
-        sizes = {name: len(partition.rows) for name, partition in partitions.items()}
+    checked = {
+        name: _checked(_part(source, spec, located.benchmark, complete=True), spec) for name, source in sources.items()
+    }
+    parts = _with_unique_ids(located.name, {name: part for name, (part, _) in checked.items()})
+    rows = {name: part.splits[ALL] for name, part in parts.items()}
+    phrase = "all rows in one piece"
+    if rule is not None:
+        splits: dict[str, dict[str, Ints | range]] = {name: {} for name in parts}
+        sizes = {name: len(numbers) for name, numbers in rows.items()}
         for split, picked in split_by_rule(rule, sizes, spec.seed, located.name).items():
-            splits[picked.partition][split] = np.asarray(partitions[picked.partition].rows)[picked.rows]
+            splits[picked.partition][split] = np.asarray(rows[picked.partition])[picked.rows]
+        parts = {name: replace(part, splits=splits[name]) for name, part in parts.items()}
         phrase = describe_rule(rule, tuple(sources), spec.seed)
     counted = [f"{column} is {value}" for column, value in located.benchmark.rows.items()]
-    if any(len(partition.rows) < partition.source.n_rows for partition in partitions.values()):
+    if any(len(rows[name]) < part.source.n_rows for name, part in parts.items()):
         phrase += "".join(f", of rows whose {condition}" for condition in counted)
-    if not any(partition.has_labels for partition in partitions.values()):
-        columns = dict.fromkeys(name for partition in partitions.values() for name in partition.plan.file_columns)
+    if not any(has_labels for _, has_labels in checked.values()):
+        columns = dict.fromkeys(name for part in parts.values() for name in part.plan.file_columns)
         warn(
             f"{located.name}: no row has a label, so no policy can be fitted on its logits; it has the columns "
             f"{', '.join(columns)}. Name the column of labels with --columns label=NAME"
         )
-    parts = tuple(Part(partition.source, partition.plan, splits[name]) for name, partition in partitions.items())
-    ids = tuple(partition.ids for partition in partitions.values())
-    return Dataset(replace(spec, dataset=located.dataset), located.name, phrase, parts, ids)
+    return Dataset(replace(spec, dataset=located.dataset), located.name, phrase, tuple(parts.values()))
 
 
-def _partition(source: Source, spec: DatasetSpec, benchmark: Benchmark) -> _Partition:
-    """Read a partition's ids and labels by one pass over its files.
+def _part(source: Source, spec: DatasetSpec, benchmark: Benchmark, *, complete: bool) -> Part:
+    """Return all rows of a partition that count, and how their columns are read.
+
+    Args:
+        source: The rows.
+        spec: The dataset.
+        benchmark: Its benchmark, which may count some rows only.
+        complete: Whether the columns that the task needs must be there; the rows of a remote table are then fetched.
 
     Raises:
-        DataError: It has no rows, or a label is none of the options where such rows are not left out.
+        DataError: A column is missing, or the files have no row.
     """
-    if source.n_rows == 0:
+    if complete and source.n_rows == 0:
         raise DataError(f"{source.name} has no rows")
-    plan = _plan(source, spec, benchmark, complete=True)
-    conditions = [column for column in benchmark.rows if column in source.columns]
-    source = source.snapshot([*plan.restricted(spec.model_columns).file_columns, *conditions], plan.texts)
-    rows = _rows_that_count(source, benchmark)
+    plan = plan_columns(
+        source.columns,
+        source.name,
+        spec.task,
+        spec.columns,
+        spec.labels,
+        benchmark if benchmark.metadata is None else None,
+        model_columns=spec.model_columns,
+        complete=complete,
+    )
+    conditions = {column: value for column, value in benchmark.rows.items() if column in source.columns}
+    if complete:
+        source = source.snapshot([*plan.restricted(spec.model_columns).file_columns, *conditions], plan.texts)
+    rows: Ints | range = range(source.n_rows)
+    for column, value in conditions.items():
+        rows = np.flatnonzero(pc.equal(source.table([column]).column(column), value).fill_null(False).to_numpy())
+    return Part(source, plan, {ALL: rows})
+
+
+def _checked(part: Part, spec: DatasetSpec) -> tuple[Part, bool]:
+    """Read a partition's ids and labels by one pass over its files.
+
+    Returns:
+        The partition with its ids, and whether some row has a label.
+
+    Raises:
+        DataError: A label is none of the options where such rows are not left out.
+    """
+    source, plan = part.source, part.plan
     label = plan.columns.get(LABEL, ())
     table = source.table([*dict.fromkeys((*plan.ids, *label))], plan.texts)
-    ids = pa.array(read_ids(table.column(plan.ids[0]), source.place_of), pa.string())
+    part = replace(part, ids=pa.array(read_ids(table.column(plan.ids[0]), source.place_of), pa.string()))
     if not label:
-        return _Partition(source, plan, ids, rows, has_labels=False)
+        return part, False
     column = table.column(label[0])
     numbers = label_numbers(plan, column, source.name)
     unknown = numbers == NOT_AN_OPTION
@@ -306,33 +312,24 @@ def _partition(source: Source, spec: DatasetSpec, benchmark: Benchmark) -> _Part
             remedy = "correct them, or leave these rows out with --skip-unknown-labels"
             raise DataError(f"{fault}; the first is {source.place_of(int(unknown.argmax()))}; {remedy}")
         warn(f"{fault}; they are left out")
-        rows = np.setdiff1d(np.asarray(rows), np.flatnonzero(unknown))
-    return _Partition(source, plan, ids, rows, has_labels=bool((numbers >= 0).any()))
+        labelled = np.setdiff1d(np.asarray(part.splits[ALL]), np.flatnonzero(unknown))
+        part = replace(part, splits={ALL: labelled})
+    return part, bool((numbers >= 0).any())
 
 
-def _rows_that_count(source: Source, benchmark: Benchmark) -> Ints | range:
-    """Return the numbers of a benchmark's rows that count, ascending."""
-    rows: Ints | range = range(source.n_rows)
-    for column, value in benchmark.rows.items():
-        if column in source.columns:
-            rows = np.flatnonzero(pc.equal(source.table([column]).column(column), value).fill_null(False).to_numpy())
-    return rows
-
-
-def _with_unique_ids(name: str, partitions: Mapping[str, _Partition]) -> dict[str, _Partition]:
+def _with_unique_ids(name: str, partitions: Mapping[str, Part]) -> dict[str, Part]:
     """Return partitions whose ids are unique over all of them: the partition's name then precedes them.
 
     Raises:
         DataError: An id is a duplicate within a partition.
     """
     for partition in partitions.values():
-        counts = pc.value_counts(partition.ids)
-        if len(counts) < len(partition.ids):
-            example = counts.field(0)[pc.index(pc.greater(counts.field(1), 1), True).as_py()]
+        example = first_duplicate(partition.ids)
+        if example is not None:
             rows = np.flatnonzero(pc.equal(partition.ids, example).to_numpy(zero_copy_only=False))[:2]
             first, second = map(partition.source.place_of, rows)
             raise DataError(
-                f"{second}: example id {example.as_py()!r} is a duplicate of {first}; remove one, or name a column "
+                f"{second}: example id {example!r} is a duplicate of {first}; remove one, or name a column "
                 "with unique ids with --columns example_id=NAME"
             )
     ids = pa.chunked_array([partition.ids for partition in partitions.values()])
@@ -375,17 +372,4 @@ def _choose_rule(located: Located, partitions: Collection[str]) -> tuple[Rule, t
     raise DataError(
         f"{located.name} is split from its partitions {' and '.join(needed)}, and {located.location} has no {missing} "
         f"(it has {', '.join(available) or 'none'}); {remedy}"
-    )
-
-
-def _plan(source: Source, spec: DatasetSpec, benchmark: Benchmark, *, complete: bool) -> ColumnPlan:
-    return plan_columns(
-        source.columns,
-        source.name,
-        spec.task,
-        spec.columns,
-        spec.labels,
-        benchmark if benchmark.metadata is None else None,
-        model_columns=spec.model_columns,
-        complete=complete,
     )

@@ -7,21 +7,19 @@ Labels that became known later are in LOGITS/labels/*.parquet, for rows whose ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cauc_ray.data.blocks import first_duplicate
 from cauc_ray.data.model_rows import (
-    ModelHead,
     ModelRows,
-    first_duplicate,
     joined_labels,
-    read_head,
     read_rows,
     typed_column,
     unfit_row,
@@ -49,11 +47,11 @@ class ChainHeads:
 
     Attributes:
         arguments: Those of a Chain.
-        heads: Each model's rows.
+        heads: Each model's rows, without logits.
     """
 
     arguments: dict[str, Any]
-    heads: tuple[ModelHead, ...]
+    heads: tuple[ModelRows, ...]
 
     def __len__(self) -> int:
         return len(self.arguments["labels"])
@@ -72,11 +70,7 @@ class ChainHeads:
             "costs": self.arguments["costs"].of_rows(rows),
             "example_ids": tuple(ids.take(pa.array(rows)).to_pylist()),
         }
-        left_out = ids.filter(pa.array(np.isin(np.arange(len(self)), rows, invert=True)))
-        return ChainHeads(self.arguments | chosen, tuple(head.without(left_out) for head in self.heads))
-
-
-_Rows = TypeVar("_Rows", bound=ModelHead)
+        return ChainHeads(self.arguments | chosen, tuple(head.of_rows(rows) for head in self.heads))
 
 
 class LogitTable:
@@ -126,20 +120,20 @@ class LogitTable:
         folder = self.path / FAILED / f"model={model}" / f"split={split}"
         if not folder.is_dir():
             return pa.array([], pa.string())
-        ids = [typed_column(read_parquet(f), "example_id", pa.string(), str(f)) for f in parquet_files(folder)]
-        return pa.chunked_array(ids, pa.string()).combine_chunks()
+        return _read_column(parquet_files(folder), "example_id", pa.string())[0].combine_chunks()
 
     def splits(self, model: str) -> list[str]:
         """Return the names of a model's splits."""
         return hive_values(self._folder(model), "split")
 
-    def read_model(self, model: str, split: str, *, as_stored: bool = False) -> ModelRows:
+    def read_model(self, model: str, split: str, *, as_stored: bool = False, with_logits: bool = True) -> ModelRows:
         """Read one model's rows of one split.
 
         Args:
             model: The model.
             split: The split.
             as_stored: Leave masks and probabilities unchanged, as needed for a model that answers from the table.
+            with_logits: Whether logits are read.
 
         Raises:
             DataError: A value is NaN or +inf, an id is a duplicate, a label is outside the row's options, a row has no
@@ -147,11 +141,8 @@ class LogitTable:
                 declared, or declared ones are not probabilities; names file, model and example.
         """
         kind = None if as_stored else self.kinds[model]
-        return read_rows(self._files(model, split), model, self._source(model, split), kind)
-
-    def read_head(self, model: str, split: str) -> ModelHead:
-        """Read one model's rows of one split without logits. Raises DataError as read_model does."""
-        return read_head(self._files(model, split), model, self._source(model, split))
+        files, source = self._files(model, split), self._source(model, split)
+        return read_rows(files, model, source, kind, with_logits=with_logits)
 
     def _source(self, model: str, split: str) -> str:
         return f"{self.path}: model {model!r}, split {split!r}"
@@ -207,11 +198,7 @@ class LogitTable:
             DataError: As read_model, or the models' ids, lengths or labels disagree, or costs are unknown.
             ConfigError: The numbers of costs and models differ, or a model is a duplicate.
         """
-
-        def read(files: Sequence[AnyPath], model: str, source: str) -> ModelRows:
-            return read_rows(files, model, source, self.kinds[model])
-
-        arguments, rows = self._read_joined(models, split, read, costs)
+        arguments, rows = self._read_joined(models, split, costs, with_logits=True)
         width = max(model_rows.logits.shape[1] for model_rows in rows)
         logits = tuple(widened(model_rows.logits, width) for model_rows in rows)
         part = ChainPart(logits, arguments["labels"], np.arange(len(arguments["labels"])))
@@ -221,16 +208,12 @@ class LogitTable:
 
     def read_chain_heads(self, models: Sequence[str], split: str, *, costs: CallCosts = None) -> ChainHeads:
         """Read a chain as read_chain does, without its logits. Raises as read_chain does."""
-        arguments, heads = self._read_joined(models, split, read_head, costs)
+        arguments, heads = self._read_joined(models, split, costs, with_logits=False)
         return ChainHeads(arguments, tuple(heads))
 
     def _read_joined(
-        self,
-        models: Sequence[str],
-        split: str,
-        read: Callable[[Sequence[AnyPath], str, str], _Rows],
-        costs: CallCosts,
-    ) -> tuple[dict[str, Any], list[_Rows]]:
+        self, models: Sequence[str], split: str, costs: CallCosts, *, with_logits: bool
+    ) -> tuple[dict[str, Any], list[ModelRows]]:
         """Return the arguments of a Chain except its logits, and each model's rows of the common examples."""
         if not models:
             raise ConfigError("a chain needs at least one model")
@@ -241,7 +224,7 @@ class LogitTable:
             raise ConfigError(f"{len(costs)} costs for {len(models)} models: give one cost for each model, in order")
         files = self._files_of_all(models, split)
         rows = [
-            read(model_files, model, self._source(model, split))
+            read_rows(model_files, model, self._source(model, split), self.kinds[model], with_logits=with_logits)
             for model, model_files in zip(models, files, strict=True)
         ]
         failed = pa.chunked_array([self.read_failed(model, split) for model in models], pa.string()).unique()

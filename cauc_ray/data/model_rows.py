@@ -12,21 +12,22 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cauc_ray.data.blocks import first_duplicate
 from cauc_ray.errors import DataError, first_line
 from cauc_ray.files.parquet import ParquetFooter, read_row_spans, read_stored
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.numbers.arrays import check_rows, refuse_rows, require_no_probabilities
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainPart
 from cauc_ray.numbers.logits import LogitKind, SumsToOne, stacked
-from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.numbers.types import Floats, Ints
 
 # Rows of a shard that are decoded at once.
 _DECODED_ROWS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class ModelHead:
-    """One model's rows without logits: of one file in its order, or of one split in order of example_id.
+class ModelRows:
+    """One model's rows: of one file in its order, or of one split in order of example_id.
 
     Attributes:
         files: Where they are.
@@ -34,6 +35,9 @@ class ModelHead:
         labels: int32 (N,), UNKNOWN_LABEL if unknown.
         costs: Of calls, float64 (N,), or None.
         positions: int64 (N,), of each row in the concatenation of all files.
+        logits: float32 (N, K), -inf beyond a row's options; K is 0 where they were not read.
+        n_options: int (N,), 0 where logits were not read.
+        sums: Statistics that detect probabilities that are not declared.
     """
 
     files: tuple[ParquetFooter, ...]
@@ -41,37 +45,25 @@ class ModelHead:
     labels: Ints
     costs: Floats | None
     positions: Ints
-
-    def without(self, example_ids: pa.Array) -> Self:
-        """Return the rows without those of some examples."""
-        mask: Bools = pc.invert(pc.is_in(self.example_ids, value_set=example_ids)).to_numpy(zero_copy_only=False)
-        columns: dict[str, Any] = {column.name: getattr(self, column.name) for column in fields(self)}
-        arrays: dict[str, Any] = {name: rows[mask] for name, rows in columns.items() if isinstance(rows, np.ndarray)}
-        return replace(self, example_ids=self.example_ids.filter(pa.array(mask)), **arrays)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRows(ModelHead):
-    """One model's rows.
-
-    Attributes:
-        logits: float32 (N, K), -inf beyond a row's options.
-        n_options: int (N,).
-        sums: Statistics that detect probabilities that are not declared.
-    """
-
     logits: Floats
     n_options: Ints
     sums: SumsToOne
 
+    def of_rows(self, rows: Ints) -> Self:
+        """Return some rows, by their indices, int64 (n,)."""
+        columns: dict[str, Any] = {column.name: getattr(self, column.name) for column in fields(self)}
+        arrays: dict[str, Any] = {name: values[rows] for name, values in columns.items() if hasattr(values, "dtype")}
+        return replace(self, example_ids=self.example_ids.take(pa.array(rows)), **arrays)
 
-def read_head(files: Sequence[AnyPath], model: str, source: str) -> ModelHead:
-    """Read all columns but the logits of a model's files. Raises DataError as read_rows does."""
-    heads = [_head_of(*read_stored(file, ("example_id", "label", "cost")), model) for file in files]
-    return _joined(heads, source)
+    def without(self, example_ids: pa.Array) -> Self:
+        """Return the rows without those of some examples."""
+        mask = pc.is_in(self.example_ids, value_set=example_ids).to_numpy(zero_copy_only=False)
+        return self.of_rows(np.flatnonzero(~mask))
 
 
-def read_rows(files: Sequence[AnyPath], model: str, source: str, kind: LogitKind | None) -> ModelRows:
+def read_rows(
+    files: Sequence[AnyPath], model: str, source: str, kind: LogitKind | None, *, with_logits: bool = True
+) -> ModelRows:
     """Read a model's rows of some files, in order of example_id.
 
     Args:
@@ -79,43 +71,66 @@ def read_rows(files: Sequence[AnyPath], model: str, source: str, kind: LogitKind
         model: Its name, for messages.
         source: The table and the split, for messages.
         kind: Of the stored values, None to leave them unchanged.
+        with_logits: Whether logits are read.
 
     Raises:
         DataError: As LogitTable.read_model; names file, model and example.
     """
-    parts = [_rows_of(*read_stored(file), model, kind) for file in files]
+    columns = None if with_logits else ("example_id", "label", "cost")
+    parts = [_rows_of(*read_stored(file, columns), model, kind, with_logits=with_logits) for file in files]
     sums = sum((part.sums for part in parts), SumsToOne())
     require_no_probabilities(source, sums)
-    head = _joined(parts, source)
-    logits = parts[0].logits if len(parts) == 1 else stacked([part.logits for part in parts])
-    if not (np.diff(head.positions) == 1).all():
-        logits = logits[head.positions]
-    return _with_logits(head, logits, np.concatenate([part.n_options for part in parts])[head.positions], sums)
+    ids = pa.chunked_array([part.example_ids for part in parts], type=pa.string()).combine_chunks()
+    if len(ids) == 0:
+        raise DataError(f"{source}: the split is empty")
+    duplicate = first_duplicate(ids)
+    if duplicate is not None:
+        names = [part.files[0].path.name for part in parts if pc.index(part.example_ids, duplicate).as_py() >= 0]
+        raise DataError(f"{source}: example {duplicate!r} is a duplicate ({', '.join(names)})")
+    costs = [part.costs for part in parts if part.costs is not None]
+    if len(costs) not in (0, len(parts)):
+        raise DataError(f"{source}: column 'cost' is missing from some files")
+    rows = ModelRows(
+        files=tuple(file for part in parts for file in part.files),
+        example_ids=ids,
+        labels=np.concatenate([part.labels for part in parts]),
+        costs=np.concatenate(costs) if costs else None,
+        positions=np.arange(len(ids)),
+        logits=parts[0].logits if len(parts) == 1 else stacked([part.logits for part in parts]),
+        n_options=np.concatenate([part.n_options for part in parts]),
+        sums=sums,
+    )
+    order = pc.array_sort_indices(ids).to_numpy().astype(np.int64)
+    return rows if np.array_equal(order, rows.positions) else rows.of_rows(order)
 
 
-def _with_logits(head: ModelHead, logits: Floats, n_options: Ints, sums: SumsToOne) -> ModelRows:
-    return ModelRows(head.files, head.example_ids, head.labels, head.costs, head.positions, logits, n_options, sums)
-
-
-def _head_of(table: pa.Table, file: ParquetFooter, model: str) -> ModelHead:
-    """Check rows of a file without their logits."""
+def _rows_of(
+    table: pa.Table, file: ParquetFooter, model: str, kind: LogitKind | None, *, with_logits: bool = True
+) -> ModelRows:
+    """Check rows of a file."""
     source = f"{file.path}: model {model!r}"
     ids = typed_column(table, "example_id", pa.string(), source)
     if ids.null_count:
         raise DataError(f"{source}: row {pc.index(ids.is_null(), True).as_py()} has no example_id")
-    labels = typed_column(table, "label", pa.int32(), source).fill_null(UNKNOWN_LABEL).to_numpy(zero_copy_only=False)
+    stored_labels = typed_column(table, "label", pa.int32(), source)
+    labels = stored_labels.fill_null(UNKNOWN_LABEL).to_numpy(zero_copy_only=False)
     costs = None
     if "cost" in table.column_names:
         costs = typed_column(table, "cost", pa.float64(), source).to_numpy(zero_copy_only=False)
         invalid = ~(np.isfinite(costs) & (costs >= 0))
         refuse_rows(source, ids, invalid, lambda row: "the cost must be a number of at least 0")
-    return ModelHead((file,), ids, labels, costs, np.arange(len(ids)))
+    positions = np.arange(len(ids))
+    if not with_logits:
+        unread = np.empty((len(ids), 0), np.float32), np.zeros(len(ids), np.int8), SumsToOne()
+        return ModelRows((file,), ids, labels, costs, positions, *unread)
+    stored, n_options = _stored_logits(table, ids, source)
+    labelled = stored_labels.is_valid().to_numpy(zero_copy_only=False)
+    logits, sums = check_rows(source, ids, stored, n_options, labels, labelled, kind)
+    return ModelRows((file,), ids, labels, costs, positions, logits, n_options, sums)
 
 
-def _rows_of(table: pa.Table, file: ParquetFooter, model: str, kind: LogitKind | None) -> ModelRows:
-    """Check rows of a file with their logits."""
-    source = f"{file.path}: model {model!r}"
-    head = _head_of(table, file, model)
+def _stored_logits(table: pa.Table, ids: pa.Array, source: str) -> tuple[Floats, Ints]:
+    """Return the logits of a file's rows as they are stored, float32 (N, K), and their numbers, int (N,)."""
     # Large lists: int32 offsets are limited to 2^31 values.
     lists = typed_column(table, "logits", pa.large_list(pa.float32()), source)
     stored = table.schema.field("logits").type
@@ -124,11 +139,8 @@ def _rows_of(table: pa.Table, file: ParquetFooter, model: str, kind: LogitKind |
     values, n_options = lists.flatten(), pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
     if values.null_count:
         row = int(np.searchsorted(np.cumsum(n_options), pc.index(values.is_null(), True).as_py(), side="right"))
-        raise DataError(f"{source}, example {head.example_ids[row].as_py()!r}: a logit is null")
-    logits = laid_out(values.to_numpy(zero_copy_only=False), n_options)
-    labelled = table.column("label").is_valid().to_numpy()
-    logits, sums = check_rows(source, head.example_ids, logits, n_options, head.labels, labelled, kind)
-    return _with_logits(head, logits, n_options, sums)
+        raise DataError(f"{source}, example {ids[row].as_py()!r}: a logit is null")
+    return laid_out(values.to_numpy(zero_copy_only=False), n_options), n_options
 
 
 def typed_column(table: pa.Table, name: str, kind: pa.DataType, source: str) -> pa.Array:
@@ -153,42 +165,7 @@ def laid_out(values: Floats, n_options: Ints, width: int = 0) -> Floats:
     return logits
 
 
-def _joined(heads: Sequence[ModelHead], source: str) -> ModelHead:
-    """Return the rows of several files in order of example_id.
-
-    Raises:
-        DataError: The split is empty, an id is a duplicate, or only some of the files have costs.
-    """
-    ids = pa.chunked_array([head.example_ids for head in heads], type=pa.string()).combine_chunks()
-    if len(ids) == 0:
-        raise DataError(f"{source}: the split is empty")
-    duplicate = first_duplicate(ids)
-    if duplicate is not None:
-        files = [head.files[0].path.name for head in heads if pc.index(head.example_ids, duplicate).as_py() >= 0]
-        raise DataError(f"{source}: example {duplicate!r} is a duplicate ({', '.join(files)})")
-    costs = [head.costs for head in heads if head.costs is not None]
-    if len(costs) not in (0, len(heads)):
-        raise DataError(f"{source}: column 'cost' is missing from some files")
-    positions = pc.array_sort_indices(ids).to_numpy().astype(np.int64)
-    return ModelHead(
-        files=tuple(file for head in heads for file in head.files),
-        example_ids=ids.take(pa.array(positions)),
-        labels=np.concatenate([head.labels for head in heads])[positions],
-        costs=np.concatenate(costs)[positions] if costs else None,
-        positions=positions,
-    )
-
-
-def first_duplicate(ids: pa.Array | pa.ChunkedArray) -> str | None:
-    """Return the first id that comes twice, None if all are unique."""
-    counts = pc.value_counts(ids)
-    counts = counts.combine_chunks() if isinstance(counts, pa.ChunkedArray) else counts
-    row = pc.index(pc.greater(counts.field("counts"), 1), True).as_py()
-    duplicate: str | None = counts.field("values")[row].as_py() if row >= 0 else None
-    return duplicate
-
-
-def joined_labels(source: str, models: Sequence[str], heads: Sequence[ModelHead]) -> Ints:
+def joined_labels(source: str, models: Sequence[str], heads: Sequence[ModelRows]) -> Ints:
     """Return the labels that the models' rows agree on, int32 (N,).
 
     Raises:
@@ -197,7 +174,12 @@ def joined_labels(source: str, models: Sequence[str], heads: Sequence[ModelHead]
     first = heads[0]
     labels = first.labels.copy()
     for model, head in zip(models[1:], heads[1:], strict=True):
-        _require_same_ids(source, models[0], first, model, head)
+        pairs = ((first, head, models[0], model), (head, first, model, models[0]))
+        for rows, reference, present, lacking in pairs if first.example_ids != head.example_ids else ():
+            missing = rows.example_ids.filter(pc.invert(pc.is_in(rows.example_ids, value_set=reference.example_ids)))
+            if len(missing):
+                example = f"example {missing[0].as_py()!r} of model {present!r}"
+                raise DataError(f"{source}: {example} is missing from model {lacking!r} ({len(missing)} in all)")
         differ = (labels != head.labels) & (labels != UNKNOWN_LABEL) & (head.labels != UNKNOWN_LABEL)
         if differ.any():
             row = int(differ.argmax())
@@ -207,17 +189,6 @@ def joined_labels(source: str, models: Sequence[str], heads: Sequence[ModelHead]
             )
         labels = np.where(labels == UNKNOWN_LABEL, head.labels, labels)
     return labels
-
-
-def _require_same_ids(source: str, first: str, first_head: ModelHead, second: str, second_head: ModelHead) -> None:
-    pairs = ((first_head, second_head, first, second), (second_head, first_head, second, first))
-    for head, other_head, model, lacking in pairs if first_head.example_ids != second_head.example_ids else ():
-        missing = head.without(other_head.example_ids).example_ids
-        if len(missing):
-            raise DataError(
-                f"{source}: example {missing[0].as_py()!r} of model {model!r} is missing from model {lacking!r} "
-                f"({len(missing)} in all)"
-            )
 
 
 def unfit_row(

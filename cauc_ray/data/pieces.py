@@ -31,11 +31,13 @@ class Part:
         source: The rows.
         plan: How their columns are read.
         splits: The numbers of the rows of each split, int64 (n,), ascending; a range for neighbours.
+        ids: Of all rows, string (n,); None where they were not read.
     """
 
     source: Source
     plan: ColumnPlan
     splits: Mapping[str, Ints | range]
+    ids: pa.Array = None
 
 
 @dataclass(frozen=True, slots=True)

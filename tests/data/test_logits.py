@@ -223,7 +223,7 @@ def write_files(folder, n=20, n_files=2, group=5, ragged=False, seed=0):
 def test_blocks_and_single_rows_are_those_of_the_table(tmp_path_factory, n, n_files, group, ragged, seed, data):
     folder = tmp_path_factory.mktemp("table")
     rows = write_files(folder, n, n_files, group, ragged, seed)
-    head = LogitTable(folder).read_head("m", "test")
+    head = LogitTable(folder).read_model("m", "test", with_logits=False)
     whole = LogitTable(folder).read_model("m", "test")
     chosen = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, unique=True)))
     spool = SpooledLogits(ShardFiles("m", head.files, head.positions[chosen]))
@@ -243,7 +243,7 @@ def test_blocks_and_single_rows_are_those_of_the_table(tmp_path_factory, n, n_fi
 def test_files_that_have_changed_since_are_refused_and_those_without_wanted_rows_are_not_opened(tmp_path):
     """A shard may be read long after the ids: again, when its actor has died."""
     write_files(tmp_path)
-    head = LogitTable(tmp_path).read_head("m", "test")
+    head = LogitTable(tmp_path).read_model("m", "test", with_logits=False)
     first, second = (file.path for file in head.files)
     rows = pq.read_table(second)
     pq.write_table(rows.take(np.arange(len(rows))[::-1]), second, row_group_size=5)

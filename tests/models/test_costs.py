@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torchvision import models
 
 from cauc_ray.models.answers import Answers, ModelFacts
@@ -77,23 +76,15 @@ def test_a_cost_is_far_off_when_it_and_the_measured_one_are_more_than_a_quarter_
 # What is counted.
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape", "n_products"),
-    [
-        (nn.Conv2d(6, 6, 3, stride=2, padding=1, groups=3), (6, 8, 8), 4 * 4 * (2 * 6 * 9)),
-        (models.resnet18(weights=None).eval(), (3, 224, 224), models.ResNet18_Weights.DEFAULT.meta["_ops"] * 1e9),
-        # Two heads, 16 positions, 8 wide: scores and their sum are a product of matrices each.
-        (lambda x: nn.functional.scaled_dot_product_attention(x, x, x), (2, 16, 8), 2 * 2 * 16 * 16 * 8),
-    ],
-    ids=["convolution", "as published", "attention"],
-)
-def test_layers_are_counted_exactly(layer, shape, n_products):
+def test_operations_are_counted_as_published():
+    network = models.resnet18(weights=None).eval()
+
     def answer(batch):
         with torch.inference_mode():
-            return layer(torch.zeros(len(batch["x"]), *shape)).flatten(1).numpy()
+            return network(torch.zeros(len(batch["x"]), 3, 224, 224)).numpy()
 
     gflops = measured(python_model(answer, "test"), {"x": np.ones(2)})[0]
-    assert gflops == pytest.approx(n_products / 1e9, rel=1e-3)
+    assert gflops == pytest.approx(models.ResNet18_Weights.DEFAULT.meta["_ops"], rel=1e-3)
 
 
 def test_the_count_is_a_mean_over_the_first_rows_each_alone_without_those_that_fail():

@@ -92,22 +92,6 @@ def test_a_system_message_and_an_image_make_the_input_a_conversation():
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"labels": [f"label {n}" for n in range(256)]}, "255 labels, not 256"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
-        ({"options": "name"}, "options"),
-        ({"question": "predicate"}, "two labels"),
-        ({"format": "systemone", "image": True}, "systemone"),
-        ({"format": "systemone", "system": "Be fair."}, "systemone"),
-    ],
-)
-def test_settings_that_would_do_nothing_are_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
-        DecisionsSpec(kind="decisions", model="m", **{"labels": LABELS, "prompt": "{{ text }}", **settings})
-
-
-@pytest.mark.parametrize(
     ("reply", "words"),
     [
         (answer({"type": "refusal", "name": None}), "refuses"),

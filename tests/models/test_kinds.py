@@ -315,8 +315,8 @@ def served(
         wrong += [({"api_key": "sk-0123"}, "api_key"), ({"prices": None, "max_usd": 1}, "max_usd needs prices")]
         case = Case(settings, texts(), None, logit_kind, tuple(LABELS), bills=True, refused=wrong)
         case.same = {"prices": {"input": 3, "output": 3}, "api_key_env": "K", "max_concurrency": 1}
-        case.same |= {"timeout_s": 9, "max_retries": 1, "max_usd": 1}
-        case.different = {**ASKED_OTHERWISE, "base_url": "http://host"}
+        case.same |= {"timeout_s": 9, "max_retries": 1, "max_usd": 1, "headers": {"x-team": "a"}}
+        case.different = {**ASKED_OTHERWISE, "base_url": "http://host", "system": "Be brief.", "extra_body": {"a": 1}}
         case.broken = {"base_url": broken.url}
         return case
 
@@ -344,6 +344,11 @@ def remote(folder: Path, stack: ExitStack) -> Case:
         ({"url": "https://h", "cert": "c.pem"}, "belong together"),
         ({"inputs": {"a": "x", "b": "x"}}, "same tensor"),
         ({"token_env": "ABSENT_TOKEN"}, "the environment variable ABSENT_TOKEN has no token"),
+        ({"url": "http://h", "token_env": "T"}, "https"),
+        ({"url": "http://10.0.0.1:8000", "headers": {"x-api-key": "$T"}}, "https"),
+        ({"url": "http://127.0.0.1.example", "token_env": "T"}, "https"),
+        ({"headers": {"Authorization": "Bearer abc"}}, "environment variable"),
+        *(({"headers": headers}, "cannot be sent") for headers in ({"a b": "c"}, {"a": "c\r\nb: d"})),
     ]
     settings = {"kind": "remote", "url": server.url, "model": "net", "inputs": inputs, "output": "OUTPUT__0"}
     rows = {"numbers": column(np.arange(12.0).reshape(6, 2) / 8), "title": column(f"né {row}" for row in range(6))}
@@ -378,6 +383,16 @@ KINDS = {
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"endpoint": "responses"}, "endpoint"),
         ({"base_url": None, "options": "text"}, "needs a server that scores given tokens"),
+        ({"base_url": None, "api_key_env": "ABSENT_KEY"}, "the environment variable ABSENT_KEY has no token"),
+        ({"extra_body": {"logprobs": False}}, "set by other settings"),
+        ({"extra_body": {"max_tokens": 9}}, "max_tokens is for votes"),
+        *(
+            ({"endpoint": "completions", name: value}, f"{name} is for endpoint: chat")
+            for name, value in (("system", "Be brief."), ("chat_template_kwargs", {"a": 1}), ("votes", 3))
+        ),
+        ({"votes": 3, "top_logprobs": 5}, "top_logprobs"),
+        ({"votes": 3, "options": "text"}, "letter or name"),
+        ({"image": True, "options": "name"}, "use letter, or votes"),
     ),
     "decisions": served(
         "decisions",
@@ -385,6 +400,12 @@ KINDS = {
         "probabilities",
         ({"question": "predicate"}, "two labels"),
         ({"options": "letter"}, "a decision lists its own"),
+        ({"labels": [f"label {n}" for n in range(256)]}, "255 labels, not 256"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        *(
+            ({"format": "systemone", name: value}, "systemone")
+            for name, value in (("image", True), ("system", "Be fair."))
+        ),
     ),
     "remote": remote,
     "sentence-encoder": sentence_encoder,

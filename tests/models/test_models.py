@@ -1,29 +1,18 @@
 import copy
-import time
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from batches import column, refused
-from synthetic import write_table
+from batches import refused
 
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.answers import Answers, as_answers
 from cauc_ray.models.kind import Placement
 from cauc_ray.models.pool import load_pool
 from cauc_ray.models.python import PythonSpec
-from cauc_ray.models.saved import SavedSpec
 
 BATCH = {"example_id": np.array(["a", "b"], dtype=object), "x": np.array([1.0, 2.0])}
-
-
-def test_a_python_model_answers_arrays_and_ragged_lists():
-    greedy = PythonSpec(kind="python", factory="user_models:empties_its_batch")
-    assert greedy.load()(dict(BATCH)).logits.tolist() == [[1.0, 0.0], [2.0, 0.0]]
-    ragged = PythonSpec(kind="python", factory="user_models:ragged").load()(BATCH)
-    assert ragged.logits.tolist() == [[1.0, -np.inf], [2.0, 2.0]]
-    assert ragged.logits.dtype == np.float32
 
 
 @pytest.mark.parametrize(
@@ -87,17 +76,6 @@ def test_a_users_model_gets_its_device_and_is_closed():
     assert chosen(BATCH).costs.tolist() == [1.0, 1.0]
 
 
-def test_a_saved_model_answers_from_its_table_no_sooner_than_its_delay(tmp_path):
-    chain = write_table(tmp_path / "L", n=30, per_call=True)["test"]
-    delays = {"seconds_per_call": 0.05, "seconds_per_row": 0.01}
-    model = SavedSpec(kind="saved", logits=tmp_path / "L", model="m1", split="test", **delays).load()
-    started = time.perf_counter()
-    answers = model({"example_id": column(f"test-{chain.example_ids[row]}" for row in (7, 2))})
-    assert time.perf_counter() - started >= 0.07
-    assert (answers.logits == chain.logits[1][[7, 2]]).all()
-    assert answers.costs == pytest.approx(chain.costs.per_call[[7, 2], 1], rel=1e-6)
-
-
 GOOD = {
     "name": "two",
     "task": "multiple-choice",
@@ -145,6 +123,7 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
         ({"0__name": "a/b"}, "stages.0.name: "),
         ({"0__name": "ä" * 101}, "up to 200 bytes, got 202"),
         ({"0__cost": {"gflops": 1, "seconds": 2}}, "exactly one of"),
+        ({"0__cost": {"seconds": "auto"}}, "round trip of a remote stage"),
         ({"0__replicas": {"min": 2, "max": 1}}, "max 1 is below min 2"),
         ({"labels": ["cat", "dog"]}, "in multiple-choice, choices name themselves"),
         *(

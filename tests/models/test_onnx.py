@@ -79,8 +79,9 @@ def test_each_input_reads_the_column_of_its_name(tmp_path):
     assert answers.logits == pytest.approx(np.array([[30, 1], [50, 0]], np.float32) @ W + B, rel=1e-5)
 
 
-def test_texts_are_read_by_a_tokenizer_and_padding_changes_no_answer(tmp_path):
-    """The mean of the tokens' vectors, padding left out."""
+@pytest.mark.parametrize(("kind", "shape", "limit"), [("INT64", ["n", "t"], 20), ("INT32", [2, 6], 6)])
+def test_texts_are_read_by_a_tokenizer_and_padding_changes_no_answer(tmp_path, kind, shape, limit):
+    """The mean of the tokens' vectors, padding left out; in rows of any number and length, or of a fixed one."""
     folder = tiny_language_model(tmp_path / "model").folder
     vectors = RNG.normal(size=(600, 3)).astype(np.float32)
     nodes = [
@@ -92,9 +93,9 @@ def test_texts_are_read_by_a_tokenizer_and_padding_changes_no_answer(tmp_path):
         helper.make_node("ReduceSum", ["mask3", "middle"], ["counts"], keepdims=0),
         helper.make_node("Div", ["sums", "counts"], ["logits"]),
     ]
-    inputs = [(name, TensorProto.INT64, ["n", "t"]) for name in ("input_ids", "attention_mask")]
+    inputs = [(name, getattr(TensorProto, kind), shape) for name in ("input_ids", "attention_mask")]
     axes = {"last": np.array([2]), "middle": np.array([1])}
-    out = [("logits", TensorProto.FLOAT, ["n", 3])]
+    out = [("logits", TensorProto.FLOAT, [shape[0], 3])]
     path = save(tmp_path / "text.onnx", nodes, inputs, out, vectors=vectors, **axes)
     model = spec(path, tokenizer=str(folder / "tokenizer.json"), max_tokens=20, batch_tokens=50).load()
     texts = ["It broke", "Why was I charged twice?", "thanks " * 50]
@@ -103,7 +104,7 @@ def test_texts_are_read_by_a_tokenizer_and_padding_changes_no_answer(tmp_path):
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for row, text in enumerate(texts):
-        assert answers.logits[row] == pytest.approx(vectors[tokenizer.encode(text).ids[:20]].mean(axis=0), abs=1e-5)
+        assert answers.logits[row] == pytest.approx(vectors[tokenizer.encode(text).ids[:limit]].mean(axis=0), abs=1e-5)
     assert answers.failures == {3: "it has no text in 'text'"}
 
 
@@ -217,22 +218,3 @@ def test_an_image_size_that_the_file_does_not_take_is_refused_before_any_call(tm
     path = image_network(tmp_path / "m.onnx", [1, 3, 32, 32])
     with pytest.raises(ConfigError, match="32 x 32 pixels, image has size 224"):
         spec(path, image={"size": 224}).load()
-
-
-def test_token_ids_of_32_bits_in_rows_of_a_fixed_number_and_length(tmp_path):
-    folder = tiny_language_model(tmp_path / "model").folder
-    nodes = [
-        helper.make_node("Mul", ["input_ids", "attention_mask"], ["real"]),
-        helper.make_node("Cast", ["real"], ["f"], to=TensorProto.FLOAT),
-        helper.make_node("Slice", ["f", "zero", "three", "one"], ["logits"]),
-    ]
-    inputs = [(name, TensorProto.INT32, [2, 6]) for name in ("input_ids", "attention_mask")]
-    limits = {"zero": np.array([0]), "three": np.array([3]), "one": np.array([1])}
-    path = save(tmp_path / "t.onnx", nodes, inputs, [("logits", TensorProto.FLOAT, [2, 3])], **limits)
-    model = spec(path, tokenizer=str(folder / "tokenizer.json")).load()
-    texts = ["It broke", "Why was I charged twice?", "thanks " * 50]
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    expected = [(tokenizer.encode(text).ids + [0] * 3)[:3] for text in texts]
-    assert model({"text": column(texts)}).logits.tolist() == expected

@@ -10,7 +10,7 @@ import weakref
 
 import numpy as np
 import pytest
-from batches import column, question_batch
+from batches import column, encoded, question_batch
 from completion_server import Fault, LanguageServer, chat_answer, language_server, scripted_server
 from language_models import LETTERS, question_prompt
 from PIL import Image
@@ -21,7 +21,6 @@ from cauc_ray.models.answers import BELOW, LITTLE_MASS
 from cauc_ray.models.images import decode_image
 from cauc_ray.models.kind import Placement
 from cauc_ray.models.openai import OpenAISpec
-from cauc_ray.models.transformers import TransformersChoiceSpec
 
 KEY = "sk-0123456789abcdef"
 
@@ -39,19 +38,11 @@ QUESTIONS = [
 ]
 
 
-def test_a_missing_key_or_package_is_named(monkeypatch):
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match="the environment variable OPENAI_API_KEY has no token"):
-        spec().load()
-    monkeypatch.setenv("OTHER_KEY", KEY)
-    spec(api_key_env="OTHER_KEY").load()
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(monkeypatch):
     monkeypatch.setenv("OTHER_KEY", f"{KEY}€")
     with pytest.raises(ConfigError, match="OTHER_KEY") as raised:
         spec(api_key_env="OTHER_KEY").load()
     assert KEY not in str(raised.value)
-    monkeypatch.setattr("cauc_ray.errors.find_spec", lambda name: None)  # it is installed here
-    with pytest.raises(ConfigError, match=r"pip install 'cauc-ray\[openai\]'"):
-        spec(base_url="http://host/v1").load()
 
 
 # A server with a language model, whose log-probabilities are known.
@@ -92,21 +83,6 @@ def test_options_get_the_log_probabilities_of_a_plain_forward_pass(served, langu
             )
     assert answers.counts.get(BELOW, 0) == n_below
     assert n_below > 0 or n_top > 3 or answers.failures
-
-
-def test_more_names_than_a_server_scores_at_once_get_their_log_probabilities(tiny_model):
-    tokenizer = tiny_model.tokenizer
-    texts = [tokenizer.decode([token]) for token in range(2, len(tokenizer))]
-    names = [text for text in texts if text.strip() and len(tokenizer.encode(text)) == 1][:150]
-    assert len(names) == 150
-    with language_server(tiny_model, scores_tokens=True) as url:
-        model_spec = spec(base_url=url, labels=names, options="name", prompt="{{ text }}")
-        answers = model_spec.load()({"text": column(["Which?"])})
-    local = TransformersChoiceSpec(
-        kind="transformers-choice", model=str(tiny_model.folder), labels=names, options="name", prompt="{{ text }}"
-    )
-    assert not answers.failures
-    assert answers.logits == pytest.approx(local.load()({"text": column(["Which?"])}).logits, abs=2e-3)
 
 
 def test_a_server_that_scores_no_given_tokens_is_refused_for_names(served):
@@ -180,25 +156,34 @@ def test_letters_get_the_probability_of_their_tokens_or_the_largest_that_they_ca
     assert answers.counts.get(BELOW, 0) == n_below
 
 
-@pytest.mark.parametrize("endpoint", ["chat", "completions"])
-def test_requests_are_as_the_protocol_has_them(monkeypatch, endpoint):
+MORE_FIELDS = {"reasoning_effort": "low", "service_tier": "flex"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields"),
+    [
+        ({}, {"logprobs": True, "top_logprobs": 7}),
+        ({"endpoint": "completions"}, {"logprobs": 7}),
+        ({"system": "Be brief.", "extra_body": MORE_FIELDS}, {"logprobs": True, "top_logprobs": 7, **MORE_FIELDS}),
+    ],
+    ids=["chat", "completions", "more fields"],
+)
+def test_requests_are_as_the_protocol_has_them(monkeypatch, settings, fields):
     monkeypatch.setenv("SOME_KEY", KEY)
+    chat = "endpoint" not in settings
     bare = {"choices": [{"text": " A", "logprobs": {"top_logprobs": [{" A": math.log(0.6), "B": math.log(0.3)}]}}]}
-    reply = chat_answer({"A": 0.6, "B": 0.3}) if endpoint == "chat" else bare
-    settings = {"api_key_env": "SOME_KEY", "top_logprobs": 7, "endpoint": endpoint}
-    answers, server = ask(lambda prompt, before: reply, TWO[0], **settings)
+    reply = chat_answer({"A": 0.6, "B": 0.3}) if chat else bare
+    more = {"api_key_env": "SOME_KEY", "headers": {"api-key": "$SOME_KEY", "x-team": "a"}, "top_logprobs": 7}
+    answers, server = ask(lambda prompt, before: reply, TWO[0], **settings, **more)
     ((path, headers, body),) = server.requests
     assert np.exp(answers.logits) == pytest.approx(np.array([[0.6, 0.3]]))
     assert (answers.counts, answers.costs, answers.failures) == ({}, None, {})
-    assert headers["authorization"] == f"Bearer {KEY}"
-    prompt = question_prompt("first?", ["x", "y"], chat=endpoint == "chat")
-    expected = {"model": "m", "temperature": 0, "max_tokens": 1}
-    if endpoint == "chat":
-        expected |= {"messages": [{"role": "user", "content": prompt}], "logprobs": True, "top_logprobs": 7}
-    else:
-        expected |= {"prompt": prompt, "logprobs": 7}
-    assert body == expected
-    assert path == ("/v1/chat/completions" if endpoint == "chat" else "/v1/completions")
+    assert (headers["authorization"], headers["api-key"], headers["x-team"]) == (f"Bearer {KEY}", KEY, "a")
+    prompt = question_prompt("first?", ["x", "y"], chat=chat)
+    turns = [{"role": "system", "content": "Be brief."}] if "system" in settings else []
+    asked = {"messages": [*turns, {"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    assert body == {"model": "m", "temperature": 0, "max_tokens": 1, **asked, **fields}
+    assert path == ("/v1/chat/completions" if chat else "/v1/completions")
 
 
 def test_rows_are_counted_failed_and_billed_each_by_its_own_answer():
@@ -244,11 +229,6 @@ def test_a_server_that_limits_its_rate_is_asked_by_fewer_at_a_time_until_all_are
         model = spec(base_url=server.url, max_concurrency=20, max_retries=0).load()
         assert not model(question_batch(*rows)).failures
     assert len(limited) < len(rows)
-
-
-def test_a_wait_beyond_the_deadline_ends_the_call_at_once():
-    with pytest.raises(ExecutionError, match="429"):
-        ask(lambda prompt, before: Fault(429, {}, retry_after="3600"))
 
 
 @pytest.mark.parametrize("fault", [Fault(500, {}), Fault(503, "busy", content_type="text/plain"), Fault()])
@@ -309,7 +289,13 @@ def test_a_fault_of_every_question_ends_the_call_without_showing_the_key(fault, 
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"), [(Fault(429, {}), "429"), (Fault(500, {}), "500"), (Fault(), "disconnected")]
+    ("fault", "words"),
+    [
+        (Fault(429, {}), "429"),
+        (Fault(429, {}, retry_after="3600"), "429"),
+        (Fault(500, {}), "500"),
+        (Fault(), "disconnected"),
+    ],
 )
 def test_a_server_that_does_not_answer_ends_the_call(fault, words):
     with scripted_server(lambda prompt, before: fault) as server:
@@ -322,7 +308,7 @@ def test_a_server_that_does_not_answer_ends_the_call(fault, words):
 
 @pytest.mark.parametrize(
     ("settings", "call_timeout_s", "n_asked"),
-    [({"max_retries": 1, "timeout_s": 0.2}, math.inf, 2), ({"timeout_s": 60}, 0.5, 1)],
+    [({"max_retries": 1, "timeout_s": 1.0}, math.inf, 2), ({"timeout_s": 60}, 3.0, 1)],
 )
 def test_a_silent_server_ends_the_call_at_its_deadline(settings, call_timeout_s, n_asked):
     """The call ends before its stage gives it up."""
@@ -427,58 +413,15 @@ def test_an_attempt_without_an_answer_in_time_is_billed_like_the_one_that_was_an
     assert answers.costs == pytest.approx([200e-6])
 
 
-# Settings of requests.
-
-
-def test_system_messages_and_more_fields_are_sent_and_change_the_identity(monkeypatch):
-    monkeypatch.setenv("GATEWAY_KEY", KEY)
-    more = {"reasoning_effort": "low", "service_tier": "flex"}
-    settings = {"system": "Be brief.", "extra_body": more, "headers": {"api-key": "$GATEWAY_KEY", "x-team": "a"}}
-    _, server = ask(always_a, TWO[0], **settings)
-    ((_, headers, body),) = server.requests
-    assert more.items() <= body.items()
-    assert [message["role"] for message in body["messages"]] == ["system", "user"]
-    assert body["messages"][0]["content"] == "Be brief."
-    assert (headers["api-key"], headers["x-team"]) == (KEY, "a")
-    assert "Be brief." in spec(system="Be brief.").shown
-    changes = [{"system": "Be brief."}, {"extra_body": more}, {"votes": 3}]
-    same = [{"headers": {"x-team": "a"}}, {"prices": {"input": 1, "output": 2}}, {"max_concurrency": 3}, {}]
-    assert len({spec(**change).identity for change in [*changes, {}]}) == 4
-    assert len({spec(**change).identity for change in same}) == 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"extra_body": {"logprobs": False}}, "set by other settings"),
-        ({"extra_body": {"max_tokens": 9}}, "max_tokens is for votes"),
-        ({"endpoint": "completions", "system": "Be brief."}, "system is for endpoint: chat"),
-        ({"endpoint": "completions", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs is for endpoint: chat"),
-        ({"endpoint": "completions", "votes": 3}, "votes is for endpoint: chat"),
-        ({"votes": 3, "top_logprobs": 5}, "top_logprobs"),
-        ({"votes": 3, "options": "text"}, "letter or name"),
-        ({"base_url": "http://h/v1", "image": True, "options": "name"}, "use letter, or votes"),
-    ],
-)
-def test_settings_that_would_do_nothing_are_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
-        spec(**settings)
-
-
 # Images.
-
-
-def encoded(mode, kind, **settings):
-    buffer = io.BytesIO()
-    pixels = np.random.default_rng(0).integers(0, 255, (8, 16, len(mode)), np.uint8)
-    Image.fromarray(pixels, mode).save(buffer, kind, **settings)
-    return buffer.getvalue()
 
 
 def test_images_go_before_the_text_that_asks_about_them():
     turned = Image.Exif()
     turned[0x0112] = 6
-    images = [encoded("RGB", "JPEG"), encoded("RGB", "JPEG", exif=turned), encoded("RGBA", "PNG"), b"no image", None]
+    clear = Image.fromarray(np.random.default_rng(0).integers(0, 255, (8, 16, 4), np.uint8))
+    upright = clear.convert("RGB")
+    images = [encoded(upright, "JPEG"), encoded(upright, "JPEG", exif=turned), encoded(clear), b"no image", None]
     settings = {"image": True, "labels": ["cat", "dog"], "prompt": "Which animal is this?"}
     with scripted_server(always_a) as server:
         model_spec = spec(base_url=server.url, max_concurrency=1, **settings)

@@ -177,7 +177,7 @@ ASKED_OTHERWISE = [
     [
         ("decisions", {}, ASKED_OTHERWISE),
         ("openai", {"options": "text"}, ASKED_OTHERWISE[3:]),
-        ("openai", {"options": "letter"}, ASKED_OTHERWISE[2:]),
+        ("openai", {"options": "letter"}, [{"system": "Be brief."}, *ASKED_OTHERWISE[2:]]),
         ("openai", {"options": "name", "prompt": "{{ options }} {{ text }} is"}, ASKED_OTHERWISE[2:]),
         ("openai", {"options": "text", "prompt": "{{ options }} {{ text }} is"}, ASKED_OTHERWISE[3:]),
         ("transformers-zero-shot", {"prompt": "a {{ label }}"}, [{"prompt": "one {{ label }}"}, *ASKED_OTHERWISE[3:4]]),
