@@ -58,6 +58,7 @@ class TextEncoderSpec(HubSpec):
     LOGITS: ClassVar[LogitKind] = EMBEDDING
     PACKAGES: ClassVar[tuple[str, ...]] = ("embeddings", "torch", "sentence_transformers")
     EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = frozenset({"device", "batch_tokens"})
+    REVISION: ClassVar[int] = 1  # dtype is that of the computation, whatever that of the file
     kind: Literal["sentence-encoder"] = "sentence-encoder"
     dtype: Precision = "float32"
     batch_tokens: int = Field(default=16384, ge=1)

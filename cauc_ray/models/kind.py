@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
@@ -125,6 +126,10 @@ class Placement:
         return self.num_gpus > 1
 
 
+# transformers replaces its module while it is imported; a second thread that imports it then gets the empty one.
+_one_import = Lock()
+
+
 class KindSpec(Section):
     """The settings of a model in a pool file: plain data until load() is called, in the process that runs the model.
 
@@ -215,7 +220,11 @@ class KindSpec(Section):
             self.require(*self.PACKAGES)
         self.check(local=True)
         module, _, function = self.LOADER.partition(":")
-        model: Model = getattr(import_module(module), function)(self, placement)
+        with _one_import:
+            for package in self.PACKAGES[1:]:
+                import_module(package)
+            loader = import_module(module)
+        model: Model = getattr(loader, function)(self, placement)
         return model
 
 

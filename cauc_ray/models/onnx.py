@@ -113,7 +113,7 @@ def load(spec: OnnxSpec, placement: Placement) -> OnnxModel:
     import onnxruntime
 
     has_cuda = _CUDA in onnxruntime.get_available_providers()
-    on_gpu = spec.device == "cuda" or (spec.device == "auto" and placement.num_gpus > 0 and has_cuda)
+    on_gpu = spec.device == "cuda" or (spec.device == "auto" and placement.num_gpus > 0)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = _n_cpus()
     options.log_severity_level = 3

@@ -83,9 +83,9 @@ def load_encoder(spec: TextEncoderSpec, placement: Placement) -> TextEncoder:
 
     device = choose_device(spec.device)
     dtype = choose_dtype(spec.dtype, device)
-    settings = {} if dtype == torch.float32 else {"model_kwargs": {"dtype": dtype}}
+    settings = {"device": str(device), "revision": spec.revision, "model_kwargs": {"dtype": dtype}}
     with loading(spec.model):
-        encoder = SentenceTransformer(spec.model, device=str(device), revision=spec.revision, **settings)
+        encoder = SentenceTransformer(spec.model, **settings)
     return TextEncoder(spec, encoder, device, dtype)
 
 

@@ -53,7 +53,7 @@ def gpu(
     `stages`.
 
     It needs neither Ray nor a network, but numpy, scipy, pyarrow, pydantic, pyyaml, jinja2, psutil, torch, torchvision,
-    transformers and pillow. --device cpu runs the same with small models. On a GPU it has never been run.
+    transformers and pillow. --device cpu runs the same with small models.
 
     rows: that the cascade answers.   batch: rows of one.   deferral: share of the rows that the large one answers.
     turns: of each side of a stage, and of the cascade.   stage_rows, kinds: of `stages`.   device: cuda or cpu.

@@ -55,7 +55,7 @@ def stages(
     before each question. Weights are random, networks such that a row is real work: 3 to 70 million parameters on a
     CPU, 300 to 900 million on a GPU. Both sides answer the same rows in a turn, which no other turn has. Given are the
     medians over the turns of the rates and of their ratios; cpu_ratio is the same of the rows in a second of this
-    process's CPU time, which other programs on the machine change less. On a GPU it has never been run.
+    process's CPU time, which other programs on the machine change less.
 
     kinds: what to measure.   rows: of a turn.   batch: rows of one.   turns: of each side.   device: cpu or cuda.
     """

@@ -1,16 +1,19 @@
 """Classifiers in ONNX files: of columns, of texts and of images, against numpy on the same weights."""
 
+from functools import partial
+
 import numpy as np
 import pytest
-from batches import column, encoded
+from batches import column, encoded, refused
 from language_models import tiny_language_model
 from PIL import Image
 
 from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.models.kind import Placement
 from cauc_ray.models.onnx import OnnxSpec
 
 onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
+onnxruntime = pytest.importorskip("onnxruntime")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 RNG = np.random.default_rng(0)
@@ -62,6 +65,14 @@ def test_columns_of_a_table_are_its_inputs(linear):
     assert probabilities.logits.sum(axis=1) == pytest.approx([1, 1])
     with pytest.raises(DataError, match="needs numbers"):
         model({"age": column(["old"]), "income": column([1.0])})
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_stage_whose_gpu_onnx_runtime_cannot_use_is_refused(linear, device):
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("this ONNX Runtime computes on GPUs")
+    load = partial(spec(linear, device=device).load, Placement(num_gpus=0.5))
+    assert "ONNX Runtime has no GPU here" in refused(load)
 
 
 def test_each_input_reads_the_column_of_its_name(tmp_path):

@@ -2,6 +2,7 @@ import importlib
 import json
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jsonschema
@@ -10,6 +11,7 @@ import pytest
 import yaml
 from batches import refused
 
+from cauc_ray.models.kind import KindSpec
 from cauc_ray.models.kinds import GROUP, RegisteredSpec, built_in_specs, known_kinds
 from cauc_ray.models.pool import load_pool, pool_of
 from cauc_ray.schemas import schema_path
@@ -161,6 +163,21 @@ def test_what_stands_beside_the_kind_reaches_the_factory(tmp_path):
 @pytest.mark.usefixtures("other_package")
 def test_faults_of_a_registered_kind_are_one_line(tmp_path, model, words):
     assert words in refused(lambda: loaded(tmp_path, **model))
+
+
+class LazySpec(KindSpec):
+    LOADER = "lazy_kind:load"
+    PACKAGES = ("", "lazy_package")
+
+
+def test_threads_that_load_models_of_a_package_at_once_all_get_it(tmp_path, monkeypatch):
+    """A package may replace its module while it is imported, as transformers does."""
+    lazy = "import sys, time, types\ntime.sleep(0.3)\nlazy = types.ModuleType(__name__)\nlazy.__spec__ = __spec__\n"
+    (tmp_path / "lazy_package.py").write_text(f"{lazy}lazy.model = 'model'\nsys.modules[__name__] = lazy\n")
+    (tmp_path / "lazy_kind.py").write_text("def load(*_):\n    from lazy_package import model\n    return model\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(KindSpec.load, 4 * [LazySpec(kind="lazy")])] == 4 * ["model"]
 
 
 def test_a_kind_that_is_not_installed_where_the_model_runs_is_named(tmp_path, other_package, monkeypatch):

@@ -1,5 +1,6 @@
 """Classifiers and encoders of texts by transformers: tiny checkpoints of real architectures, and a real encoder."""
 
+import copy
 from itertools import combinations, pairwise
 from math import inf
 
@@ -117,6 +118,16 @@ def test_a_text_encoder_embeds_questions_as_sentence_transformers_does(minilm, c
     from sentence_transformers import SentenceTransformer
 
     assert_same(answers.logits[:3], SentenceTransformer(str(minilm), device="cpu").encode(ENCODED))
+
+
+def test_a_text_encoder_computes_in_the_recorded_precision_whatever_that_of_its_file(tokenizer, tmp_path):
+    padded = copy.copy(tokenizer)
+    padded.pad_token = tokenizer.eos_token
+    folder = saved(tmp_path, text_classifier("bert", len(tokenizer)).bfloat16(), padded)
+    model = TextEncoderSpec(model=str(folder), columns=("text",), required=()).load()
+    vectors = torch.from_numpy(model({"text": column(["It broke"])}).logits)
+    assert model.facts.dtype == "float32"
+    assert not torch.equal(vectors, vectors.bfloat16().float())
 
 
 @pytest.mark.parametrize(

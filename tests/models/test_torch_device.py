@@ -1,4 +1,4 @@
-"""Device time of forward passes: by the clock of a GPU that does not exist, and of a real one where there is one."""
+"""Device time of forward passes, by the clock of a GPU that does not exist."""
 
 import copy
 
@@ -115,16 +115,3 @@ def test_a_device_that_is_not_there_is_refused(device):
 
 def test_nothing_is_measured_without_a_gpu():
     assert image_model(torch.nn.Flatten())({"image": PIXELS}).device_s is None
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-def test_a_real_gpu_is_at_work_for_longer_when_the_network_is_deeper():
-    layer = torch.nn.Conv2d(3, 3, 3, padding=1)
-    pixels = np.random.default_rng(0).integers(0, 256, (64, 256, 256, 3), dtype=np.uint8)
-
-    def device_s(depth):
-        network = torch.nn.Sequential(*[layer] * depth, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
-        model = image_model(network, device="cuda")
-        return min(model({"image": pixels}).device_s for _ in range(4))
-
-    assert 0 < device_s(1) < device_s(64)
