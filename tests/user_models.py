@@ -304,6 +304,17 @@ def gives_up_on(batch, example):
         raise ExecutionError("the model's server is down")
 
 
+def empties_its_batch():
+    """Answer, and leave nothing of the batch, which is the model's own."""
+
+    def answer(batch):
+        logits = by_x()(batch)
+        batch.clear()
+        return logits
+
+    return answer
+
+
 def writes_to_its_input():
     """Answer after writing to the batch, which is the model's own."""
 

@@ -1,18 +1,36 @@
 import copy
+import time
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from batches import refused
+from batches import column, refused
+from synthetic import write_table
 
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.answers import Answers, as_answers
 from cauc_ray.models.kind import Placement
 from cauc_ray.models.pool import load_pool
 from cauc_ray.models.python import PythonSpec
+from cauc_ray.models.saved import SavedSpec
 
 BATCH = {"example_id": np.array(["a", "b"], dtype=object), "x": np.array([1.0, 2.0])}
+
+
+def test_a_batch_is_the_models_own():
+    greedy = PythonSpec(kind="python", factory="user_models:empties_its_batch")
+    assert greedy.load()(dict(BATCH)).logits.tolist() == [[1.0, 0.0], [2.0, 0.0]]
+
+
+def test_a_saved_model_answers_from_its_table_no_sooner_than_its_delay(tmp_path):
+    chain = write_table(tmp_path / "L", n=30, per_call=True)["test"]
+    delays = {"seconds_per_call": 0.05, "seconds_per_row": 0.01}
+    model = SavedSpec(kind="saved", logits=tmp_path / "L", model="m1", split="test", **delays).load()
+    started = time.perf_counter()
+    answers = model({"example_id": column(f"test-{chain.example_ids[row]}" for row in (7, 2))})
+    assert time.perf_counter() - started >= 0.07
+    assert (answers.logits == chain.logits[1][[7, 2]]).all()
 
 
 @pytest.mark.parametrize(
