@@ -26,7 +26,9 @@ class Dispatch:
 
         more_can_come: whether rows may still be added to those that wait.
         """
-        call = (self._again(at, now, first=True) if at.again else None) or self._probe(at, now)
+        call = self._again(at, now, first=True) if at.again else None
+        if call is None and at.has_doubts:
+            call = self._probe(at, now)
         if call is None and at.waiting.n_rows and (replica := self.free_replica(at)) is not None:
             n = self._patience.batch_rows(at, replica, now, more_can_come=more_can_come)
             call = Call(at.number, at.waiting.take(n), now, replica=replica) if n else None
@@ -51,7 +53,8 @@ class Dispatch:
 
     def _due(self, at: Stage, now: float) -> Iterator[float]:
         """Yield the times at which something may change."""
-        yield from (at.replicas.states[number].probe_due for number in at.in_doubt())
+        if at.has_doubts:
+            yield from (at.replicas.states[number].probe_due for number in at.in_doubt())
         for call in at.again:
             yield call.due
             if call.isolated:
@@ -102,7 +105,7 @@ class Dispatch:
 
 
 def _avoided(at: Stage, call: Call) -> Set[int]:
-    """Return the replicas on which a call already failed, unless there is no other."""
+    """Return the replicas on which a call already failed, unless no other is there."""
     if not call.failed_on and not call.n_unproven:
         return frozenset()
     failed_on = set(call.failed_on)

@@ -12,7 +12,7 @@ from cauc_ray.cascade.suspects import Verdict
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """A call has a result.   goes_on: what holds the rows that go on, in their order."""
+    """A call has a result.   goes_on: what holds the deferred rows, in their order."""
 
     call: Call
     result: CallResult

@@ -112,7 +112,7 @@ class RunPatience:
         state, n_unproven = states[call.replica], call.n_unproven + 1
         state.n_failed += 1
         at.n_failed_rows += len(call) if n_unproven == 1 else 0
-        many = at.n_failed_rows >= ROWS_TO_GIVE_UP
+        enough = at.n_failed_rows >= ROWS_TO_GIVE_UP
         at.waiting.look_elsewhere()
         # Calls that a bad replica still had under way give no new information.
         if state.is_open and all(one.n_failed for one in states.values() if one.is_open):
@@ -121,10 +121,10 @@ class RunPatience:
                 at.is_renewed = True
                 at.find_bad(call.replica, f"it failed every row: {reason}", now)
             else:
-                at.gives_up = many and often
-                others = (*at.again, *at.replicas.calls())
-                may_succeed = at.waiting.n_rows or any(one.n_unproven < EXHAUSTED for one in others)
-                if n_unproven >= EXHAUSTED and not (many or more_can_come or may_succeed):
+                at.gives_up = enough and often
+                open_calls = (*at.again, *at.replicas.calls())
+                may_succeed = at.waiting.n_rows or any(one.n_unproven < EXHAUSTED for one in open_calls)
+                if n_unproven >= EXHAUSTED and not (enough or more_can_come or may_succeed):
                     for one in at.again:
                         one.due = now  # the next ones to be given up
                     return GiveUp(call.rows, "refused", reason)
@@ -200,8 +200,8 @@ class RequestPatience:
                 yield Again(call.again(now, failed_on=(call.replica,)))
             case "named" | "raised":
                 for rows in call.rows:
-                    which = f"row {rows.indices[0]}: " if rows.owner.n > 1 else ""
-                    yield GiveUp([rows], "refused", f"{which}{reason} (stage {at.limits.name!r})")
+                    prefix = f"row {rows.indices[0]}: " if rows.owner.n > 1 else ""
+                    yield GiveUp([rows], "refused", f"{prefix}{reason} (stage {at.limits.name!r})")
             case "down" | "overloaded" | "error":
                 yield CountFailure(reason, call.rows, for_good=failure == "down" or costly)
                 for piece in call.by_owner():
@@ -211,12 +211,12 @@ class RequestPatience:
                         yield GiveUp(piece, failure, at.because(reason))
             case _:
                 tried = {*call.failed_on, call.replica}
-                others = len(tried) < MOST_ATTEMPTS and at.replicas.has_other(tried)
+                has_other = len(tried) < MOST_ATTEMPTS and at.replicas.has_other(tried)
                 # With a good row, the only replica finds out whether it is broken.
                 finds_out = failure == "unknown" and not call.failed_on and at.known_good is not None
                 at.replicas.doubt(call.replica)
                 # Another replica would ask the same server in vain.
-                if failure != "stage" and (others or finds_out) and not at.health.paused:
+                if failure != "stage" and (has_other or finds_out) and not at.health.paused:
                     yield Again(call.again(now, failed_on=(*call.failed_on, call.replica)))
                     return
                 # If no replica has ever answered such rows, the inputs may be at fault.

@@ -56,7 +56,7 @@ class ReplicaState:
 
     @property
     def takes_rows(self) -> bool:
-        """Return whether it may take calls that are no probes; an isolated one has it alone."""
+        """Return whether it may take rows; an isolated call has it alone."""
         works = self.standing is Standing.NEW or self.standing is Standing.PROVEN
         return works and not (self.calls and self.calls[0].isolated)
 

@@ -18,11 +18,8 @@ it is replaced.
 
 from __future__ import annotations
 
-import heapq
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -31,11 +28,13 @@ import numpy as np
 
 from cauc_ray.cascade import events
 from cauc_ray.cascade.blame import Blame, guilty
+from cauc_ray.cascade.deadlines import Deadlines
 from cauc_ray.cascade.dispatch import Dispatch
 from cauc_ray.cascade.events import Again, CountFailure, Event, Failure, Fate, GiveUp
 from cauc_ray.cascade.patience import Patience
 from cauc_ray.cascade.rows import Call, CallResult, Ended, Owner, Positions, Rows, Trouble
 from cauc_ray.cascade.stage import PROBE_PAUSE_S, Stage, StageLimits
+from cauc_ray.cascade.suspects import Verdict
 from cauc_ray.numbers.types import Bools, Ints
 
 # The most restarts of an owner whose objects are lost with their nodes.
@@ -78,9 +77,7 @@ class Scheduler:
         self._block_rows = 0
         self._input_ended = False
         self._drops = False
-        # By time: owners that have ended are not kept until then.
-        self._expiries: list[tuple[float, int, weakref.ref[Owner], int]] = []
-        self._number = count()
+        self._deadlines = Deadlines()
 
     # Input
 
@@ -157,19 +154,19 @@ class Scheduler:
 
     def schedule(self, now: float) -> Iterator[Call]:
         """Yield the calls that can go to their replicas now, those of the deepest stages first."""
-        while (call := self._next_call(now)) is not None:
-            yield call
+        if self._drops:  # once for all owners that have left since
+            self._drops = False
+            for at in self.stages:
+                at.drop_ended()
+        for at in reversed(self.stages):
+            while (call := self._next_call(at, now)) is not None:
+                yield call
 
     def wait_s(self, now: float) -> float | None:
         """Return the seconds until something is due, None if nothing waits for time."""
-        while self._expiries:
-            _, _, owner, stage = self._expiries[0]
-            if (waiting := owner()) is not None and waiting.wants(stage):
-                break
-            heapq.heappop(self._expiries)
         waits = [self._dispatch.wait_s(at, now) for at in self.stages if not self.held_back(at.number)]
-        if self._expiries:
-            waits.append(max(0.0, self._expiries[0][0] - now))
+        if (deadline := self._deadlines.next_at()) is not None:
+            waits.append(max(0.0, deadline - now))
         return min((wait for wait in waits if wait is not None), default=None)
 
     def held_back(self, stage: int) -> bool:
@@ -178,18 +175,10 @@ class Scheduler:
             return False
         return any(to > stage and not self.stages[to].has_room for to in self.stages[stage].sent)
 
-    def _next_call(self, now: float) -> Call | None:
-        if self._drops:  # once for all owners that have left since
-            self._drops = False
-            for at in self.stages:
-                at.drop_ended()
-        for at in reversed(self.stages):
-            if not at.may_send or self.held_back(at.number):
-                continue
-            call = self._dispatch.next_call(at, now, more_can_come=self._more_can_come(at.number))
-            if call is not None:
-                return call
-        return None
+    def _next_call(self, at: Stage, now: float) -> Call | None:
+        if not at.may_send or self.held_back(at.number):
+            return None
+        return self._dispatch.next_call(at, now, more_can_come=self._more_can_come(at.number))
 
     def _more_can_come(self, stage: int) -> bool:
         """Return whether input or another stage may still add rows to a stage's queue."""
@@ -273,7 +262,7 @@ class Scheduler:
                 self._failed(at, single, "raised" if position in result.raised else "named", reason, now)
 
     def _note(self, call: Call, result: CallResult, answered: Bools, goes_on: Any, now: float) -> None:
-        """Note the answers of a call, and have rows that go on wait for the next stage."""
+        """Note the answers of a call, and have deferred rows wait for the next stage."""
         carried = answered & ~result.accepted if result.carried is None else result.carried
         held_at = np.cumsum(carried) - 1  # where goes_on has each row that it holds
         ended, is_whole = Ended(call.stage, result, goes_on, held_at, now), bool(answered.all())
@@ -402,10 +391,10 @@ class Scheduler:
 
     def _leave_out(self, at: Stage, rows: Rows, trouble: Trouble, reason: str) -> None:
         """Note rows that a stage will not answer."""
-        owner, live, still = rows.owner, rows.owner.live, rows.owner.at[rows.indices] == at.number
-        if not (live and still.any()):  # they have been left out before, while they were at a replica
+        owner, live, mask = rows.owner, rows.owner.live, rows.owner.at[rows.indices] == at.number
+        if not (live and mask.any()):  # they have been left out before, while they were at a replica
             return
-        rows = rows.part(still)
+        rows = rows.part(mask)
         n_degraded = owner.left_out(rows.indices, at.number, trouble, reason)
         at.degraded += n_degraded
         at.note_failed([reason] * (len(rows) - n_degraded))
@@ -428,26 +417,28 @@ class Scheduler:
         if at.number in owner.closed:  # others of its rows have waited too long there
             self._leave_out(at, rows, "timeout", _late(at, owner))
             return
-        expires_at = min(now + at.limits.timeout_s, owner.deadline)
-        if expires_at < inf:
-            heapq.heappush(self._expiries, (expires_at, next(self._number), weakref.ref(owner), at.number))
-        if (refusal := self._refusal(at, rows, now)) is not None:
+        self._deadlines.add(owner, at.number, min(now + at.limits.timeout_s, owner.deadline))
+        verdict = at.suspects.verdict(owner, now)
+        if (refusal := self._refusal(at, rows, verdict, now)) is not None:
             self._leave_out(at, rows, *refusal)
             return
-        at.push(rows)
+        if verdict == "clear":
+            at.waiting.push(rows)
+        else:
+            at.set_apart(rows, now)
         if at.overflows():
             surplus = at.waiting.take_surplus(owner.priority, at.overflows)
             self._give_up(at, surplus, "overloaded", f"stage {at.limits.name!r} is overloaded")
 
-    def _refusal(self, at: Stage, rows: Rows, now: float) -> tuple[Trouble, str] | None:
+    def _refusal(self, at: Stage, rows: Rows, verdict: Verdict, now: float) -> tuple[Trouble, str] | None:
         """Return why a stage takes no rows now, None where it does."""
         if (why := at.health.why_not(now)) is not None:
-            is_probe = at.health.paused and at.probe_row is None and not at.in_work  # there is no other yet
+            is_probe = at.health.paused and at.probe_row is None and not at.in_work  # the first one
             if not (is_probe and at.replicas.n_open):
                 if not at.health.is_down:
                     at.note_refused(rows, now)
                 return "down", at.because(why, " is down")
-        if at.suspects.verdict(rows.owner, now) == "guilty":
+        if verdict == "guilty":
             return "refused", guilty(at)
         if self._patience.overloaded(at, rows, now):
             return "overloaded", f"stage {at.limits.name!r} is overloaded"
@@ -470,11 +461,7 @@ class Scheduler:
 
     def _expire(self, now: float) -> None:
         """Give up the rows whose time is over."""
-        late: list[tuple[Owner, Stage]] = []
-        while self._expiries and self._expiries[0][0] <= now:
-            _, _, waiting, stage = heapq.heappop(self._expiries)
-            if (owner := waiting()) is not None and owner.wants(stage) and (owner.at == stage).any():
-                late.append((owner, self.stages[stage]))
+        late = [(owner, self.stages[stage]) for owner, stage in self._deadlines.late(now)]
         for owner, at in late:
             self._settle(at, self._blame.late(at, owner, now), now)
         for owner, at in late:

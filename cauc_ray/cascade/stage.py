@@ -42,7 +42,7 @@ class StageLimits:
         queue_bytes: The same in bytes.
         batches_per_call: Batches that a call may have where they take next to no time.
         name: As those know it who read why a row was not answered; empty where they know it anyway.
-        timeout_s: Seconds for an answer. A stage that has for ever is never paused.
+        timeout_s: Seconds for an answer. A stage without such a limit is never paused.
         degrades: Whether rows have the answer of the stage before, where this one has none.
     """
 
@@ -73,7 +73,7 @@ class Stage:
     Attributes:
         number: Its number.
         limits: Its limits.
-        calls_at_work: So many of a replica's calls may be what it dies of.
+        calls_at_work: Calls of a replica that may have caused its end.
         again: Calls that are tried again.
         known_good: A row that it has answered, None before the first.
         refused: A row to probe a paused stage with, as long as none is known to be good.
@@ -151,8 +151,7 @@ class Stage:
     @property
     def may_send(self) -> bool:
         """Return whether anything could be sent to a replica now."""
-        waits = self.waiting.n_rows or self.again or self.replicas.failing or self.health.paused
-        return bool(waits) or self.replicas.reserved is not None
+        return bool(self.waiting.n_rows or self.again) or self.has_doubts
 
     @property
     def has_room(self) -> bool:
@@ -184,13 +183,6 @@ class Stage:
         """Return a reason with the stage's name.   is_down: what to put between them."""
         return f"stage {self.limits.name!r}{is_down}: {reason}" if self.limits.name else reason
 
-    def push(self, rows: Rows) -> None:
-        """Have rows wait; those that a replica may have ended for, for a call of their own."""
-        if self.suspects.verdict(rows.owner, rows.ready_at) == "clear":
-            self.waiting.push(rows)
-        else:
-            self.set_apart(rows, rows.ready_at)
-
     def set_apart(self, rows: Rows, now: float) -> None:
         """Have one owner's rows wait for a call of their own."""
         record = self.suspects.of(rows.owner, now)
@@ -217,7 +209,7 @@ class Stage:
         """Drop waiting rows of owners whose answers are no longer wanted."""
         for rows in self.waiting.take_all():
             if rows.owner.wants(self.number):
-                self.push(rows)
+                self.waiting.push(rows)
         again, self.again = self.again, []
         self.replicas.reserved = None  # for a call that may have gone
         self.try_again(*again)
@@ -226,17 +218,17 @@ class Stage:
         """Take all that waits of an input, by its digest, which has become suspected or guilty."""
         if digest is None:
             return []
-        alike = []
+        taken = []
         for rows in self.waiting.take_all():
             if rows.owner.fingerprint() == digest:
-                alike.append(rows)
+                taken.append(rows)
             else:
                 self.waiting.push(rows)
         if verdict == "guilty":
             same = [call for call in self.again if call.isolated and call.rows[0].owner.fingerprint() == digest]
             self.again = [call for call in self.again if call not in same]
-            alike += chain.from_iterable(call.rows for call in same)
-        return alike
+            taken += chain.from_iterable(call.rows for call in same)
+        return taken
 
     # Calls
 
@@ -336,6 +328,11 @@ class Stage:
         """Return the row that probes ask for: one that the stage has answered, else the last that it has refused."""
         return self.known_good or (self.refused if self.health.paused else None)
 
+    @property
+    def has_doubts(self) -> bool:
+        """Return whether any replica may have to answer a probe."""
+        return self.health.paused or bool(self.replicas.failing) or self.replicas.reserved is not None
+
     def in_doubt(self) -> list[int]:
         """Return the replicas that are probed: where the stage is paused, all of them, one at a time."""
         if not self.health.paused:
@@ -347,7 +344,7 @@ class Stage:
         self.replicas.states[replica].probe_due = due
 
     def note_refused(self, rows: Rows, now: float) -> None:
-        """Keep a row to probe with, as long as none is known to be good; a suspected one if there is no other."""
+        """Keep a row to probe with, as long as none is known to be good; a suspected one only if it is the first."""
         verdict = self.suspects.verdict(rows.owner, now)
         if self.known_good is None and (verdict == "clear" or (verdict == "suspected" and self.refused is None)):
             self.refused = rows.cut(1)[0]

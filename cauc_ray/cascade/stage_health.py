@@ -9,8 +9,7 @@ from statistics import median
 
 # A stage is paused after this many failed calls in a row.
 FAILURES_TO_PAUSE = 8
-# Rows wait so long for a replica where there is none, and so many times what its model takes to load; then the stage
-# is down.
+# Seconds that rows wait for a replica, and how often the time in which its model loads; then the stage is down.
 DOWN_AFTER_S, LOADS = 3.0, 1.5
 
 
@@ -27,7 +26,7 @@ class StageHealth:
     """
 
     def __init__(self, down_after_s: float = DOWN_AFTER_S, *, pauses: bool = True) -> None:
-        """Take how long rows wait where there is no replica, and whether failed calls pause the stage."""
+        """Take how long rows wait for a replica, and whether failed calls pause the stage."""
         self._down_after_s, self._pauses = down_after_s, pauses
         self.is_down = False
         self.most_replicas = 0

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from cauc_ray.cascade.rows import Owner
 
-# So long an input that has ended replicas is refused at once, and so many are remembered.
+# Seconds for which an input is remembered that has ended replicas, and the most of them.
 REFUSED_S = 300.0
 MOST_REMEMBERED = 1000
 
@@ -42,37 +42,37 @@ class Suspects:
     """
 
     def __init__(self) -> None:
-        self._known: dict[bytes, Suspicion] = {}
+        self._records: dict[bytes, Suspicion] = {}
         self.news: list[tuple[bytes, Verdict, bool]] = []
 
     def verdict(self, owner: Owner, now: float) -> Verdict:
         """Return the verdict on an owner's input."""
-        known = self.of(owner, now)
-        return "clear" if known is None else known.verdict
+        record = self.of(owner, now)
+        return "clear" if record is None else record.verdict
 
     def of(self, owner: Owner, now: float) -> Suspicion | None:
         """Return what is known of an owner's input, None if it is clear."""
-        if not self._known:  # no digest is worked out as long as none is needed
+        if not self._records:  # no digest is worked out as long as none is needed
             return None
-        known = self._known.get(owner.fingerprint() or b"")
-        return known if known is not None and now < known.until else None
+        record = self._records.get(owner.fingerprint() or b"")
+        return record if record is not None and now < record.until else None
 
     def note(self, owner: Owner, verdict: Verdict, now: float, *, deadly: bool = True) -> None:
         """Remember a verdict on an owner's input.   deadly: whether a replica ended, not only hung."""
-        if (verdict == "clear" and not self._known) or (digest := owner.fingerprint()) is None:
+        if (verdict == "clear" and not self._records) or (digest := owner.fingerprint()) is None:
             return
-        known = self._known.get(digest)
-        if verdict != ("clear" if known is None else known.verdict):
+        record = self._records.get(digest)
+        if verdict != ("clear" if record is None else record.verdict):
             self.news.append((digest, verdict, deadly))
         self.learn(digest, verdict, now, deadly=deadly)
 
     def learn(self, digest: bytes, verdict: Verdict, now: float, *, deadly: bool) -> None:
         """Take a verdict, also of another router."""
-        known = self._known.pop(digest, None)
-        if known is not None and known.verdict == "guilty" and verdict == "suspected":
+        record = self._records.pop(digest, None)
+        if record is not None and record.verdict == "guilty" and verdict == "suspected":
             verdict = "guilty"  # what another router has suspected meanwhile
         if verdict != "clear":
-            since = now if known is None else known.since
-            self._known[digest] = Suspicion(verdict, since, now + REFUSED_S, deadly)
-        if len(self._known) > MOST_REMEMBERED:
-            del self._known[next(iter(self._known))]
+            since = now if record is None else record.since
+            self._records[digest] = Suspicion(verdict, since, now + REFUSED_S, deadly)
+        if len(self._records) > MOST_REMEMBERED:
+            del self._records[next(iter(self._records))]

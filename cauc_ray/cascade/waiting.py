@@ -52,8 +52,7 @@ class WaitingRows:
             n -= self._take_turns(level, kind, n, batch)
             if not level:
                 del self._levels[priority]
-        for rows in batch:
-            self._uncount(rows)
+        self._uncount(*batch)
         return batch
 
     def take_all(self) -> list[Rows]:
@@ -93,30 +92,32 @@ class WaitingRows:
         Of those that would fill a batch alone, half of it where shorter ones wait, too.
         """
         longer: list[Rows] = []
-        others: list[Rows] = []
+        other_kinds: list[Rows] = []
         left = n
         while level and left > (n - n // 2 if longer else 0):
             rows = level.popleft()
             if rows.owner.kind != kind:
-                others.append(rows)
+                other_kinds.append(rows)
             elif len(rows) > self.batch_size and rows.owner.deadline < inf:
                 longer.append(rows)
             else:
                 left -= _cut(rows, left - (n - n // 2 if longer else 0), level, batch)
         while longer and left:
             left -= _cut(longer.pop(0), left, level, batch)
-        level.extendleft(reversed(others + longer))
+        level.extendleft(reversed(other_kinds + longer))
         return n - left
 
-    def _uncount(self, rows: Rows) -> None:
-        self.n_rows -= len(rows)
-        self.n_bytes -= rows.n_bytes
+    def _uncount(self, *batch: Rows) -> None:
+        for rows in batch:
+            n = len(rows)
+            self.n_rows -= n
+            self.n_bytes -= n * rows.row_bytes
 
 
 def _cut(rows: Rows, n: int, level: deque[Rows], batch: list[Rows]) -> int:
-    """Move up to n of some rows to a batch, and return how many; the others go next, or wait for another turn."""
-    if len(rows) > n:
+    """Move up to n of some rows to a batch, and return how many; the rest goes next, or has another turn."""
+    if (n_rows := len(rows)) > n:
         rows, rest = rows.cut(n)
         (level.append if rows.owner.deadline < inf else level.appendleft)(rest)
     batch.append(rows)
-    return len(rows)
+    return min(n_rows, n)
