@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from math import inf
 
@@ -18,19 +18,17 @@ PROBE_S = 2.0
 class Dispatch:
     """Forms the calls of stages by the rules of waiting and of blame."""
 
-    def __init__(self, patience: Patience, blame: Blame) -> None:
-        self._patience, self._blame = patience, blame
+    def __init__(self, patience: Patience, blame: Blame, more_can_come: Callable[[int], bool]) -> None:
+        """Take the rules, and what tells whether rows may still be added to those that wait for a stage."""
+        self._patience, self._blame, self._more_can_come = patience, blame, more_can_come
 
-    def next_call(self, at: Stage, now: float, *, more_can_come: bool) -> Call | None:
-        """Return a call that can go out now, None if there is none.
-
-        more_can_come: whether rows may still be added to those that wait.
-        """
+    def next_call(self, at: Stage, now: float) -> Call | None:
+        """Return a call that can go out now, or None."""
         call = self._again(at, now, first=True) if at.again else None
         if call is None and at.has_doubts:
             call = self._probe(at, now)
         if call is None and at.waiting.n_rows and (replica := self.free_replica(at)) is not None:
-            n = self._patience.batch_rows(at, replica, now, more_can_come=more_can_come)
+            n = self._patience.batch_rows(at, replica, now, more_can_come=self._more_can_come(at.number))
             call = Call(at.number, at.waiting.take(n), now, replica=replica) if n else None
         if call is None and at.again:
             call = self._again(at, now, first=False)

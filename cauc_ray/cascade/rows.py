@@ -266,7 +266,9 @@ class Rows:
 
     def part(self, chosen: slice | Bools) -> Rows:
         """Return some of the rows."""
-        return replace(self, indices=self.indices[chosen], positions=self.positions[chosen])
+        # Ten times as fast as replace(): it is done for each call.
+        indices, positions = self.indices[chosen], self.positions[chosen]
+        return Rows(self.owner, indices, self.source, positions, self.ready_at, self.row_bytes, self.state_bytes)
 
 
 @dataclass(slots=True, eq=False)

@@ -69,7 +69,7 @@ class Scheduler:
         self.withdrawn: list[Call] = []
         self.n_reads = 0
         self._patience, self._blame = patience, blame
-        self._dispatch = Dispatch(patience, blame)
+        self._dispatch = Dispatch(patience, blame, self._more_can_come)
         self._most_open_rows = open_rows
         self._open: set[Owner] = set()
         self._open_rows = 0
@@ -159,7 +159,7 @@ class Scheduler:
             for at in self.stages:
                 at.drop_ended()
         for at in reversed(self.stages):
-            while (call := self._next_call(at, now)) is not None:
+            while not self.held_back(at.number) and (call := self._dispatch.next_call(at, now)) is not None:
                 yield call
 
     def wait_s(self, now: float) -> float | None:
@@ -174,11 +174,6 @@ class Scheduler:
         if not self._patience.holds_back:
             return False
         return any(to > stage and not self.stages[to].has_room for to in self.stages[stage].sent)
-
-    def _next_call(self, at: Stage, now: float) -> Call | None:
-        if not at.may_send or self.held_back(at.number):
-            return None
-        return self._dispatch.next_call(at, now, more_can_come=self._more_can_come(at.number))
 
     def _more_can_come(self, stage: int) -> bool:
         """Return whether input or another stage may still add rows to a stage's queue."""

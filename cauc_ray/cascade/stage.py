@@ -149,11 +149,6 @@ class Stage:
         return bool(self.waiting.n_rows or self.again or self.in_flight)
 
     @property
-    def may_send(self) -> bool:
-        """Return whether anything could be sent to a replica now."""
-        return bool(self.waiting.n_rows or self.again) or self.has_doubts
-
-    @property
     def has_room(self) -> bool:
         """Return whether the previous stage may send more rows."""
         waiting, limits = self.waiting, self.limits
