@@ -340,8 +340,7 @@ class Scheduler:
         why: they may be gone for long, None where that is not known.
         """
         at.health.replicas(at.replicas.n_open, now, why if at.limits.degrades else None)
-        if at.limits.degrades and at.health.missing(now):
-            self._give_up(at, at.take_all(), "down", at.because(at.health.why_not(now) or "", " is down"))
+        self._settle(at, (), now)
 
     # What becomes of rows
 
@@ -363,7 +362,7 @@ class Scheduler:
                     self._give_up(at, rows, trouble, reason)
                 case CountFailure():
                     self._count_failure(at, fate, now)
-        if at.health.is_down:
+        if at.health.is_down or (at.limits.degrades and at.health.missing(now)):
             self._give_up(at, at.take_all(), "down", at.because(at.health.why_not(now) or "", " is down"))
 
     def _count_failure(self, at: Stage, failure: CountFailure, now: float) -> None:

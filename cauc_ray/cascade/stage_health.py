@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 
 # A stage is paused after this many failed calls in a row.
@@ -100,23 +101,21 @@ class ServiceTime:
 
     def __init__(self) -> None:
         self._calls: deque[tuple[float, float, int]] = deque(maxlen=CALLS)
-        self._seconds: CallSeconds | None = CallSeconds()
 
     def note(self, call_s: float, compute_s: float, n_rows: int) -> None:
         """Remember how long a call of so many rows has taken, and its model computed for it."""
         self._calls.append((call_s, compute_s, n_rows))
-        if len(self._calls) >= FEWEST:
-            self._seconds = None
+        self.__dict__.pop("seconds", None)
 
-    @property
+    @cached_property
     def seconds(self) -> CallSeconds:
         """Return medians: the first call of a model may take a hundred times as long as the next."""
-        if self._seconds is None:
-            calls = sorted(call for call, _, _ in self._calls)
-            self._seconds = CallSeconds(
-                median(calls),
-                calls[len(calls) * 4 // 5],
-                median(compute for _, compute, _ in self._calls),
-                median(compute / n for _, compute, n in self._calls),
-            )
-        return self._seconds
+        if len(self._calls) < FEWEST:
+            return CallSeconds()
+        calls = sorted(call for call, _, _ in self._calls)
+        return CallSeconds(
+            median(calls),
+            calls[len(calls) * 4 // 5],
+            median(compute for _, compute, _ in self._calls),
+            median(compute / n for _, compute, n in self._calls),
+        )

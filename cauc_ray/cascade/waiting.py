@@ -40,7 +40,9 @@ class WaitingRows:
         """Have rows wait behind those of their priority."""
         priority = rows.owner.priority
         if priority not in self._levels:
-            self._levels = dict(sorted({**self._levels, priority: deque[Rows]()}.items()))
+            self._levels[priority] = deque()
+            if len(self._levels) > 1:
+                self._levels = dict(sorted(self._levels.items()))
         self._levels[priority].append(rows)
         self.n_rows += len(rows)
         self.n_bytes += rows.n_bytes
