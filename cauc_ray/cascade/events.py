@@ -99,18 +99,9 @@ class TimePassed:
     """Rows may have waited for too long, and calls have lost all who wait for them."""
 
 
-Event: TypeAlias = (
-    CallEnded
-    | CallFailed
-    | CallPostponed
-    | RowsLost
-    | ReplicaReady
-    | ReplicaLost
-    | ReplicasCounted
-    | StageDown
-    | VerdictReached
-    | TimePassed
-)
+CallEvent: TypeAlias = CallEnded | CallFailed | CallPostponed | RowsLost
+StageEvent: TypeAlias = ReplicaReady | ReplicaLost | ReplicasCounted | StageDown | VerdictReached
+Event: TypeAlias = CallEvent | StageEvent | TimePassed
 
 # How a call has failed: the model names rows that it cannot answer; it raises on a row while it answers others; no row
 # was answered, by whose fault; or nothing came back.

@@ -365,9 +365,9 @@ class Worker:
             for step in self._steps(self._policies[key], rows, answers.logits, states_of(key_parts, bundles), failures)
         ]
         policy_s = time.perf_counter() - answered_at
-        arrays = self._arrays(steps, answers)
+        decisions = self._decisions(steps, answers)
         answered = _all_but(n, failures)
-        carried = answered & ~arrays["accepted"]
+        carried = answered & ~decisions.accepted
         if any(part.keeps is not None for part in parts):
             carried |= answered & np.concatenate(
                 [np.zeros(len(part), dtype=bool) if part.keeps is None else part.keeps for part in parts]
@@ -378,8 +378,8 @@ class Worker:
             columns = chosen(parts, bundles, carried) if carries_columns else {}
             goes_on = Bundle(columns, _laid_out(states, carried))
         vectors = _vectors(parts, steps, answers)
-        result = CallResult(
-            **arrays,
+        result = replace(
+            decisions,
             policy_s=policy_s,
             device_s=answers.device_s,
             failures=failures,
@@ -393,8 +393,8 @@ class Worker:
         )
         return result, goes_on
 
-    def _arrays(self, steps: Sequence[PolicyStep], answers: Answers) -> dict[str, Any]:
-        """Return what steps decide on the rows of a call, each array (n,), as CallResult has it.
+    def _decisions(self, steps: Sequence[PolicyStep], answers: Answers) -> CallResult:
+        """Return what steps decide on the rows of a call: the arrays of its result.
 
         Raises:
             ConfigError: The model reports its costs in another unit than a policy has.
@@ -418,14 +418,7 @@ class Worker:
             if step.next is not None:
                 following = np.full(n, self._stage + 1, dtype=np.int8) if following is None else following
                 following[rows] = step.next
-        return {
-            "predictions": predictions,
-            "confidences": confidences,
-            "accepted": accepted,
-            "costs": costs,
-            "likeliest": likeliest,
-            "next": following,
-        }
+        return CallResult(predictions, confidences, accepted, costs, likeliest=likeliest, next=following)
 
     def _steps(
         self, policy: Policy, rows: Ints, logits: Floats, state: Floats | None, failures: dict[int, str]
