@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +23,6 @@ from cauc_ray.data.logits import FAILED
 from cauc_ray.data.writing import float_lists, logit_columns
 from cauc_ray.errors import ConfigError, DataError, ExecutionError
 from cauc_ray.execution import commits
-from cauc_ray.execution.actors import result_of
 from cauc_ray.execution.cluster import replicas_that_fit, require_fit
 from cauc_ray.execution.commits import Claim, Committed, Parts, PartWriter, failed_rows
 from cauc_ray.execution.plan import RunPlan
@@ -40,8 +39,6 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 
 # Rows that are read and done together.
 BLOCK_ROWS = 256
-# For a call's answers to arrive from the replica's node, which has them when the call has ended.
-ANSWERS_DEADLINE_S = 300.0
 FORMAT: Literal["cauc-collect/3"] = "cauc-collect/3"
 # Other readers of hive-partitioned Parquet pass over names that begin so.
 RECORD, MANIFEST, INPUTS, CARRIED = "_collect.json", "_manifest", "_inputs", "_carried.parquet"
@@ -207,16 +204,13 @@ class CollectedTables:
     def _note(self, **known: object) -> None:
         self._records = {split: record.model_copy(update=known) for split, record in self._records.items()}
 
-    def add_call(self, call: Call, result: CallResult, extra: Any) -> None:
+    def add_call(self, call: Call, result: CallResult, collected: Collected | None) -> None:
         """Keep a call's answers until their blocks are finished.
 
         Raises ExecutionError at the first answers of a model whose cost is neither declared nor measured.
         """
-        if result.error is not None or call.probe:
+        if collected is None or call.probe:
             return
-        collected: Collected = result_of(
-            extra, ANSWERS_DEADLINE_S, f"the node that has answers of {self._work.stage.name!r}"
-        )
         answers = collected.answers
         if not self._measured and result.accepted.any():
             self._take_measure(collected)
@@ -484,13 +478,13 @@ def run_side_by_side(
                 seconds = run.wait(POLL_S / len(running))
                 progress[name] = run.progress()
                 if seconds is not None:
-                    run.close()
+                    LiveRun.close([run])
                     del running[name]
                     on_end(name, seconds)
             on_progress(progress)
     finally:
-        for run, _ in running.values():
-            run.close()
+        if running:
+            LiveRun.close([run for run, _ in running.values()])
 
 
 def _shared(dataset: Dataset) -> Dataset:

@@ -18,13 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
 
 from cauc_ray.cascade.rows import Call, CallResult, Owner
+from cauc_ray.cascade.worker import Collected
 from cauc_ray.errors import CaucError, DataError, ExecutionError
 from cauc_ray.files.documents import make_folder, read_model, write_json, write_text
 from cauc_ray.files.parquet import read_footer, read_parquet, write_parquet
@@ -48,8 +49,9 @@ _READ_AT_ONCE = 16
 
 # What is counted, and of what: {"failed": {"small": 3}}. Those of several parts add up.
 Totals: TypeAlias = dict[str, Counter[str]]
-# So many results may wait to be written before the controller waits, too.
+# So many results, and bytes of answers, may wait to be written before the controller waits, too.
 MOST_WAITING = 512
+MOST_BYTES = 64_000_000
 # The pauses before each further try at a commit: a disk may be full, or a store out of reach, for a moment.
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 
@@ -380,8 +382,8 @@ class Sink(Protocol):
     def start(self, facts: ModelFacts) -> None:
         """Take the facts of the first stage's model, from each replica that has loaded it."""
 
-    def add_call(self, call: Call, result: CallResult, extra: Any) -> None:
-        """Take a call's result.   extra: a reference to the model's answers where these are collected, else None."""
+    def add_call(self, call: Call, result: CallResult, collected: Collected | None) -> None:
+        """Take a call's result, and the model's answers where these are collected."""
 
     def add_block(self, block: Owner, example_ids: pa.Array, labels: Ints | None) -> None:
         """Take a block that is done."""
@@ -402,6 +404,7 @@ class Committer:
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._todo: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)
+        self._taken_bytes = self._given_bytes = 0  # of answers; each is counted by one thread
         self._error: BaseException | None = None
         self.n_rows = 0
         self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
@@ -411,10 +414,19 @@ class Committer:
         """Pass the facts of the model to the sink."""
         self._put(lambda: self._sink.start(facts))
 
-    def add_call(self, call: Call, result: CallResult, extra: Any) -> None:
+    def add_call(self, call: Call, result: CallResult, collected: Collected | None = None) -> None:
         """Give the sink a call's result, without what holds the call's rows: its bytes would wait there uncounted."""
-        record = call.without_sources()
-        self._put(lambda: self._sink.add_call(record, result, extra))
+        record, n_bytes = call.without_sources(), 0 if collected is None else collected.answers.logits.nbytes
+        while self._taken_bytes - self._given_bytes > MOST_BYTES:
+            self.check()
+            time.sleep(0.01)
+        self._taken_bytes += n_bytes
+
+        def add() -> None:
+            self._sink.add_call(record, result, collected)
+            self._given_bytes += n_bytes
+
+        self._put(add)
 
     def add_block(self, block: Owner, example_ids: pa.Array, labels: Ints | None) -> None:
         """Give the sink a block that is done."""

@@ -159,7 +159,7 @@ class RunTables:
     def start(self, facts: ModelFacts) -> None:
         """Ignore the models' facts."""
 
-    def add_call(self, call: Call, result: CallResult, extra: object) -> None:
+    def add_call(self, call: Call, result: CallResult, collected: object) -> None:
         """Note a batch of a call. A failed one, or a probe, accepted and deferred nothing and cost nothing."""
         self._write_record()
         # Calls have the controller's clock, which no one sets; started_at is the replica's time of day.

@@ -13,6 +13,7 @@ from cauc_ray.cascade.bundles import Part
 from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
 from cauc_ray.cascade.stage_queue import StageQueue
+from cauc_ray.cascade.worker import Collected
 from cauc_ray.errors import CaucError, ConfigError, ExecutionError
 from cauc_ray.execution.actors import explained, in_group, kind_of
 from cauc_ray.execution.cluster import draining_nodes, live_nodes, store_bytes
@@ -48,13 +49,19 @@ class RunController:
         self._scheduler = Scheduler(limits, open_rows)
         self._counts = [(0, 0)] * len(plan.stages)
         self._n_finished = 0
-        # By the reference to the result; a call's handle is that, and the reference to what comes with it.
+        # By the reference that is waited for; a call's handle is that, and those to the result and what comes with it.
         self._sent: dict[Any, Call] = {}
         self._restarts: dict[int, int] = {}  # of blocks that are read again
         self._full_since: float | None = None
         self._read_from = 0.0
         self._first_call: float | None = None
         self._watched, self._reported = time.monotonic(), 0.0
+        self._stops = False
+
+    @in_group("watch")
+    def stop(self) -> None:
+        """Have the run end early, once what is finished is committed."""
+        self._stops = True
 
     @in_group("watch")
     def progress(self) -> RunProgress:
@@ -71,6 +78,8 @@ class RunController:
         self._n_finished = self._plan.n_done
         try:
             while not self._scheduler.finished or self._reading.owes:
+                if self._stops:
+                    raise ExecutionError("the run was stopped")
                 self._ask_for_blocks()
                 self._send_calls()
                 for ref in self._events():
@@ -165,13 +174,16 @@ class RunController:
             parts = [Part.of(sources.index(rows.source), rows.positions) for rows in pieces]
             good = parts.pop() if call.good_row is not None else None
             refs = self._replicas.by_number[call.replica].answer.remote(parts, good, *sources)
-            call.handle = refs if isinstance(refs, list) else (refs, None)
+            result, onward = refs if isinstance(refs, list) else (refs, None)
+            # To wait for a model's answers brings them here: a call has ended once no other node can lose them.
+            call.handle = (onward if self._plan.policy is None else result), result, onward
             self._sent[call.handle[0]] = call
 
     def _call_ready(self, ref: Any, now: float) -> None:
         call = self._sent[ref]
         try:
-            results: list[CallResult] = ray.get(ref)
+            results: list[CallResult] = ray.get(call.handle[1])
+            collected: Collected | None = ray.get(call.handle[2]) if self._plan.policy is None else None
         except RayError as error:
             self._call_broken(call, error, now)
             return
@@ -180,12 +192,12 @@ class RunController:
         result = CallResult.joined(results)
         self._replicas.by_number[call.replica].has_answered |= result.n_answered > 0
         for batch in results if result.error is None else [result]:
-            self._note_call(call, batch)
+            self._committer.add_call(call, batch, collected)
         self._call_ended(call, result, now)
 
     def _call_ended(self, call: Call, result: CallResult, now: float) -> None:
         """Hand a call's result on; replace the replicas that it shows to be bad."""
-        self._scheduler.ended(call, result, None if call.handle is None else call.handle[1], now)
+        self._scheduler.ended(call, result, None if call.handle is None else call.handle[2], now)
         if result.n_answered:
             return
         at, name = self._scheduler.stages[call.stage], self._names[call.stage]
@@ -243,15 +255,11 @@ class RunController:
                 self._replicas.let_go(replica, now)
 
     def _note_broken(self, call: Call, why: str, now: float) -> CallResult:
-        """Forget a call of which nothing will come, and note it for the ledger."""
+        """Forget a call of which nothing will come, and have it written down."""
         del self._sent[call.handle[0]]
         broken = CallResult.broken(time.time(), self._replicas.by_number[call.replica].node, why)
-        self._note_call(call, broken)
+        self._committer.add_call(call, broken)
         return broken
-
-    def _note_call(self, call: Call, result: CallResult) -> None:
-        """Have a call written down. What goes on to the next stage stays out: its bytes would wait there uncounted."""
-        self._committer.add_call(call, result, call.handle[1] if self._plan.policy is None else None)
 
     def _note_full(self, now: float, fault: CaucError) -> None:
         """End the run if the object store has been full for too long."""

@@ -25,6 +25,8 @@ from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.policy import Policy
 
 POLL_S = 0.5
+# A run that is ended early may take so long to commit what is finished.
+STOP_S = 10.0
 # So often a controller whose process dies is started again; what was committed is not done again.
 RESTARTS = 3
 # A block has so many rows at most, and fewer where they are large.
@@ -79,9 +81,16 @@ class LiveRun:
             self._last = at
         return self._last
 
-    def close(self) -> None:
-        """End the run and its stages."""
-        ray.kill(self._actor)
+    @staticmethod
+    def close(runs: Sequence[LiveRun]) -> None:
+        """End runs and their stages. Those that are at work commit first what is finished, if that takes no longer."""
+        try:
+            for run in runs:
+                run._actor.stop.remote()
+            ray.wait([run._seconds for run in runs], num_returns=len(runs), timeout=STOP_S)
+        finally:
+            for run in runs:
+                ray.kill(run._actor)
 
     def _start(self, plan: RunPlan) -> None:
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
@@ -110,7 +119,7 @@ def follow(run: LiveRun, on_progress: Callable[[RunProgress], None]) -> float:
             if seconds is not None:
                 return seconds
     finally:
-        run.close()
+        LiveRun.close([run])
 
 
 def block_rows(row_bytes: float) -> int:

@@ -6,7 +6,9 @@ import logging
 import math
 import os
 import re
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -67,11 +69,14 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
         options |= {"num_cpus": claimed, "include_dashboard": False}
     else:
         _require_reachable(address)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, **options)
     except Exception as error:  # of many types: a node that is late raises Exception itself
         what = "Ray does not start on this machine" if address == "local" else f"no Ray cluster at {address!r}"
         raise ExecutionError(f"{what}: {first_line(error)}") from error
+    if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own prints a stack and ends all processes at once
     try:
         if address != "local":
             _require_tokens_there(address)
