@@ -11,8 +11,8 @@ from cauc_ray.execution.commits import FailedBlock, Sink
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.policy import Policy
 
-# What may wait before the first stage: so many blocks, at least.
-QUEUE_BLOCKS = 2
+# What may wait before the first stage, and be read at the same time: so many blocks, at least, where bytes allow.
+QUEUE_BLOCKS = 8
 # Rows that have no answer yet, in blocks: what a run that is ended has to do again, at most.
 OPEN_BLOCKS = 32
 # Of the object store, the share that waiting rows may fill; and bytes, where the store is large.

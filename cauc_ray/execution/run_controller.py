@@ -137,7 +137,7 @@ class RunController:
             self._restarts[lost.block] = lost.restarts + 1
             self._reading.ask_again(lost.names)
         if now >= self._read_from:  # the object store has not just been found full
-            while (self._reading.owes or self._scheduler.wants_block()) and self._reading.ask(now):
+            while (self._reading.owes_now or self._scheduler.wants_block()) and self._reading.ask(now):
                 self._scheduler.n_reads = self._reading.n_asked
         if self._reading.exhausted:
             self._scheduler.end_input()
