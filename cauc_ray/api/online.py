@@ -194,10 +194,10 @@ def summarise(out: AnyPath, policy: Policy, batch_sizes: Mapping[str, int]) -> d
     if len({*policy.ends.tolist()}) == len(policy.ends):
         calls = np.eye(len(policy.stages), dtype=np.int64)  # of rows that end at each stage, those they have been at
         calls[policy.ends] = policy.calls
-        reached_by = (answered + failed) @ calls
+        answered_reached, failed_reached = answered @ calls, failed @ calls
     else:  # there are several ways to a stage
-        reached_by = np.array([totals["called"][name] for name in policy.models]) + failed
-    for name, reached in zip(policy.models, reached_by.tolist(), strict=True):
+        answered_reached, failed_reached = np.array([totals["called"][name] for name in policy.models]), failed
+    for name, reached in zip(policy.models, (answered_reached + failed_reached).tolist(), strict=True):
         of = called.get(name, Counter[str]())
         at_work_s = max(
             of["replica_s"], of["compute_s"]
@@ -245,7 +245,7 @@ def summarise(out: AnyPath, policy: Policy, batch_sizes: Mapping[str, int]) -> d
         "expected_relative_cost": expected_relative,
         "saving": _rest(relative),
         "expected_saving": _rest(expected_relative),
-        "last_stage_avoided": 1 - stages[-1]["reached"] / n,
+        "last_stage_avoided": 1 - float(answered_reached[-1]) / n_answered if n_answered else None,
         "expected_last_stage_avoided": _rest(expected_reach),
         "stages": stages,
         "guards": [] if guard is None else [guard.model_dump()],

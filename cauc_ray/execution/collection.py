@@ -132,6 +132,17 @@ class Collection:
                 raise ConfigError(f"{parts.rows} belongs to {owner}; remove it or choose another -o")
         return parts.committed()
 
+    def require_whole(self) -> None:
+        """Raise ExecutionError if a split has fewer rows, failed ones included, than the dataset."""
+        for split, record in self.records.items():
+            totals = self.parts(split).committed().totals
+            n = int(totals.get("rows", Counter())["answered"] + totals.get("failed", Counter()).total())
+            if n != record.n_rows:
+                raise ExecutionError(
+                    f"the collection ended, but {self.parts(split).rows} has {n:,} of {record.n_rows:,} rows; continue "
+                    "it by the same command"
+                )
+
     def record(self, split: str) -> CollectRecord | None:
         """Return a collected split's record, None if nothing was collected."""
         path = self.parts(split).rows / RECORD
@@ -480,6 +491,7 @@ def run_side_by_side(
                 if seconds is not None:
                     LiveRun.close([run])
                     del running[name]
+                    works[name].require_whole()
                     on_end(name, seconds)
             on_progress(progress)
     finally:

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from cauc_ray.cascade.scheduler import Scheduler
 from cauc_ray.errors import ConfigError
 from cauc_ray.execution.actors import explained, kind_of, worker_class
-from cauc_ray.execution.cluster import autoscales, hardest_first, in_the_way
+from cauc_ray.execution.cluster import autoscales, hardest_first, in_the_way, live_nodes
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.models.answers import ModelFacts
 
@@ -232,7 +232,10 @@ class Replicas:
         """Give a replica up that died, hangs or fails. Another takes its place, after a pause if it never worked."""
         at = self._stages[replica.stage]
         at.why = why
-        at.deaths_in_row = 0 if replica.has_answered else at.deaths_in_row + 1
+        if replica.has_answered:
+            at.deaths_in_row = 0
+        elif not replica.node or replica.node in live_nodes():  # a node that dies is nothing of its replicas
+            at.deaths_in_row += 1
         pause_s = FIRST_PAUSE_S * 2 ** min(at.deaths_in_row - 1, 20) if at.deaths_in_row else 0.0
         self.let_go(replica, now)
         others_work = any(r.stage == replica.stage and r.has_answered for r in self.by_number.values())
