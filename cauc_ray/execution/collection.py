@@ -484,7 +484,7 @@ def run_side_by_side(
                 chosen = {first.name: _with_replicas(first, first.replicas.min)}
             for name, stage in chosen.items():
                 work = replace(waiting.pop(name), stage=stage)
-                running[name] = (LiveRun(partial(plan_collection, work, dataset)), stage)
+                running[name] = (LiveRun((stage,), None, partial(plan_collection, work, dataset)), stage)
             for name, (run, _) in list(running.items()):
                 seconds = run.wait(POLL_S / len(running))
                 progress[name] = run.progress()

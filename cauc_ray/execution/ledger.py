@@ -171,7 +171,7 @@ class RunTables:
             (
                 self._record.run_id,
                 self._stages[call.stage],
-                call.replica,
+                self._claim.number * ATTEMPT_REPLICAS + call.replica,
                 result.node,
                 int(1e6 * result.started_at),
                 len(call) if result.error is not None else len(result.accepted),

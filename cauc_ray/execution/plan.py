@@ -31,8 +31,7 @@ class RunPlan:
     policy: None lets every row stop at the only stage and keeps the model's own answers.   n_rows: of the whole
     input, None if unknown.   n_done: of those, rows that earlier attempts have committed.   block_rows: most
     rows in a block of input.   done: blocks that are committed.   again: those of which failed rows are done again.
-    degrade: answer without a stage that is down.   first_replica: number of the first
-    replica, above those that the ledger has.
+    degrade: answer without a stage that is down.
     """
 
     run_id: str
@@ -46,7 +45,6 @@ class RunPlan:
     done: Seen
     again: Mapping[int, FailedBlock] = field(default_factory=dict)
     degrade: bool = False
-    first_replica: int = 0
 
     @property
     def chunk_rows(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +25,7 @@ from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.execution.reading import Reading
 from cauc_ray.execution.replicas import Replica, Replicas
 from cauc_ray.models.pool import StageSpec
+from cauc_ray.policies.policy import Policy
 
 # The pause after the object store was found full, and for how long it may be.
 FULL_PAUSE_S = 2.0
@@ -40,15 +42,18 @@ FAILING_S = 60.0
 class RunController:
     """Runs a run to its end."""
 
-    def __init__(self, plan: RunPlan, here: dict[str, str]) -> None:
-        """Take the plan, and the label of the node that the controller is on, whose files are read."""
-        self._plan = plan
+    def __init__(self, stages: Sequence[StageSpec], policy: Policy | None, here: dict[str, str]) -> None:
+        """Start the stages, whose models load until there is a plan.
+
+        Args:
+            stages: The chain's.
+            policy: What decides, as the plan has it.
+            here: The label of the node that the controller is on, whose files are read.
+        """
         self._here = here
-        limits, open_rows = plan.limits(store_bytes())
-        self._names = [stage.name for stage in plan.stages]
-        self._scheduler = Scheduler(limits, open_rows)
-        self._counts = [(0, 0)] * len(plan.stages)
-        self._n_finished = 0
+        self._names = [stage.name for stage in stages]
+        self._replicas = Replicas(stages, policy, time.monotonic())
+        self._counts = [(0, 0)] * len(stages)
         # By the reference that is waited for; a call's handle is that, and those to the result and what comes with it.
         self._sent: dict[Any, Call] = {}
         self._restarts: dict[int, int] = {}  # of blocks that are read again
@@ -56,7 +61,7 @@ class RunController:
         self._read_from = 0.0
         self._first_call: float | None = None
         self._watched, self._reported = time.monotonic(), 0.0
-        self._stops = False
+        self._begun = self._stops = False
 
     @in_group("watch")
     def stop(self) -> None:
@@ -64,18 +69,26 @@ class RunController:
         self._stops = True
 
     @in_group("watch")
-    def progress(self) -> RunProgress:
-        """Return how far the run is, and when the controller last looked after everything."""
+    def progress(self) -> RunProgress | None:
+        """Return how far the run is, and when the controller last looked after everything; None before it has begun."""
+        return self._progress() if self._begun else None
+
+    def _progress(self) -> RunProgress:
         stages = tuple(map(_stage_progress, self._names, self._scheduler.stages, self._counts))
         return RunProgress(self._watched, self._plan.n_rows, self._n_finished, stages)
 
-    def run(self) -> float:
-        """Run to the end. Returns the seconds from the first call to the last commit."""
-        self._replicas = Replicas(self._plan, time.monotonic())
-        self._reading = Reading(self._plan, self._here)
-        self._committer = Committer(self._plan.sink)
-        self._metrics = RunMetrics(self._plan.run_id, self._names)
-        self._n_finished = self._plan.n_done
+    def run(self, plan: RunPlan | None) -> float:
+        """Run to the end, at once without a plan. Returns the seconds from the first call to the last commit."""
+        if plan is None:
+            self._replicas.close()
+            return 0.0
+        self._plan = plan
+        self._scheduler = Scheduler(*plan.limits(store_bytes()))
+        self._reading = Reading(plan, self._here)
+        self._committer = Committer(plan.sink)
+        self._n_finished = plan.n_done
+        self._metrics = RunMetrics(plan.run_id, self._names)
+        self._begun = True
         try:
             while not self._scheduler.finished or self._reading.owes:
                 if self._stops:
@@ -314,7 +327,7 @@ class RunController:
         if now - self._reported >= REPORT_S:
             self._reported = now
             self._leave(draining_nodes(), now)
-            self._metrics.report(self.progress())
+            self._metrics.report(self._progress())
 
     def _check_answers(self, stage: int, spec: StageSpec, now: float) -> None:
         """Give a stage up whose replicas, one after the other and new ones among them, fail or die over their calls."""

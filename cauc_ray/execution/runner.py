@@ -16,7 +16,7 @@ from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, explained, kind_of, make_actor, result_of
 from cauc_ray.execution.cluster import require_fit
 from cauc_ray.execution.commits import Committed, FailedBlock, common_reason
-from cauc_ray.execution.ledger import ATTEMPT_REPLICAS, RunRecord, RunTables, new_claim, parts_of
+from cauc_ray.execution.ledger import RunRecord, RunTables, new_claim, parts_of
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.execution.run_controller import RunController
@@ -43,18 +43,19 @@ class LiveRun:
     It starts the stages itself, so that they end with it.
     """
 
-    def __init__(self, plan: Callable[[], RunPlan | None]) -> None:
+    def __init__(self, stages: Sequence[StageSpec], policy: Policy | None, plan: Callable[[], RunPlan | None]) -> None:
         """Start a run on the current Ray session.
 
-        plan: called here, and again if the controller has died: returns what is still to be done, None if nothing.
+        Args:
+            stages: The chain's.
+            policy: What decides, None for collections.
+            plan: Called here while models load, and again if the controller has died. Returns what is still to be done,
+                None if nothing.
         """
-        self._plan = plan
+        self._stages, self._policy, self._plan = stages, policy, plan
         self._restarts = RESTARTS
-        self._spent_s = 0.0
-        self._started = time.perf_counter()
-        first = plan()
-        assert first is not None
-        self._start(first)
+        self._spent_s, self._started = 0.0, time.perf_counter()
+        self._start()
 
     def wait(self, timeout_s: float) -> float | None:
         """Wait so long for the end. Returns the seconds from the first call to the last commit, None before it.
@@ -71,14 +72,18 @@ class LiveRun:
             fault = explained(error, "the controller")
             if kind_of(error) != "died" or not self._restarts:
                 raise fault from error
-            return self._start_again()
+            self._restarts -= 1
+            self._spent_s = time.perf_counter() - self._started
+            self._start()
+            return None
         return self._spent_s + seconds
 
     def progress(self) -> RunProgress:
         """Return how far the run is; how far it was, where its controller has died."""
         with suppress(ExecutionError):
-            at: RunProgress = result_of(self._actor.progress.remote(), START_DEADLINE_S, "the controller")
-            self._last = at
+            at: RunProgress | None = result_of(self._actor.progress.remote(), START_DEADLINE_S, "the controller")
+            if at is not None:
+                self._last = at
         return self._last
 
     @staticmethod
@@ -92,22 +97,19 @@ class LiveRun:
             for run in runs:
                 ray.kill(run._actor)
 
-    def _start(self, plan: RunPlan) -> None:
+    def _start(self) -> None:
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         controller = make_actor(RunController, num_cpus=0, label_selector=here, concurrency_groups={"watch": 1})
-        self._actor = controller.remote(plan, here)
-        waiting = tuple(StageProgress(stage.name) for stage in plan.stages)
-        self._last = RunProgress(time.monotonic(), plan.n_rows, plan.n_done, waiting)
-        self._seconds = self._actor.run.remote()
-
-    def _start_again(self) -> float | None:
-        self._restarts -= 1
-        self._spent_s = time.perf_counter() - self._started
-        plan = self._plan()
-        if plan is None:
-            return self._spent_s
-        self._start(plan)
-        return None
+        self._actor = controller.remote(self._stages, self._policy, here)
+        try:
+            plan = self._plan()
+        except BaseException:
+            ray.kill(self._actor)
+            raise
+        waiting = tuple(StageProgress(stage.name) for stage in self._stages)
+        n_rows, n_done = (None, 0) if plan is None else (plan.n_rows, plan.n_done)
+        self._last = RunProgress(time.monotonic(), n_rows, n_done, waiting)
+        self._seconds = self._actor.run.remote(plan)
 
 
 def follow(run: LiveRun, on_progress: Callable[[RunProgress], None]) -> float:
@@ -227,7 +229,6 @@ def run_cascade(
             n_done=there.n_done,
             block_rows=record.block_rows,
             degrade=degrade,
-            first_replica=claim.number * ATTEMPT_REPLICAS,
         )
 
     parts.clean()
@@ -244,7 +245,7 @@ def run_cascade(
     limit.check(failed_before, before.n_done, lambda: common_reason(parts))
     seconds = 0.0
     if before.n_done != inputs.n_rows:
-        seconds = follow(LiveRun(plan), watch)
+        seconds = follow(LiveRun(stages, policy, plan), watch)
         parts.clean()
     after = look(retry=False)
     is_whole = [*range(len(after.committed.rows))] == sorted(after.committed.rows)

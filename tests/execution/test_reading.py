@@ -13,6 +13,7 @@ from ray.exceptions import LocalRayletDiedError, NodeDiedError, WorkerCrashedErr
 from cauc_ray.data.blocks import InputBlock, ids_digest
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution import reading
+from cauc_ray.execution.actors import kind_of
 from cauc_ray.execution.commits import FailedBlock
 from cauc_ray.execution.reading import LONG_PAUSES_S, PAUSES_S, BlockHeader, Piece, Reading, Work, read_blocks
 
@@ -239,6 +240,16 @@ def test_all_tasks_of_a_node_may_die_with_it(tmp_path, error):
     for stream in streams:
         read.failed(stream, error("it is gone"))
     assert sorted(block.header.number for block in taken(read, 6)) == sorted(h.number for h in first.values())
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_call_whose_input_died_with_its_reader_has_lost_it_and_did_not_die_itself():
+    reader = ray.remote(num_cpus=0, max_retries=0)(lambda: os._exit(1)).remote()
+    called = ray.remote(num_cpus=0)(lambda rows: rows).remote(reader)
+    for ref, kind in ((reader, "died"), (called, "lost")):
+        with pytest.raises(ray.exceptions.RayError) as caught:
+            ray.get(ref, timeout=60)
+        assert kind_of(caught.value) == kind
 
 
 @pytest.mark.usefixtures("ray_session")

@@ -14,7 +14,7 @@ def test_replicas_that_die_with_their_node_are_replaced_at_once(tmp_path, ray_se
     """However many there are: only what dies by itself may be the model's doing, and is waited with."""
     pool = load_pool(pool_of(tmp_path, {"m": python_model("by_x")}, replicas={"min": 6}, resources={"num_cpus": 0}))
     plan = RunPlan("run", pool.stages, None, None, None, None, n_done=0, block_rows=32, done={})
-    replicas, scheduler = Replicas(plan, 0.0), Scheduler(*plan.limits(1e9))
+    replicas, scheduler = Replicas(pool.stages, None, 0.0), Scheduler(*plan.limits(1e9))
     for _ in range(3):
         for replica in list(replicas.by_number.values()):
             replica.node = "of a node that is gone"
