@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.data.datasets import DatasetSpec, RunInput, open_input
 from cauc_ray.errors import CaucWarning, DataError
 from cauc_ray.execution.cluster import cpus_needed
-from cauc_ray.execution.ledger import new_record, parts_of, resumed_record
+from cauc_ray.execution.ledger import RunRecord, new_record, parts_of, resumed_record
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.runner import block_rows, run_cascade
 from cauc_ray.execution.session import ray_session, runs_here
@@ -82,15 +83,24 @@ def run(
     model_columns = pool.columns_read(stages)
     require_agreement(stages, policy)
     _warn_of_other_costs(stages, policy)
-    rows = _opened(input, pool, options.columns, model_columns)
-    require_usable(stages, rows.columns, str(rows.path), pool, runs_here(address))
-    folder = absolute(out)
+    here, folder = runs_here(address), absolute(out)
     costs = tuple(stage.cost for stage in policy.stages) if policy.costs == "per-model" else None
     models = {stage.name: stage.model.identity for stage in stages}
-    record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity, costs=costs, models=models)
+
+    @cache
+    def opened() -> tuple[RunInput, RunRecord]:
+        rows = _opened(input, pool, options.columns, model_columns)
+        require_usable(stages, rows.columns, str(rows.path), pool, here)
+        record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity, costs=costs, models=models)
+        return rows, resumed_record(folder, record) if resume else record
+
     resume = options.resume and folder.exists() and any(folder.iterdir())
+    location = absolute(input) if isinstance(input, str | Path | RemotePath) else None
+    if not resume and isinstance(location, RemotePath) and location.exists():
+        require_usable(stages, None, str(location), pool, here)  # it is opened while models load: that may take long
+    else:
+        opened()
     if resume:
-        record = resumed_record(folder, record)
         if (folder / "summary.json").is_file():
             summary: dict[str, Any] = read_json(folder / "summary.json")
             if not retry_failed or not summary["n_failed"]:
@@ -104,9 +114,8 @@ def run(
         run_s = run_cascade(
             stages,
             policy,
-            rows,
+            opened,
             folder,
-            record,
             on_progress,
             columns=model_columns,
             degrade=pool.on_failure == "degrade",
@@ -115,7 +124,7 @@ def run(
             names=pool.label_names,
         )
     summary = {
-        "run_id": record.run_id,
+        "run_id": opened()[1].run_id,
         "pool": pool.name,
         **summarise(folder, policy, {stage.name: stage.batch_size for stage in stages}),
         "run_s": run_s,

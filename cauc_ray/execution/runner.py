@@ -183,9 +183,8 @@ class _Before:
 def run_cascade(
     stages: tuple[StageSpec, ...],
     policy: Policy,
-    inputs: RunInput,
+    opened: Callable[[], tuple[RunInput, RunRecord]],
     out: AnyPath,
-    record: RunRecord,
     on_progress: Callable[[RunProgress], None],
     *,
     columns: frozenset[str] | None,
@@ -196,6 +195,7 @@ def run_cascade(
 ) -> float:
     """Run a policy's chain over an input on the current Ray session, leaving out what is committed in out.
 
+    opened: returns the input and the run's record; first called while models load, and again and again.
     columns: of the input, those that are read, None for all.   degrade: answer without a stage that is down.
     max_failed: the share of rows that models may fail on.
     retry_failed: do rows again that failed.   names: of the options, for predictions.
@@ -204,12 +204,13 @@ def run_cascade(
     the output.
     """
     require_fit(stages)
-    parts, limit = parts_of(out), FailureLimit(max_failed, inputs.n_rows)
+    parts = parts_of(out)
 
     def look(*, retry: bool) -> _Before:
         return _Before(parts.committed(), parts.failed_blocks() if retry else {})
 
     def plan() -> RunPlan | None:
+        inputs, record = opened()
         claim = new_claim(out)
         if claim.number:  # before anything is looked at: an earlier attempt may still be at work
             claim.make()
@@ -234,6 +235,9 @@ def run_cascade(
     parts.clean()
     before = look(retry=retry_failed)
     failed_before = before.failed
+    live = None if before.n_done else LiveRun(stages, policy, plan)
+    inputs, _ = opened()
+    limit = FailureLimit(max_failed, inputs.n_rows)
 
     def watch(progress: RunProgress) -> None:
         on_progress(progress)
@@ -245,7 +249,7 @@ def run_cascade(
     limit.check(failed_before, before.n_done, lambda: common_reason(parts))
     seconds = 0.0
     if before.n_done != inputs.n_rows:
-        seconds = follow(LiveRun(stages, policy, plan), watch)
+        seconds = follow(live or LiveRun(stages, policy, plan), watch)
         parts.clean()
     after = look(retry=False)
     is_whole = [*range(len(after.committed.rows))] == sorted(after.committed.rows)

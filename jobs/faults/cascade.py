@@ -172,9 +172,10 @@ def pool_file(path: Path, notes: Path, *, on_failure: str, n_options: int = N_OP
     for stage, name in enumerate(COSTS):
         kwargs = {"stage": stage, "seconds": SECONDS[stage], "notes": str(notes), "n_options": n_options}
         model = {"kind": "python", "factory": "jobs.faults.cascade:planted", "kwargs": kwargs}
-        stages.append({"name": name, "model": model, **whole, **options, **of_one[name]})
+        cost = {"seconds": COSTS[name]}
+        stages.append({"name": name, "model": model, "cost": cost, **whole, **options, **of_one[name]})
     serving = {"router": {"replicas": {"min": 2}, "resources": {"num_cpus": 0.1}}}
-    return write_pool(path, stages, name="faults", on_failure=on_failure, serving=serving)
+    return write_pool(path, stages, "classification", name="faults", on_failure=on_failure, serving=serving)
 
 
 def compare(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jobs.faults.cascade import compare, write_cascade
+from jobs.faults.kinds import KINDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,34 +30,41 @@ def test_rows_that_end_unlike_the_replay_are_counted(tmp_path):
     assert compare(cascade, ids, answers, [], must_fail=failed) == right | {"wrongly_failed": 1}
 
 
+# Of these a trial takes longer than 20 seconds, or needs a machine that lets networks be cut.
+LONG = {"stage-down-resumed", "store-full", "store-full-no-spilling", "network-cut", "network-stalls"}
 GATE = {
-    # test_submitted kills a driver.
-    "run": ["replicas-killed", "row-kills", "controller-killed", "node-replaced"],
-    "service": ["replica-killed", "replica-turns-bad"],
+    where: [kind.name for kind in KINDS if where in kind.on and kind.name not in LONG]
+    for where in ("run", "collection")
 }
+GATE["service"] = ["replica-killed", "replica-turns-bad"]
 SOAK = {
-    "run": ["replica-turns-bad", "replica-hangs-on", "stage-down", "reader-killed", "input-damaged", "driver-killed"],
+    **{where: [kind.name for kind in KINDS if where in kind.on] for where in ("run", "collection")},
     # Not always sound until issue 33: Serve counts replicas that a row ends soon after their start as a deployment
     # that failed, and the stage is down.
     "service": ["row-kills", "router-killed"],
 }
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("struck", "kinds"),
+    ("where", "kinds", "n_seeds"),
     [
-        *(pytest.param(struck, kinds, marks=pytest.mark.slow) for struck, kinds in GATE.items()),
-        *(pytest.param(struck, kinds, marks=pytest.mark.soak("faults")) for struck, kinds in SOAK.items()),
+        *(pytest.param(where, kinds, 1, marks=pytest.mark.slow) for where, kinds in GATE.items()),
+        *(
+            pytest.param(where, [kind], 10, marks=pytest.mark.soak("faults"))
+            for where, kinds in SOAK.items()
+            for kind in kinds
+        ),
     ],
 )
-def test_faults_change_no_row(struck, kinds):
+def test_faults_change_no_row(where, kinds, n_seeds):
+    words = ["--where", where, "--seeds", str(n_seeds), "--kinds", *kinds]
     done = subprocess.run(
-        [sys.executable, "-m", "jobs.bench", "faults", "--where", struck, "--seeds", "1", "--kinds", *kinds],
-        cwd=ROOT, capture_output=True, text=True, timeout=880, env={**os.environ, "RAY_ADDRESS": ""},
+        [sys.executable, "-m", "jobs.faults", *words],
+        cwd=ROOT, capture_output=True, text=True, timeout=3500, env={**os.environ, "RAY_ADDRESS": ""},
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    *printed, last = done.stdout.splitlines()
-    results = json.loads(last)["faults"]
-    assert set(results[struck]) == set(kinds)
-    assert results["sound"], "\n".join(printed)
+    printed, _, last = done.stdout.strip().rpartition("\n")
+    assert done.returncode == 0, f"{printed}\n{done.stderr}"
+    if "left_out" not in (results := json.loads(last)["faults"]):
+        assert set(results[where]) == set(kinds)
+        assert results["sound"], printed
