@@ -148,6 +148,22 @@ class Collection:
         path = self.parts(split).rows / RECORD
         return read_model(path, CollectRecord, FORMAT) if path.is_file() else None
 
+    @property
+    def present_records(self) -> dict[str, CollectRecord]:
+        """Return the record of each split as it was collected, else as it is to be."""
+        return {split: self.record(split) or record for split, record in self.records.items()}
+
+    @property
+    def stale_splits(self) -> list[str]:
+        """Return the splits whose answers are to rows of another dataset, or of an earlier state of this one."""
+        present = self.present_records
+        return [split for split, record in self.records.items() if record.fingerprint != present[split].fingerprint]
+
+    @property
+    def must_carry_over(self) -> bool:
+        """Return whether answers are to be taken over from an earlier state of the dataset."""
+        return bool(self.stale_splits) or (self.folder / CARRIED).is_file()
+
     def collected(self) -> list[CollectRecord]:
         """Return the records of all splits of which something was collected."""
         splits = hive_values(self.folder, "split") if self.folder.is_dir() else []
@@ -175,8 +191,9 @@ class CollectedTables:
         self._measured = False
         claims = {split: Claim(work.parts(split).rows) for split in work.records}
         for split, claim in claims.items():
-            if work.parts(split).rows.exists():  # before anything is looked at: an earlier attempt may be at work
+            if work.parts(split).rows.exists():  # before anything is removed: an earlier attempt may be at work
                 claim.make()
+                work.parts(split).clean()
         before = {split: work.parts(split).committed().totals for split in work.records}
         self._answered = {split for split, totals in before.items() if totals.get("rows", Counter())["answered"]}
         self._writers = {
@@ -327,12 +344,13 @@ def plan_collection(work: Collection, dataset: Dataset) -> RunPlan | None:
     """Return the run that a collection still needs, None where all is there. Raises as Collection.committed."""
     for split in work.records:
         work.committed(split)
-        work.parts(split).clean()
-    carry_over(work, dataset)
-    if not any(map(np.any, _left(work, dataset).values())):
+    if not work.must_carry_over and not any(map(np.any, _left(work, dataset).values())):
         return None
+    carry_over(work, dataset)
     sink = CollectedTables(work)
     left = _left(work, dataset)
+    if not any(map(np.any, left.values())):
+        return None
     n_rows, n_left = (sum(map(count, left.values())) for count in (len, np.count_nonzero))
     return RunPlan(
         run_id=work.name,
@@ -366,11 +384,9 @@ def carry_over(work: Collection, dataset: Dataset) -> None:
     Raises:
         ConfigError: Not one row is the same: it is another dataset.
     """
-    records = {split: work.record(split) or record for split, record in work.records.items()}
-    stale = [split for split, record in records.items() if record.fingerprint != work.records[split].fingerprint]
-    carried = work.folder / CARRIED
-    if not stale and not carried.is_file():
+    if not work.must_carry_over:
         return
+    records, stale, carried = work.present_records, work.stale_splits, work.folder / CARRIED
     answers = _answers(work, stale, carried)
     matches = list(_matches(work, dataset, stale, answers))
     if stale and not matches:
@@ -380,6 +396,7 @@ def carry_over(work: Collection, dataset: Dataset) -> None:
         )
     write_parquet(carried, answers)
     for split in stale:
+        Claim(work.parts(split).rows).make()
         work.parts(split).remove()
         facts = records[split].model_dump(include=MEASURED)
         records[split] = work.records[split].model_copy(update=facts)

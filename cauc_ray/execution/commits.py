@@ -52,6 +52,8 @@ Totals: TypeAlias = dict[str, Counter[str]]
 # So many results, and bytes of answers, may wait to be written before the controller waits, too.
 MOST_WAITING = 512
 MOST_BYTES = 64_000_000
+# The pauses before each further look at a table that lacks a part which its manifest names.
+WITHDRAWN_S = (0.1, 0.4, 1.5)
 # The pauses before each further try at a commit: a disk may be full, or a store out of reach, for a moment.
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 
@@ -119,13 +121,7 @@ class Parts:
         rows: dict[int, int] = {}
         ids: dict[int, str] = {}
         totals: Totals = {}
-        there = {file.stem for file in _files(self.rows)}
-        for name, entry in self._entries().items():
-            if name not in there:
-                raise DataError(
-                    f"{self.rows / name}.parquet is committed but missing; restore it, or remove "
-                    f"{self.manifest / name}.json to process its rows again"
-                )
+        for name, entry in self._whole_entries().items():
             add_totals(totals, entry.totals)
             for number, n, digest in entry.blocks:
                 if digest is None:
@@ -169,14 +165,14 @@ class Parts:
 
     def example_ids(self) -> pa.ChunkedArray:
         """Return the ids of all committed rows, failed ones too."""
-        files = [*_files(self.rows), *_files(self.failed)]
+        files = [*self._committed(self.rows), *self._committed(self.failed)]
         ids = [read_parquet(file, ("example_id",)).column("example_id") for file in files]
         return pa.chunked_array([chunk for column in ids for chunk in column.chunks], pa.string())
 
     def read(self) -> Iterator[tuple[pa.Table, pa.Array]]:
         """Yield the committed answered rows of each part, with the digests of what models read of them."""
         assert self.inputs is not None
-        for file in _files(self.rows):
+        for file in self._committed(self.rows):
             yield read_parquet(file), read_parquet(self.inputs / file.name).column("input").combine_chunks()
 
     def remove(self) -> None:
@@ -192,6 +188,11 @@ class Parts:
         numbers = [int(name.split("-")[1]) for name in self._names() if name.startswith(kind)]
         return f"{kind}-{1 + max(numbers, default=0):03d}"
 
+    def _committed(self, folder: AnyPath) -> list[AnyPath]:
+        """Return those files of a folder that the manifest names."""
+        names = {*self._names()}
+        return [file for file in _files(folder) if file.stem in names]
+
     def _names(self) -> list[str]:
         """Return the names of what is committed, retries last and in their order."""
         there = visible(self.manifest) if self.manifest.is_dir() else []
@@ -201,6 +202,24 @@ class Parts:
         names = self._names()
         with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
             return dict(zip(names, pool.map(self._entry, names), strict=True))
+
+    def _whole_entries(self) -> dict[str, Entry]:
+        """Return the entries; where a part is missing, once the attempt that has just written its entry has removed it.
+
+        An attempt does so when it finds that a newer one, which has removed the part, has claimed the table.
+        """
+        for pause_s in (*WITHDRAWN_S, None):
+            entries = self._entries()
+            missing = entries.keys() - {file.stem for file in _files(self.rows)}
+            if not missing:
+                break
+            if pause_s is None:
+                raise DataError(
+                    f"{self.rows / min(missing)}.parquet is committed but missing; restore it, or remove "
+                    f"{self.manifest / min(missing)}.json to process its rows again"
+                )
+            time.sleep(pause_s)
+        return entries
 
     def _entry(self, name: str) -> Entry:
         return read_model(self.manifest / f"{name}.json", Entry)

@@ -15,7 +15,7 @@ from cauc_ray.data.datasets import RunInput
 from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, explained, kind_of, make_actor, result_of
 from cauc_ray.execution.cluster import require_fit
-from cauc_ray.execution.commits import Committed, FailedBlock, common_reason
+from cauc_ray.execution.commits import Claim, Committed, FailedBlock, common_reason
 from cauc_ray.execution.ledger import RunRecord, RunTables, new_claim, parts_of
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress, StageProgress
@@ -206,16 +206,19 @@ def run_cascade(
     require_fit(stages)
     parts = parts_of(out)
 
-    def look(*, retry: bool) -> _Before:
-        return _Before(parts.committed(), parts.failed_blocks() if retry else {})
+    def begun() -> tuple[Claim, _Before]:
+        """Begin an attempt, and return what earlier ones have left."""
+        claim = new_claim(out)
+        if claim.number:  # before anything is removed or looked at: an earlier attempt may still be at work
+            claim.make()
+        parts.clean()
+        return claim, _Before(parts.committed(), parts.failed_blocks() if retry_failed else {})
+
+    attempts = [begun()]
 
     def plan() -> RunPlan | None:
         inputs, record = opened()
-        claim = new_claim(out)
-        if claim.number:  # before anything is looked at: an earlier attempt may still be at work
-            claim.make()
-        parts.clean()
-        there = look(retry=retry_failed)
+        claim, there = attempts.pop() if attempts else begun()
         if there.n_done == inputs.n_rows:
             return None
         return RunPlan(
@@ -232,8 +235,7 @@ def run_cascade(
             degrade=degrade,
         )
 
-    parts.clean()
-    before = look(retry=retry_failed)
+    before = attempts[0][1]
     failed_before = before.failed
     live = None if before.n_done else LiveRun(stages, policy, plan)
     inputs, _ = opened()
@@ -251,7 +253,7 @@ def run_cascade(
     if before.n_done != inputs.n_rows:
         seconds = follow(live or LiveRun(stages, policy, plan), watch)
         parts.clean()
-    after = look(retry=False)
+    after = _Before(parts.committed(), {})
     is_whole = [*range(len(after.committed.rows))] == sorted(after.committed.rows)
     if not is_whole or inputs.n_rows not in (None, after.n_done):
         of = "rows" if inputs.n_rows is None else f"of {inputs.n_rows:,} rows"
