@@ -24,7 +24,7 @@ from cauc_ray.errors import CaucWarning, DataError
 from cauc_ray.execution.cluster import cpus_needed
 from cauc_ray.execution.ledger import RunRecord, new_record, parts_of, resumed_record
 from cauc_ray.execution.progress import RunProgress
-from cauc_ray.execution.runner import block_rows, run_cascade
+from cauc_ray.execution.runner import CascadeRun, block_rows
 from cauc_ray.execution.session import ray_session, runs_here
 from cauc_ray.files.documents import new_folder, read_json, require_new, write_json
 from cauc_ray.files.parquet import parquet_below, read_parquet
@@ -111,18 +111,17 @@ def run(
     started = time.perf_counter()
     with ray_session(address, cpus_needed(stages)), nullcontext() if resume else new_folder(folder):
         (folder / "summary.json").unlink(missing_ok=True)  # where failed rows are tried again, the run is unfinished
-        run_s = run_cascade(
+        run_s = CascadeRun(
             stages,
             policy,
             opened,
             folder,
-            on_progress,
             columns=model_columns,
             degrade=pool.on_failure == "degrade",
             max_failed=pool.max_failed,
             retry_failed=retry_failed,
             names=pool.label_names,
-        )
+        ).run(on_progress)
     summary = {
         "run_id": opened()[1].run_id,
         "pool": pool.name,

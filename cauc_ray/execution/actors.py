@@ -103,9 +103,9 @@ def explained(error: RayError, who: str, timeout_s: float = 0.0) -> CaucError:
 
 def _last_words(error: RayActorError) -> str:
     """Return what Ray knows of how a process ended: its exit detail, without the guesses that follow."""
-    found = re.search(r"Worker exit detail: (.+?)(?: Some common causes|\n|$)", str(error))
-    if found:
-        return f": {found.group(1).rstrip('. ')}"
+    match = re.search(r"Worker exit detail: (.+?)(?: Some common causes|\n|$)", str(error))
+    if match:
+        return f": {match.group(1).rstrip('. ')}"
     if "creation task" in str(error):  # a traceback follows, whose last line is the error
         return f": {str(error).strip().splitlines()[-1]}"
     return ""

@@ -122,7 +122,7 @@ class Collection:
         """Return what there is of a split.
 
         Raises:
-            ConfigError: It is of another model, or there is no record of what it is of.
+            ConfigError: It is of another model, or has no record.
         """
         parts = self.parts(split)
         if parts.rows.exists():
@@ -183,7 +183,7 @@ class CollectedTables:
     """Writes a model's answers: each split's logits and failed rows in parts, once a row of the split is answered."""
 
     def __init__(self, work: Collection) -> None:
-        """Take what is collected, which goes on where an earlier attempt has answers."""
+        """Take what is collected. Where an earlier attempt has answers, only the rest is collected."""
         self.commit_s = commits.COMMIT_S
         self._work = work
         self._records = dict(work.records)
@@ -229,8 +229,8 @@ class CollectedTables:
             params_b=facts.params_b,
         )
 
-    def _note(self, **known: object) -> None:
-        self._records = {split: record.model_copy(update=known) for split, record in self._records.items()}
+    def _note(self, **facts: object) -> None:
+        self._records = {split: record.model_copy(update=facts) for split, record in self._records.items()}
 
     def add_call(self, call: Call, result: CallResult, collected: Collected | None) -> None:
         """Keep a call's answers until their blocks are finished.
@@ -297,7 +297,7 @@ class CollectedTables:
             costs = np.array([answers.costs[row] for row in rows]) if reported else None
             table = logit_columns(ids, labelled, vectors, costs)
             if labelled is not None:
-                right = sum(label == np.argmax(own) for label, own in zip(labelled, vectors, strict=True))
+                right = sum(label == np.argmax(vector) for label, vector in zip(labelled, vectors, strict=True))
                 sums |= {"labelled": int((labelled >= 0).sum()), "right": int(right)}
             if costs is not None:
                 sums |= {"paid": len(costs), "cost": float(costs.sum())}
@@ -532,8 +532,8 @@ def _that_fit(waiting: Mapping[str, Collection], taken: Sequence[StageSpec]) -> 
         with suppress(ExecutionError):
             counts = replicas_that_fit([*taken, *chosen.values(), work.stage])
             chosen[name] = work.stage
-    own = zip(chosen.items(), counts[len(taken) :], strict=True)
-    return {name: _with_replicas(stage, n) for (name, stage), n in own}
+    of_chosen = zip(chosen.items(), counts[len(taken) :], strict=True)
+    return {name: _with_replicas(stage, n) for (name, stage), n in of_chosen}
 
 
 def _with_replicas(stage: StageSpec, n: int) -> StageSpec:

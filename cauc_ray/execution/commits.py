@@ -61,9 +61,9 @@ PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 def add_totals(totals: Totals, more: Mapping[str, Mapping[str, float]]) -> None:
     """Add counts to totals."""
     for what, counts in more.items():
-        own = totals.setdefault(what, Counter())
+        sums = totals.setdefault(what, Counter())
         for key, n in counts.items():
-            own[key] += n  # type: ignore[assignment]  # seconds and costs add up as rows do
+            sums[key] += n  # type: ignore[assignment]  # seconds and costs add up as rows do
 
 
 class Entry(BaseModel):
@@ -195,8 +195,8 @@ class Parts:
 
     def _names(self) -> list[str]:
         """Return the names of what is committed, retries last and in their order."""
-        there = visible(self.manifest) if self.manifest.is_dir() else []
-        return [file.stem for file in there if file.suffix == ".json"]
+        files = visible(self.manifest) if self.manifest.is_dir() else []
+        return [file.stem for file in files if file.suffix == ".json"]
 
     def _entries(self) -> dict[str, Entry]:
         names = self._names()
@@ -356,8 +356,8 @@ def common_reason(parts: Parts) -> str:
 
 
 def _files(folder: AnyPath) -> list[AnyPath]:
-    there = visible(folder) if folder.is_dir() else []
-    return [file for file in there if file.suffix == ".parquet"]
+    files = visible(folder) if folder.is_dir() else []
+    return [file for file in files if file.suffix == ".parquet"]
 
 
 def _failed_blocks(file: AnyPath) -> dict[int, list[int]]:
@@ -375,7 +375,7 @@ def _without(
 
 
 def _write_failed(path: AnyPath, table: pa.Table, positions: Mapping[int, Sequence[int]]) -> None:
-    """Write failed rows.   positions: in each block; there is no file where there are none."""
+    """Write failed rows with their positions in each block; without any, remove the file."""
     if positions:
         make_folder(path.parent)
         write_parquet(path, table.replace_schema_metadata({_FAILED_BLOCKS: json.dumps(positions)}))

@@ -28,10 +28,18 @@ MOST_CHUNKS = 64
 class RunPlan:
     """The chain's stages, what decides, where rows come from and go to.
 
-    policy: None lets every row stop at the only stage and keeps the model's own answers.   n_rows: of the whole
-    input, None if unknown.   n_done: of those, rows that earlier attempts have committed.   block_rows: most
-    rows in a block of input.   done: blocks that are committed.   again: those of which failed rows are done again.
-    degrade: answer without a stage that is down.
+    Attributes:
+        run_id: The run.
+        stages: The chain's stages.
+        policy: None lets every row stop at the only stage and keeps the model's own answers.
+        source: Where rows come from.
+        sink: Where results go.
+        n_rows: Rows of the whole input, None if unknown.
+        n_done: Of those, rows that earlier attempts have committed.
+        block_rows: The most rows of a block of input.
+        done: Blocks that are committed.
+        again: Those of which failed rows are done again.
+        degrade: Answer without a stage that is down.
     """
 
     run_id: str

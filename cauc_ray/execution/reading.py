@@ -26,7 +26,7 @@ from cauc_ray.numbers.types import Ints
 # opened may be there again when its storage is. Of those, every block that stays away halves the patience.
 PAUSES_S = (0.2, 0.4)
 LONG_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-# So many tasks read on a node at most; as many again are started where the first stage has waited so long for rows.
+# The most tasks that read on a node; their number is doubled once the first stage has waited for rows for STARVED_S.
 MOST_TASKS = 8
 STARVED_S = 0.3
 # So often in a row may tasks die or hang at the same block before the run ends.
@@ -89,9 +89,13 @@ class Piece:
 
 
 def read_blocks(work: Work, piece: Piece, n_away: int, chunk_rows: int) -> Iterator[Any]:
-    """Yield, for each block: its header, its rows in chunks of at most so many, and None for its end.
+    """Yield, for each block: its header, its rows in chunks, and None for its end.
 
-    n_away: blocks that could not be opened so far.
+    Args:
+        work: What is read of the input.
+        piece: What of that this task reads.
+        n_away: Blocks that could not be opened so far.
+        chunk_rows: The most rows of a chunk.
     """
     for number, block, digest in _settled(work, piece, n_away):
         n = len(block.example_ids) - len(block.unreadable)
@@ -124,8 +128,8 @@ def _settled(work: Work, piece: Piece, n_away: int) -> Iterator[tuple[int, Input
     first = {**work.done, **seen}
     n_tries = 0
     blocks = source.blocks(piece.group, seen)
-    while (found := next(blocks, None)) is not None:
-        number, block = found
+    while (numbered := next(blocks, None)) is not None:
+        number, block = numbered
         digest = "" if block.unreadable else ids_digest(block.example_ids)
         if digest and first.get(number) and digest != first[number]:
             raise other_rows(source.name, f"its block {number} has other rows")
@@ -182,11 +186,11 @@ class Reading:
     A task goes on by itself until a block of its own waits to be taken, and is waited for once that is asked for.
     """
 
-    def __init__(self, plan: RunPlan, here: dict[str, str]) -> None:
+    def __init__(self, plan: RunPlan, node_label: dict[str, str]) -> None:
         """Take what is to be read, and the label of the node whose files are read where others may not have them."""
         self._plan, self._work = plan, ray.put(Work(plan.source, plan.done, plan.again))
         anywhere = plan.source.anywhere
-        place = {"scheduling_strategy": "SPREAD"} if anywhere else {"label_selector": here}
+        place = {"scheduling_strategy": "SPREAD"} if anywhere else {"label_selector": node_label}
         # Deaths are counted here: Ray would restart a group without knowing which blocks have been taken.
         self._remote = ray.remote(
             num_cpus=0,
@@ -254,8 +258,8 @@ class Reading:
         if waiting is not None and waiting.only is not None:
             self._again.remove(waiting)
             only, n_deaths = only | waiting.only, waiting.n_deaths
-        others = {number: digest for number, digest in self._read[block.group].items() if number not in only}
-        self._again.append(Piece(block.group, others, only, n_deaths))
+        seen = {number: digest for number, digest in self._read[block.group].items() if number not in only}
+        self._again.append(Piece(block.group, seen, only, n_deaths))
 
     def forget(self, block: BlockHeader) -> None:
         """Note that a block is done."""
@@ -344,10 +348,10 @@ class Reading:
         self._tasks[stream] = _Task(piece, now)
 
     def _whole(self, task: _Task, header: BlockHeader) -> ReadBlock:
-        known = self._read.setdefault(header.group, {})
-        if header.digest and known.get(header.number, header.digest) != header.digest:
+        digests = self._read.setdefault(header.group, {})
+        if header.digest and digests.get(header.number, header.digest) != header.digest:
             raise other_rows(self._plan.source.name, f"its block {header.number} has other rows")
-        known[header.number] = header.digest
+        digests[header.number] = header.digest
         self._n_open[header.group] += task.piece.only is None
         chunks, task.chunks = task.chunks, []
         task.header = None

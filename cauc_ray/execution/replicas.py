@@ -20,15 +20,15 @@ from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.policy import Policy
 
-# A replica more is started where each one there has so many seconds of work waiting, and one is let go where all
-# have had none for so long.
+# Another replica is started where each one has more than ENOUGH_S seconds of work waiting, and one is let go where all
+# have had none for IDLE_S.
 ENOUGH_S = 2.0
 IDLE_S = 20.0
 # A replica moves to another stage that has so many times as much waiting for each of its own.
 MORE = 4.0
 # A replica that takes longer than its process takes to start waits for a place on the cluster.
 BOOT_S = 4.0
-# A replica beyond the least number that finds no place for so long is given up, and not asked for again for a while.
+# A replica beyond the least number that finds no place within PLACE_S is given up, and asked for again after REFUSED_S.
 PLACE_S = 20.0
 REFUSED_S = 30.0
 # All these are longer by what a node may take to start where an autoscaler starts nodes for what waits.
@@ -50,11 +50,16 @@ DEATHS_LOADING = 4
 class StageLoad:
     """A stage's replicas and what waits for them.
 
-    live, starting: replicas that work, and that are being placed or are loading their model.   least, most: the
-    range of the pool file.   backlog_s: seconds of one replica's work that wait, None while unknown.
-    pressed: its queue, whose length is bounded, is half full or more, so that more may wait behind it.
-    held_back: it may send nothing on, whatever waits.   idle_s: for how long nothing has waited.
-    refused: a replica that could not be placed was lately given up.
+    Attributes:
+        live: Replicas that work.
+        starting: Replicas that are being placed or are loading their model.
+        least: The least number, of the pool file.
+        most: The greatest number, of the pool file.
+        backlog_s: Seconds of one replica's work that wait, None while unknown.
+        idle_s: For how long nothing has waited.
+        pressed: Its queue, whose length is bounded, is half full or more, so that more may wait behind it.
+        held_back: It may send nothing on, whatever waits.
+        refused: A replica that could not be placed was lately given up.
     """
 
     live: int
@@ -69,7 +74,7 @@ class StageLoad:
 
     @property
     def n(self) -> int:
-        """Return the replicas that there are or will be."""
+        """Return the replicas, those that are being started included."""
         return self.live + self.starting
 
     @property
@@ -135,8 +140,17 @@ def _donor(loads: Sequence[StageLoad], needy: int) -> int | None:
 class Replica:
     """One copy of a stage's model.
 
-    answer: its method for calls.   ref: what it has not answered yet of placing and loading.   loaded: what it answers
-    once it has loaded its model.   since: when it began to be placed, or to load.   node: where it is.
+    Attributes:
+        number: Its number, which no two share.
+        stage: Its stage.
+        handle: The actor.
+        answer: Its method for calls.
+        phase: What it does.
+        ref: What it has not answered yet of placing and loading.
+        loaded: What it answers once it has loaded its model.
+        since: When it began to be placed, or to load.
+        node: Where it is.
+        has_answered: Whether it has answered a row.
     """
 
     number: int
@@ -350,8 +364,8 @@ class Replicas:
         """Return a live replica that can move to another node, and has the place of one that finds no other."""
         live = [r for r in self.by_number.values() if r.stage != stuck.stage and r.phase == "live"]
         needs = [spec.resources for spec in self._specs]
-        found = in_the_way(needs[stuck.stage], [(needs[r.stage], r.node) for r in live])
-        return None if found is None else live[found]
+        number = in_the_way(needs[stuck.stage], [(needs[r.stage], r.node) for r in live])
+        return None if number is None else live[number]
 
     def _is_spare(self, stage: int) -> bool:
         return sum(self.counts()[stage]) > self._specs[stage].replicas.min

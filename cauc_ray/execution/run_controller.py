@@ -42,15 +42,15 @@ FAILING_S = 60.0
 class RunController:
     """Runs a run to its end."""
 
-    def __init__(self, stages: Sequence[StageSpec], policy: Policy | None, here: dict[str, str]) -> None:
+    def __init__(self, stages: Sequence[StageSpec], policy: Policy | None, node_label: dict[str, str]) -> None:
         """Start the stages, whose models load until there is a plan.
 
         Args:
             stages: The chain's.
             policy: What decides, as the plan has it.
-            here: The label of the node that the controller is on, whose files are read.
+            node_label: That of the node that the controller is on, whose files are read.
         """
-        self._here = here
+        self._node_label = node_label
         self._names = [stage.name for stage in stages]
         self._replicas = Replicas(stages, policy, time.monotonic())
         self._counts = [(0, 0)] * len(stages)
@@ -84,7 +84,7 @@ class RunController:
             return 0.0
         self._plan = plan
         self._scheduler = Scheduler(*plan.limits(store_bytes()))
-        self._reading = Reading(plan, self._here)
+        self._reading = Reading(plan, self._node_label)
         self._committer = Committer(plan.sink)
         self._n_finished = plan.n_done
         self._metrics = RunMetrics(plan.run_id, self._names)
@@ -215,7 +215,8 @@ class RunController:
             return
         at, name = self._scheduler.stages[call.stage], self._names[call.stage]
         for number, why in at.take_bad().items():
-            self._replica_lost(self._replicas.by_number[number], why, now, own_fault=False)
+            if number in self._replicas.by_number:
+                self._replica_lost(self._replicas.by_number[number], why, now, own_fault=False)
         if at.never_succeeds:
             why = result.error or next(iter(result.failures.values()), "")
             self._stage_fails(call.stage, ExecutionError(f"stage {name!r} has failed on every row so far: {why}"))
@@ -250,10 +251,12 @@ class RunController:
     def _replica_lost(self, replica: Replica, why: str, now: float, *, own_fault: bool = True) -> None:
         """Give a replica up; take first what it has answered already."""
         calls_at = self._scheduler.stages[replica.stage].calls_at
-        others = [call.handle[0] for call in calls_at(replica.number)]
-        for ref in ray.wait(others, num_returns=len(others), timeout=0)[0] if others else []:
-            if _is_well(ref):
+        refs = [call.handle[0] for call in calls_at(replica.number)]
+        for ref in ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []:
+            if ref in self._sent and _is_well(ref):
                 self._call_ready(ref, now)
+        if replica.number not in self._replicas.by_number:  # what it had answered has shown that it is bad
+            return
         for call in calls_at(replica.number):
             self._note_broken(call, why, now)
         self._scheduler.replica_lost(replica.stage, replica.number, why, now, own_fault=own_fault)

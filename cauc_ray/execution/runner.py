@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import ray
 from ray.exceptions import RayError
@@ -58,9 +60,13 @@ class LiveRun:
         self._start()
 
     def wait(self, timeout_s: float) -> float | None:
-        """Wait so long for the end. Returns the seconds from the first call to the last commit, None before it.
+        """Wait for the end, as long as the timeout.
 
-        Raises ExecutionError when the stages do not start or cannot go on; what was finished stays committed.
+        Returns:
+            The seconds from the first call to the last commit, None before the end.
+
+        Raises:
+            ExecutionError: The stages do not start or cannot go on; what was finished stays committed.
         """
         if not ray.wait([self._seconds], timeout=timeout_s)[0]:
             if time.monotonic() - self._last.at > START_DEADLINE_S:
@@ -98,9 +104,9 @@ class LiveRun:
                 ray.kill(run._actor)
 
     def _start(self) -> None:
-        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-        controller = make_actor(RunController, num_cpus=0, label_selector=here, concurrency_groups={"watch": 1})
-        self._actor = controller.remote(self._stages, self._policy, here)
+        label = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+        controller = make_actor(RunController, num_cpus=0, label_selector=label, concurrency_groups={"watch": 1})
+        self._actor = controller.remote(self._stages, self._policy, label)
         try:
             plan = self._plan()
         except BaseException:
@@ -149,10 +155,10 @@ class FailureLimit:
             limits.append(max(MIN_FAILED, self.share * self.n_rows))
         if n_failed <= min(limits):
             return
-        where = ", ".join(f"{n:,} at stage {name!r}" for name, n in failed.items() if n)
+        places = ", ".join(f"{n:,} at stage {name!r}" for name, n in failed.items() if n)
         of = f"{n_done:,} rows" if at_end or n_done == self.n_rows else f"{n_done:,} rows so far"
         raise ExecutionError(
-            f"models failed on {n_failed:,} of {of} ({where}), more than max_failed allows; most often: {why()}; fix "
+            f"models failed on {n_failed:,} of {of} ({places}), more than max_failed allows; most often: {why()}; fix "
             "the cause and continue with --resume --retry-failed, or raise max_failed in the pool file and continue "
             "with --resume"
         )
@@ -180,83 +186,98 @@ class _Before:
         return {stage: n for stage, n in left.items() if stage}
 
 
-def run_cascade(
-    stages: tuple[StageSpec, ...],
-    policy: Policy,
-    opened: Callable[[], tuple[RunInput, RunRecord]],
-    out: AnyPath,
-    on_progress: Callable[[RunProgress], None],
-    *,
-    columns: frozenset[str] | None,
-    degrade: bool,
-    max_failed: float,
-    retry_failed: bool = False,
-    names: Sequence[str] | None = None,
-) -> float:
-    """Run a policy's chain over an input on the current Ray session, leaving out what is committed in out.
+@dataclass(frozen=True, slots=True)
+class CascadeRun:
+    """A run of a policy's chain over an input, which leaves out what is committed in its folder.
 
-    opened: returns the input and the run's record; first called while models load, and again and again.
-    columns: of the input, those that are read, None for all.   degrade: answer without a stage that is down.
-    max_failed: the share of rows that models may fail on.
-    retry_failed: do rows again that failed.   names: of the options, for predictions.
-    Returns the seconds from the first call to the last commit. Raises ExecutionError when the stages do not fit on
-    the cluster, do not start or cannot go on, or models fail on too many rows; what was finished before stays in
-    the output.
+    Attributes:
+        stages: The chain's.
+        policy: The policy.
+        opened: Returns the input and the run's record. It is first called while models load.
+        out: The folder.
+        columns: Those of the input that are read, None for all.
+        degrade: Answer without a stage that is down.
+        max_failed: The share of rows that models may fail on.
+        retry_failed: Do rows again that failed.
+        names: Names of the options, for predictions.
     """
-    require_fit(stages)
-    parts = parts_of(out)
 
-    def begun() -> tuple[Claim, _Before]:
-        """Begin an attempt, and return what earlier ones have left."""
-        claim = new_claim(out)
+    stages: tuple[StageSpec, ...]
+    policy: Policy
+    opened: Callable[[], tuple[RunInput, RunRecord]]
+    out: AnyPath
+    columns: frozenset[str] | None
+    degrade: bool
+    max_failed: float
+    retry_failed: bool = False
+    names: Sequence[str] | None = None
+
+    def run(self, on_progress: Callable[[RunProgress], None]) -> float:
+        """Run on the current Ray session. Returns the seconds from the first call to the last commit.
+
+        Raises:
+            ExecutionError: The stages do not fit on the cluster, do not start or cannot go on, or models fail on too
+                many rows. What was finished before stays in the folder.
+        """
+        require_fit(self.stages)
+        parts, first = parts_of(self.out), self._begin()
+        before, attempts = first[1], chain([first], iter(self._begin, None))
+        start = partial(LiveRun, self.stages, self.policy, partial(self._plan, attempts))
+        live = None if before.n_done else start()
+        inputs, _ = self.opened()
+        limit, failed_before = FailureLimit(self.max_failed, inputs.n_rows), before.failed
+
+        def watch(progress: RunProgress) -> None:
+            on_progress(progress)
+            failed = {stage.name: failed_before.get(stage.name, 0) + stage.failed for stage in progress.stages}
+            worst = max(progress.stages, key=lambda stage: stage.failed)
+            limit.check(failed, before.n_done + progress.n_ended, lambda: worst.reason)
+
+        limit.check(failed_before, before.n_done, lambda: common_reason(parts))
+        seconds = 0.0
+        if before.n_done != inputs.n_rows:
+            seconds = follow(live or start(), watch)
+            parts.clean()
+        after = _Before(parts.committed(), {})
+        is_whole = [*range(len(after.committed.rows))] == sorted(after.committed.rows)
+        if not is_whole or inputs.n_rows not in (None, after.n_done):
+            n_rows = "rows" if inputs.n_rows is None else f"of {inputs.n_rows:,} rows"
+            raise ExecutionError(f"the run ended, but {self.out} has {after.n_done:,} {n_rows}; continue with --resume")
+        limit.check(after.failed, after.n_done, lambda: common_reason(parts), at_end=True)
+        return seconds
+
+    def _begin(self) -> tuple[Claim, _Before]:
+        """Begin an attempt. Returns its claim, and what earlier ones have left."""
+        claim, parts = new_claim(self.out), parts_of(self.out)
         if claim.number:  # before anything is removed or looked at: an earlier attempt may still be at work
             claim.make()
         parts.clean()
-        return claim, _Before(parts.committed(), parts.failed_blocks() if retry_failed else {})
+        return claim, _Before(parts.committed(), parts.failed_blocks() if self.retry_failed else {})
 
-    attempts = [begun()]
-
-    def plan() -> RunPlan | None:
-        inputs, record = opened()
-        claim, there = attempts.pop() if attempts else begun()
-        if there.n_done == inputs.n_rows:
+    def _plan(self, attempts: Iterator[tuple[Claim, _Before]]) -> RunPlan | None:
+        """Return what the next attempt has to do, None where that is nothing."""
+        (inputs, record), (claim, before) = self.opened(), next(attempts)
+        if before.n_done == inputs.n_rows:
             return None
+        sink = RunTables(
+            self.out,
+            record,
+            self.policy.models,
+            degrade=self.degrade,
+            names=self.names,
+            claim=claim,
+            retried=before.again,
+        )
         return RunPlan(
             run_id=record.run_id,
-            stages=stages,
-            policy=policy,
-            source=inputs.blocks(record.block_rows, columns),
-            done=there.committed.ids,
-            again=there.again,
-            sink=RunTables(out, record, policy.models, degrade=degrade, names=names, claim=claim, retried=there.again),
+            stages=self.stages,
+            policy=self.policy,
+            source=inputs.blocks(record.block_rows, self.columns),
+            done=before.committed.ids,
+            again=before.again,
+            sink=sink,
             n_rows=inputs.n_rows,
-            n_done=there.n_done,
+            n_done=before.n_done,
             block_rows=record.block_rows,
-            degrade=degrade,
+            degrade=self.degrade,
         )
-
-    before = attempts[0][1]
-    failed_before = before.failed
-    live = None if before.n_done else LiveRun(stages, policy, plan)
-    inputs, _ = opened()
-    limit = FailureLimit(max_failed, inputs.n_rows)
-
-    def watch(progress: RunProgress) -> None:
-        on_progress(progress)
-        failed = {stage.name: failed_before.get(stage.name, 0) + stage.failed for stage in progress.stages}
-        n_done = before.n_done + progress.n_ended
-        worst = max(progress.stages, key=lambda stage: stage.failed)
-        limit.check(failed, n_done, lambda: worst.reason)
-
-    limit.check(failed_before, before.n_done, lambda: common_reason(parts))
-    seconds = 0.0
-    if before.n_done != inputs.n_rows:
-        seconds = follow(live or LiveRun(stages, policy, plan), watch)
-        parts.clean()
-    after = _Before(parts.committed(), {})
-    is_whole = [*range(len(after.committed.rows))] == sorted(after.committed.rows)
-    if not is_whole or inputs.n_rows not in (None, after.n_done):
-        of = "rows" if inputs.n_rows is None else f"of {inputs.n_rows:,} rows"
-        raise ExecutionError(f"the run ended, but {out} has {after.n_done:,} {of}; continue with --resume")
-    limit.check(after.failed, after.n_done, lambda: common_reason(parts), at_end=True)
-    return seconds
