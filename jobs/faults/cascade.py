@@ -44,11 +44,15 @@ Row = dict[str, Any]
 
 
 def give_order(notes: Path, stage: int, **order: Any) -> bool:
-    """Order what the models of a stage do from now on, in all of its processes.
+    """Order what the models of a stage do from now on, in all of its processes. Returns True.
 
-    does: "nan", "shape", "length", "raises", "hangs" or "dies".   calls: in this many of the next ones, at random.
-    replicas: in all calls of this many processes.   until: in all calls before this time.   rows: whenever a batch has
-    one of these numbers.   loads: this many of the next processes die while they load. Returns True.
+    Args:
+        notes: The folder of their notes.
+        stage: The stage.
+        order: `does` ("nan", "shape", "length", "raises", "hangs" or "dies"), and when. `calls`: in this many of
+            the next ones, at random. `replicas`: in all calls of this many processes. `until`: in all calls before this
+            time. `rows`: whenever a batch has one of these numbers. `loads`: this many of the next processes die
+            while they load.
     """
     written = notes / f".order-{stage}"
     written.write_text(json.dumps(order))
@@ -122,10 +126,14 @@ def _claim(path: Path, times: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
-    """What runs and services are of, and what they must answer.
+    """What runs, collections and services are of, and what they must answer.
 
-    expected: every row's answer, of the offline replay, by example_id.   at: the answer of every row that stops at
-    each stage.   heads: the beginning of each row's payload, with all that models look at.
+    Attributes:
+        input: The folder of the input.
+        policy: The policy's file.
+        expected: Every row's answer, of the offline replay, by example_id.
+        at: The answer of every row that stops at each stage.
+        heads: The beginning of each row's payload, with all that models look at.
     """
 
     input: Path
@@ -154,8 +162,8 @@ def write_cascade(folder: Path, n: int, *, files: int = 5) -> Cascade:
     write_input(folder / "input", columns, files=files, **groups)
     expected = {row["example_id"]: row for row in cauc_ray.evaluate(table, policy).to_arrow().to_pylist()}
     state, cost, at = None, 0.0, []
-    for stage, own in enumerate(logits):
-        step = policy.step(stage, own, state)
+    for stage, stage_logits in enumerate(logits):
+        step = policy.step(stage, stage_logits, state)
         state, cost = step.state, cost + policy.stages[stage].cost
         confidences = np.asarray(step.confidences, np.float32).tolist()
         answers = zip(ids, step.predictions.tolist(), confidences, strict=True)

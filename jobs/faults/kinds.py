@@ -29,14 +29,14 @@ from jobs.faults.cluster import NOTICED_S, Cluster, kill, replicas, wait_until
 # Returns whether there was something to hit.
 Strike: TypeAlias = "Callable[[Scene], bool]"
 
-WHERE = ("run", "collection", "service")
+TARGETS = ("run", "collection", "service")
 _BOTH = ("run", "service")
 # How the cluster of each session differs from one whose head has all the CPUs.
 STORE_BYTES = 100 * 2**20
 SESSIONS: dict[str, dict[str, Any]] = {
     "machine": {},
     "nodes": {"n_nodes": 3, "store_bytes": 2 * 10**8},
-    "network": {"n_nodes": 3, "store_bytes": 2 * 10**8, "apart": True},
+    "network": {"n_nodes": 3, "store_bytes": 2 * 10**8, "has_networks": True},
     "small-store": {"store_bytes": STORE_BYTES},
     "store-without-disk": {"store_bytes": STORE_BYTES, "spills": False},
 }
@@ -55,15 +55,25 @@ DEADLINE_S = 240.0
 class Scene:
     """A run, a collection or a service, in a folder with a log and the notes of its models; and chance.
 
-    input, out: where its rows are, and go.   asked: the rows, by example_id.   must_fail: those that nothing can
-    answer.   hits: how often it was struck.
+    Attributes:
+        cascade: The cascade.
+        cluster: The cluster.
+        folder: The folder.
+        rng: Decides what is struck.
+        target: "run", "collection" or "service".
+        asked: The rows, by example_id.
+        input: Where its rows are.
+        out: Where its answers go.
+        must_fail: The rows that nothing can answer.
+        hits: How often it was struck.
+        child: The process that asked for it.
     """
 
     cascade: Cascade
     cluster: Cluster
     folder: Path
     rng: random.Random
-    where: str
+    target: str
     asked: Sequence[str]
     input: AnyPath = Path()
     out: AnyPath = Path()
@@ -79,7 +89,7 @@ class Scene:
     @property
     def serves(self) -> bool:
         """Say whether it is a service."""
-        return self.where == "service"
+        return self.target == "service"
 
     @property
     def is_over(self) -> bool:
@@ -90,7 +100,7 @@ class Scene:
         """Start `cauc run` or `cauc collect` on the cluster."""
         pool = self.folder / "pool.yaml"
         words: list[object] = ["run", pool, "--policy", self.cascade.policy, "--input", self.input, "-o", self.out]
-        if self.where == "collection":
+        if self.target == "collection":
             words = ["collect", pool, "--dataset", self.input, "--split", "all", "--models", "large", "-o", self.out]
         elif resumed:
             words.append("--resume")
@@ -129,11 +139,19 @@ class Scene:
 class Kind:
     """A kind of fault.
 
-    hits: for people.   on: what it applies to.   session: the cluster that it needs.   times: how often it strikes.
-    when: before the start, as soon as the input is read, or at any moment from the first call on.   pool: how the pool
-    differs.   ends: words of the error that ends a run, to be resumed; "" where the fault kills the run's process.
-    loses: it ends what holds the requests of a service.   remote: the input of a run, and the output of a collection,
-    are in a store at a distance.   sometimes: what some of several runs must show, of SOMETIMES.
+    Attributes:
+        name: Its name.
+        hits: What it strikes, for people.
+        strike: Strikes once.
+        on: The targets that it applies to.
+        session: The cluster that it needs.
+        times: How often it strikes.
+        when: Before the start, as soon as the input is read, or at any moment from the first call on.
+        pool: How the pool differs.
+        ends: Words of the error that ends a run, to be resumed; "" where the fault kills the run's process.
+        loses: It ends what holds the requests of a service.
+        remote: The input of a run, and the output of a collection, are in a store at a distance.
+        sometimes: What some of several runs must show, of SOMETIMES.
     """
 
     name: str
@@ -163,8 +181,8 @@ def killed(*titles: str, stage: int | None = None, every: bool = False) -> Strik
     """Kill a process of Ray with such a title, or a replica of a stage, or every one at once."""
 
     def strike(scene: Scene) -> bool:
-        found = processes(*titles) if stage is None else replicas(scene.notes, stage)
-        return kill(found if every else scene.rng.sample(found, min(1, len(found))))
+        targets = processes(*titles) if stage is None else replicas(scene.notes, stage)
+        return kill(targets if every else scene.rng.sample(targets, min(1, len(targets))))
 
     return strike
 

@@ -33,7 +33,7 @@ from jobs.bench.part import LeftOut
 from jobs.bench.processes import printed, processes
 from jobs.faults.cascade import Row, compare, compare_logits, pool_file, read_rows, write_cascade
 from jobs.faults.cluster import Cluster, kill, wait_until
-from jobs.faults.kinds import KINDS, SESSIONS, SOMETIMES, WHERE, Kind, Scene
+from jobs.faults.kinds import KINDS, SESSIONS, SOMETIMES, TARGETS, Kind, Scene
 from jobs.faults.store import far_store
 
 # A trial that the fault has missed is made again so often, at other moments.
@@ -109,12 +109,12 @@ class Answers:
     def figures(self, *, loses: bool) -> dict[str, Any]:
         """Return what was wrong.   loses: whether the fault ends what holds requests: they may be asked again."""
         asked = [*(row["example_id"] for row in self.rows), *self.failed]
-        found = compare(self.scene.cascade, asked, self.rows, self.failed, self.scene.must_fail)
+        outcome = compare(self.scene.cascade, asked, self.rows, self.failed, self.scene.must_fail)
         kinds = Counter(np.concatenate([result.kinds for result in self.results]).tolist())
         n_troubled = kinds.total() - kinds[WHOLE] - kinds[GUILTY]
         n_lost = n_troubled - kinds[DEGRADED] - kinds[FAILED] - kinds[AGAIN]
         return {
-            **found,
+            **outcome,
             "lost": kinds[TIMEOUT] if loses else n_lost,
             "refused": n_troubled if self.scene.must_fail else 0,  # nothing is wrong there but rows of others
             "again": kinds[AGAIN] + (n_lost - kinds[TIMEOUT] if loses else 0),
@@ -126,7 +126,7 @@ class Answers:
 def disturbed_run(scene: Scene, kind: Kind, moments: Sequence[float]) -> dict[str, Any]:
     """Make a run or a collection with a fault in it. Returns what was wrong with its rows, and its seconds."""
     scene.start()
-    called = f"called-{2 if scene.where == 'collection' else 0}"
+    called = f"called-{2 if scene.target == 'collection' else 0}"
     begun = partial(processes, "RunController") if kind.when == "reading" else (scene.notes / called).exists
     scene.until(lambda: scene.is_over or bool(begun()), "begin")
     began = time.monotonic()
@@ -141,12 +141,12 @@ def disturbed_run(scene: Scene, kind: Kind, moments: Sequence[float]) -> dict[st
         raise ExecutionError(f"it ended with {code}: {scene.last_line()}")
     seconds = time.monotonic() - began
     failed = [row["example_id"] for row in read_rows(scene.out / "failed")]
-    if scene.where == "collection":
+    if scene.target == "collection":
         answers = read_rows(scene.out / "model=large" / "split=all")
         return compare_logits(scene.cascade, 2, answers, failed) | {"seconds": seconds}
-    found = compare(scene.cascade, scene.asked, read_rows(scene.out / "predictions"), failed, scene.must_fail)
+    outcome = compare(scene.cascade, scene.asked, read_rows(scene.out / "predictions"), failed, scene.must_fail)
     calls = read_rows(scene.out / "ledger")
-    return found | {
+    return outcome | {
         "seconds": seconds,
         "reached": [path for path, shows in SOMETIMES.items() if any(map(shows, calls))],
     }
@@ -174,10 +174,10 @@ def trials(kind: Kind, scene: Scene, seeds: Iterable[int]) -> Iterator[dict[str,
         for attempt in range(TRIES):
             rng, folder = random.Random(f"{kind.name} {seed} {attempt}"), scene.folder / f"{kind.name}-{seed}-{attempt}"
             asked = rng.sample(scene.asked, N_SERVED) if scene.serves else scene.asked
-            found = trial(kind, replace(scene, folder=folder, rng=rng, asked=asked, must_fail=set()))
-            yield {"kind": kind.name, "seed": seed, "folder": str(folder), **found}
+            outcome = trial(kind, replace(scene, folder=folder, rng=rng, asked=asked, must_fail=set()))
+            yield {"kind": kind.name, "seed": seed, "folder": str(folder), **outcome}
             scene.cluster.restore()
-            if found["struck"] or "error" in found:
+            if outcome["struck"] or "error" in outcome:
                 break
 
 
@@ -194,22 +194,22 @@ def trial(kind: Kind, scene: Scene) -> dict[str, Any]:
     if kind.when == "before":
         scene.hits, moments = int(kind.strike(scene)), []
     try:
-        found = (disturbed_service if scene.serves else disturbed_run)(scene, kind, moments)
+        outcome = (disturbed_service if scene.serves else disturbed_run)(scene, kind, moments)
     except Exception as error:
-        found = {"error": f"{type(error).__name__}: {error}"}
+        outcome = {"error": f"{type(error).__name__}: {error}"}
         kill([scene.child] if scene.child else [])
     shutil.rmtree(scene.folder / "input", ignore_errors=True)
     wait_until(lambda: not processes(*LEFT_OVER), 15.0)
     left_over = processes(*LEFT_OVER)
     kill(left_over)
     n_struck = len(list(scene.notes.glob("struck-*"))) if any(scene.notes.glob("order-*")) else scene.hits
-    return {**found, "left_over": len(left_over), "struck": n_struck}
+    return {**outcome, "left_over": len(left_over), "struck": n_struck}
 
 
 def _move_away(scene: Scene) -> None:
     """Have a run read its input from a store at a distance, and a collection write there."""
     store = path_of(f"{STORE}/{scene.folder.name}")
-    if scene.where == "collection":
+    if scene.target == "collection":
         scene.out = store
         return
     for file in parquet_files(scene.input):
@@ -219,7 +219,7 @@ def _move_away(scene: Scene) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Make the trials of a session."""
-    session, where, path, n_rows, seed, n_seeds, *names = argv
+    session, target, path, n_rows, seed, n_seeds, *names = argv
     cascade = write_cascade(Path(path), int(n_rows))
     kinds = [kind for kind in KINDS if kind.name in names]
     with ExitStack() as resources:
@@ -227,49 +227,52 @@ def main(argv: Sequence[str]) -> None:
             resources.enter_context(far_store())
         cluster = Cluster(**SESSIONS[session])
         resources.callback(cluster.close)
-        scene = Scene(cascade, cluster, Path(path), random.Random(0), where, list(cascade.expected))
+        scene = Scene(cascade, cluster, Path(path), random.Random(0), target, list(cascade.expected))
         for kind in kinds:
-            for found in trials(kind, scene, range(int(seed), int(seed) + int(n_seeds))):
-                print(json.dumps(found), flush=True)
+            for outcome in trials(kind, scene, range(int(seed), int(seed) + int(n_seeds))):
+                print(json.dumps(outcome), flush=True)
 
 
 def faults(
-    where: tuple[str, ...] = WHERE,
+    targets: tuple[str, ...] = TARGETS,
     kinds: tuple[str, ...] = NAMES,
     seed: int = 0,
     seeds: int = 10,
     rows: int = 2560,
-    keep: str = "",
+    folder: str = "",
 ) -> dict[str, Any]:
     """Measure what faults do: rows lost, doubled, different or wrongly failed, and time.
 
-    where: what is struck.   kinds: of fault.   seed: of the first trial of each kind, which decides when and what is
-    struck.   seeds: trials of each kind, each with the next seed.   rows: of a run; multiples of 1280 fill all
-    blocks.   keep: a folder that keeps what the trials leave.
+    Args:
+        targets: What is struck.
+        kinds: The kinds of fault.
+        seed: The random seed of the first trial of each kind, which decides when and what is struck.
+        seeds: Trials of each kind, each with the next seed.
+        rows: Rows of a run; multiples of 1280 fill all blocks.
+        folder: A folder for what the trials leave, which is else deleted.
     """
     print(f"seeds {seed} to {seed + seeds - 1}", flush=True)
     of_session = {
         (struck, session): names
-        for struck, session in product(where, SESSIONS)
+        for struck, session in product(targets, SESSIONS)
         if (names := [k.name for k in KINDS if k.name in kinds and k.session == session and struck in k.on])
     }
     may_cut = not os.geteuid() and which("unshare") and which("ip")
     if not may_cut and any(session == "network" for _, session in of_session):
         raise LeftOut("to cut networks takes root, unshare and ip; --kinds names other kinds")
-    results: dict[str, Any] = {struck: {} for struck in where}
+    results: dict[str, Any] = {struck: {} for struck in targets}
     with tempfile.TemporaryDirectory(prefix="faults") as scratch:
         for (struck, session), names in of_session.items():
-            folder = Path(keep or scratch).resolve() / f"{struck}-{session}"
-            for kind, trials in groupby(
-                _trials(session, struck, folder, rows, seed, seeds, *names), key=itemgetter("kind")
-            ):
+            place = Path(folder or scratch).resolve() / f"{struck}-{session}"
+            outcomes = _trials(session, struck, place, rows, seed, seeds, *names)
+            for kind, trials in groupby(outcomes, key=itemgetter("kind")):
                 results[struck][kind] = _figures(kind, [*trials])
                 print(f"{struck}, {kind}: {'sound' if results[struck][kind]['sound'] else 'NOT sound'}", flush=True)
-    return {**results, "sound": all(found["sound"] for of_struck in results.values() for found in of_struck.values())}
+    return {**results, "sound": all(figures["sound"] for of_kind in results.values() for figures in of_kind.values())}
 
 
 def _trials(session: str, *words: object) -> Iterator[dict[str, Any]]:
-    """Make a session's trials in a process of its own, and yield what each found."""
+    """Make a session's trials in a process of its own, and yield what each outcome."""
     alone = ["unshare", "--net"] if session == "network" else []  # a network of its own, which it may change
     return printed(*alone, sys.executable, "-m", "jobs.faults.trial", session, *words, env=RAY)
 
@@ -280,8 +283,9 @@ def _figures(name: str, trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
     struck = [trial for trial in trials if trial["struck"] and "error" not in trial]
     errors = [f"seed {trial['seed']}: {trial['error']} ({trial['folder']})" for trial in trials if "error" in trial]
     reached = Counter(path for trial in trials for path in trial.get("reached", ()))
-    shown = [] if len(trials) < SOME or "reached" not in trials[0] else kind.sometimes
-    never = [path for path in shown if not reached[path]]
+    due = [] if len(trials) < SOME or "reached" not in trials[0] else kind.sometimes
+    never = [path for path in due if not reached[path]]
+    n_seeds = len({trial["seed"] for trial in trials})
     counts = {key: n for key in COUNTS if (n := sum(trial.get(key, 0) for trial in trials))}
     return {
         "hit": len(struck),
@@ -292,9 +296,7 @@ def _figures(name: str, trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "errors": errors,
         "reached": dict(reached),
         "never": never,
-        "sound": counts.keys().isdisjoint(WRONG)
-        and not never
-        and len(struck) == len({trial["seed"] for trial in trials}),
+        "sound": counts.keys().isdisjoint(WRONG) and not never and len(struck) == n_seeds,
     }
 
 

@@ -38,7 +38,7 @@ GATE = {
 }
 GATE["service"] = ["replica-killed", "replica-turns-bad"]
 SOAK = {
-    **{where: [kind.name for kind in KINDS if where in kind.on] for where in ("run", "collection")},
+    **{target: [kind.name for kind in KINDS if target in kind.on] for target in ("run", "collection")},
     # Not always sound until issue 33: Serve counts replicas that a row ends soon after their start as a deployment
     # that failed, and the stage is down.
     "service": ["row-kills", "router-killed"],
@@ -47,18 +47,18 @@ SOAK = {
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("where", "kinds", "n_seeds"),
+    ("target", "kinds", "n_seeds"),
     [
-        *(pytest.param(where, kinds, 1, marks=pytest.mark.slow) for where, kinds in GATE.items()),
+        *(pytest.param(target, kinds, 1, marks=pytest.mark.slow) for target, kinds in GATE.items()),
         *(
-            pytest.param(where, [kind], 10, marks=pytest.mark.soak("faults"))
-            for where, kinds in SOAK.items()
+            pytest.param(target, [kind], 10, marks=pytest.mark.soak("faults"))
+            for target, kinds in SOAK.items()
             for kind in kinds
         ),
     ],
 )
-def test_faults_change_no_row(where, kinds, n_seeds):
-    words = ["--where", where, "--seeds", str(n_seeds), "--kinds", *kinds]
+def test_faults_change_no_row(target, kinds, n_seeds):
+    words = ["--targets", target, "--seeds", str(n_seeds), "--kinds", *kinds]
     done = subprocess.run(
         [sys.executable, "-m", "jobs.faults", *words],
         cwd=ROOT, capture_output=True, text=True, timeout=3500, env={**os.environ, "RAY_ADDRESS": ""},
@@ -66,5 +66,5 @@ def test_faults_change_no_row(where, kinds, n_seeds):
     printed, _, last = done.stdout.strip().rpartition("\n")
     assert done.returncode == 0, f"{printed}\n{done.stderr}"
     if "left_out" not in (results := json.loads(last)["faults"]):
-        assert set(results[where]) == set(kinds)
+        assert set(results[target]) == set(kinds)
         assert results["sound"], printed
