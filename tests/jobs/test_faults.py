@@ -52,9 +52,9 @@ SOAK = {
 @pytest.mark.parametrize(
     ("target", "kinds", "n_seeds"),
     [
-        *(pytest.param(target, kinds, 1, marks=pytest.mark.slow) for target, kinds in GATE.items()),
+        *(pytest.param(target, kinds, 1, id=target, marks=pytest.mark.slow) for target, kinds in GATE.items()),
         *(
-            pytest.param(target, [kind], 10, marks=pytest.mark.soak("faults"))
+            pytest.param(target, [kind], 10, id=f"{target}-{kind}", marks=pytest.mark.soak("faults"))
             for target, kinds in SOAK.items()
             for kind in kinds
         ),
