@@ -70,12 +70,3 @@ def test_published_thresholds_stop_the_rows_of_a_setting_and_rise_with_it(seed, 
     for setting, of_stages in zip(settings, thresholds, strict=True):
         assert ((rows[:, :-1] >= of_stages) == (worth[:, :-1] >= setting)).all()
     assert (np.diff(thresholds, axis=0) >= 0).all()
-
-
-@pytest.mark.parametrize("costs", [[1.0, 0.0, 2.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
-def test_calls_that_cost_nothing_have_gains_and_thresholds(costs):
-    confidences = confidences_of(1, 3, 50)
-    gains = fit_gains(confidences, np.array(costs))
-    assert np.isfinite(gains.worth(confidences.T)).all()
-    for price in (-1.0, 0.0, 0.01, 1e12):
-        assert all(0 <= threshold <= STOP_NONE for threshold in gains.thresholds(price))
