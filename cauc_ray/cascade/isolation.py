@@ -30,7 +30,8 @@ class Isolated:
     """What a model answered.
 
     answers: None where it answered no row.   error, fault: why there are none, and who is at fault.   raised: rows on
-    which the model raised while it answered others or a good row; they are among the failures of answers.
+    which the model raised, or gave no finite number, while it answered others or a good row; they are among the
+    failures of answers.
     """
 
     answers: Answers | None
@@ -70,7 +71,7 @@ def answer_isolated(
         reason = reason_of(error)
     else:
         if len(answers.failures) < len(answers.logits) or good_row is None or _answers(ask, good_row):
-            return Isolated(answers)
+            return Isolated(answers, raised=answers.not_finite)
         return Isolated(None, next(iter(answers.failures.values())), "replica")
     if good_row is not None and not _answers(ask, good_row):
         return Isolated(None, reason, "replica")
@@ -78,7 +79,8 @@ def answer_isolated(
     answered, raised = _divided(ask, rows, stopped, batch_size(rows) if good_row is not None else MOST_IN_VAIN)
     if stopped() or not (answered or good_row is not None):
         return Isolated(None, reason)
-    return Isolated(_joined(batch_size(rows), answered, raised), raised=frozenset(raised))
+    not_finite = [int(part[row]) for part, answers in answered for row in answers.not_finite]
+    return Isolated(_joined(batch_size(rows), answered, raised), raised=frozenset([*raised, *not_finite]))
 
 
 def reason_of(error: BaseException) -> str:

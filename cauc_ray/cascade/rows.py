@@ -46,7 +46,7 @@ class CallResult:
         failures: Why some rows have no answer, by position; they are neither accepted nor carried on.
         state_bytes: Size of a deferred row's state.
         fault: Who is at fault where no row was answered.
-        raised: Failed rows on which the model raised while it answered others.
+        raised: Failed rows on which the model raised, or gave no finite number, while it answered others.
         replica: The replica that computed it.
         carried: The rows whose state is returned next to it, in their order, bool (n,).
         vectors: Those that parts want, float64 (n, K).

@@ -51,6 +51,7 @@ class Answers:
         unconverted: The model's numbers before they were converted to logits, None if these are the logits.
         labels: The model's own label of each row (n,), a name of the pool's labels or an option's number; those of the
             first batch must be the options with the highest scores.
+        not_finite: Rows that failed since a number of theirs is NaN or infinite; asked again, they may be answered.
     """
 
     logits: Floats
@@ -63,6 +64,7 @@ class Answers:
     wire: Wire | None = None
     unconverted: Floats | None = None
     labels: Sequence[object] | None = None
+    not_finite: frozenset[int] = frozenset()
 
     @property
     def as_returned(self) -> Floats:
@@ -195,7 +197,8 @@ def as_answers(output: object, n: int) -> Answers:
         invalid_mask |= free_mask
     why = "a logit or the cost is NaN or infinite, or it has no logits"
     faults = dict.fromkeys(np.flatnonzero(invalid_mask).tolist(), why)
-    return replace(answers, logits=logits, costs=costs, failures={**faults, **answers.failures})
+    not_finite = frozenset(faults.keys() - answers.failures.keys())
+    return replace(answers, logits=logits, costs=costs, failures={**faults, **answers.failures}, not_finite=not_finite)
 
 
 def logits_of(output: object, n: int) -> tuple[Floats, Ints | None]:
@@ -281,9 +284,10 @@ def answered(
         **more: Other fields of Answers.
     """
     why = f"the model's logits for it are NaN or infinite{f' in {dtype}' if dtype else ''}"
-    failures = {**faults, **{row: why for row, logits in rows.items() if not np.isfinite(logits).all()}}
+    not_finite = frozenset(row for row, logits in rows.items() if not np.isfinite(logits).all())
+    failures = {**faults, **dict.fromkeys(not_finite, why)}
     logits, n_options = ragged(n, {row: logits for row, logits in rows.items() if row not in failures})
-    return Answers(logits, n_options, failures=failures, counts=dict(counts), **more)
+    return Answers(logits, n_options, failures=failures, counts=dict(counts), not_finite=not_finite, **more)
 
 
 def little(logprobs: Iterable[Floats]) -> dict[str, int]:

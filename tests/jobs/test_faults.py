@@ -32,12 +32,7 @@ def test_rows_that_end_unlike_the_replay_are_counted(tmp_path):
 
 # Of these a trial takes longer than 20 seconds, or needs a machine that lets networks be cut.
 LONG = {"stage-down-resumed", "store-full", "store-full-no-spilling", "network-cut", "network-stalls"}
-# A row whose logits are NaN is not tried again, though the fault may pass: it fails for its own sake.
-FAILS_ROWS = {"nan", "replica-turns-nan"}
-OF_BATCHES = {
-    target: [kind.name for kind in KINDS if target in kind.on and kind.name not in FAILS_ROWS]
-    for target in ("run", "collection")
-}
+OF_BATCHES = {target: [kind.name for kind in KINDS if target in kind.on] for target in ("run", "collection")}
 GATE = {target: [name for name in names if name not in LONG] for target, names in OF_BATCHES.items()}
 GATE["service"] = ["replica-killed", "replica-turns-bad"]
 SOAK = {
