@@ -31,7 +31,7 @@ from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.http_app import http_app
-from cauc_ray.serving.metrics import ACTS, Kind, Note
+from cauc_ray.serving.observers.service_metrics import ACTS, Kind, Note
 from cauc_ray.serving.policies_live import InForce, PolicyChange, Store
 from cauc_ray.serving.replica import Replica
 from cauc_ray.serving.request_state import Answer, StageCall, StageError

@@ -21,17 +21,21 @@ from cauc_ray.cascade.requests import News
 from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
-from cauc_ray.policies.canary import decision
+from cauc_ray.policies.canary import Decision
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.tensors import RequestError
-from cauc_ray.serving.canary import Canary
 from cauc_ray.serving.cascade import Cascade, StageClient
 from cauc_ray.serving.elsewhere import Elsewhere
+from cauc_ray.serving.feedback import Feedback, Reported
 from cauc_ray.serving.inference import Inference
-from cauc_ray.serving.metrics import NewMetric, ServingMetrics
+from cauc_ray.serving.observers.candidate import Canary
+from cauc_ray.serving.observers.drift_watch import DriftWatch, WatchedHere, report_of
+from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observers.service_metrics import NewMetric, ServingMetrics
+from cauc_ray.serving.observers.shadow_sample import ShadowSample
+from cauc_ray.serving.observers.spans import Spans
+from cauc_ray.serving.observers.table_log import Logged, TableLog
 from cauc_ray.serving.policies_live import MOST_RECEIPTS, InForce, Log, Member, PolicyChange, Store, StoreError
-from cauc_ray.serving.table_log import Logged, TableLog
-from cauc_ray.serving.watching import Feedback, Reported, WatchedHere, Watching, report_of
 
 # How often a replica looks for a policy that was set at another, which asks it to, and for the replicas of stages;
 # computes what it has watched, and brings its metrics up to date.
@@ -125,17 +129,22 @@ class Service(ABC):
         self.metrics = ServingMetrics(new_metric, model, policy.models, policy.cost_unit)
         self._clients = clients
         self._life, self._log = life, Log(store, f"policy:{life}:")
-        self.canary = Canary(pool.serving.canary, store, life)
         self._adopting = threading.Lock()
         self._looked_at = time.monotonic()
         version = self._log.read()
         self.in_force = policies if version is None else InForce.of_bytes(*version)
-        # What was found of a policy outlives this life of the service.
-        alarm, n_replicas = f"alarm:{name}:{model}:of", pool.serving.router.replicas.max
-        self.watching = Watching(self.in_force.policy, self.in_force.id, self.metrics, n_replicas, store, alarm)
         self._reported = Reported(store, life)
         self.elsewhere = Elsewhere()
         self.table_log = self._new_table_log(policy)
+        # What was found of a policy outlives this life of the service.
+        alarm, n_replicas = f"alarm:{name}:{model}:of", pool.serving.router.replicas.max
+        self.drift = DriftWatch(self.in_force, self.metrics, n_replicas, store, alarm)
+        self._shadows = ShadowSample(pool.serving.shadow, self.metrics, self.drift, self.table_log)
+        self.canary = Canary(pool.serving.canary, store, life, self._shadows, lambda: self.in_force, self._decide)
+        self.observers: list[Observer] = [self.metrics, self.drift, self._shadows, self.canary]
+        self.observers += [] if self.table_log is None else [self.table_log]
+        self.observers += [] if pool.serving.tracing is None else [Spans(pool.serving.tracing)]
+        self.metrics.on_policies(self.in_force)
         self._stages_began = False
         self.leaving = False
         self.n_open = 0
@@ -152,7 +161,7 @@ class Service(ABC):
         if find_spec("pyarrow") is None:
             raise ConfigError("serving.log writes Parquet files; install with: pip install pyarrow")
         costs = [stage.cost for stage in policy.stages]
-        logged = Logged(spec, self.specs, costs, policy.cost_unit, policy.costs == "per-call")
+        logged = Logged(spec, self.pool.serving.shadow, self.specs, costs, policy.cost_unit, policy.costs == "per-call")
         return TableLog(logged, lambda: self.facts, lambda: self.labels)
 
     @abstractmethod
@@ -167,9 +176,9 @@ class Service(ABC):
     def cascade(self) -> Cascade:
         """Return the cascade, made at first use: it belongs to the loop that requests run on."""
         if self._cascade is None:
-            self._cascade = Cascade(self.specs, self.pool, self._clients, self.metrics, self.table_log)
+            self._cascade = self._shadows.cascade = Cascade(self.specs, self.pool, self._clients, self.observers)
             self._cascade.on_news = self._pass_on
-            follow = (self.current_policy, self._follow_stages, self.watched, self._compare, self._count)
+            follow = (self.current_policy, self._follow_stages, *(one.settle for one in self.observers), self._count)
             self._tasks = [asyncio.create_task(repeat(do, PERIOD_S)) for do in follow]
         return self._cascade
 
@@ -234,8 +243,8 @@ class Service(ABC):
     def close(self) -> None:
         """End what the service has started outside of its event loop."""
         self.elsewhere.close()
-        if self.table_log is not None:
-            self.table_log.close()
+        for observer in self.observers:
+            observer.close()
 
     async def policy_for_request(self) -> InForce:
         """Return the active policy, read again if this replica has not checked it recently."""
@@ -263,7 +272,7 @@ class Service(ABC):
         """Return the policies, the candidate's evidence, and receipts; and the version's tag. Raises RequestError."""
         in_force = await self.current_policy()
         try:
-            evidence = await asyncio.to_thread(self.canary.settle, in_force)
+            evidence = await asyncio.to_thread(self.canary.evidence, in_force)
         except StoreError as error:
             raise RequestError("the evidence on the candidate cannot be read now; try again", 503, 1.0) from error
         candidate = in_force.candidate and {
@@ -323,7 +332,7 @@ class Service(ABC):
 
     async def watched(self) -> WatchedHere:
         """Evaluate and return this replica's monitoring of the active policy."""
-        return await asyncio.to_thread(self.watching.settle)
+        return await asyncio.to_thread(self.drift.evaluate)
 
     async def watch(self) -> dict[str, Any]:
         """Return all replicas' monitoring of the active policy. Raises RequestError (503)."""
@@ -338,51 +347,31 @@ class Service(ABC):
         """Take what has become known of answers, each once. Raises RequestError where it makes no sense."""
         in_force = self.in_force
         feedback = Feedback.read(body, in_force.policy, self.pool.serving.max_request_rows, self.labels)
-        n, n_counted, note = len(feedback), 0, None
-        member = in_force.member(feedback.policy_id)
-        compares = in_force.candidate is not None and feedback.was_drawn
-        watches = member is in_force.incumbent and in_force.policy.reference is not None
-        new = feedback
-        if self.table_log is not None or (member is not None and (watches or compares)):
+        n, member, new = len(feedback), in_force.member(feedback.policy_id), feedback
+        if member is not None or self.table_log is not None:
             new = await asyncio.to_thread(self._reported.new, feedback)
-        if self.table_log is not None:
-            self.table_log.label(new.logged(self.pool.serving.shadow))
+        counts = [count for one in self.observers if (count := one.on_feedback(new, in_force)) is not None]
+        n_counted, note = max(counts, default=0), None
         if member is None:
             note = f"policy {in_force.id} is active; feedback on another policy's answers is not counted"
             self.metrics.feedback(other_policy=n)
-        elif not (watches or compares):
+        elif not counts:
             note = f"policy {member.id} has no reference to compare answers with; feedback is not counted"
             self.metrics.feedback(not_watched=n)
         else:
-            counted = new.given_by(member.policy)
-            if watches:
-                self.watching.outcomes(member.id, counted.stages, counted.confidences, counted.correct)
-            if compares:  # also answers that a fault cut short: this is what the policy's requests were given
-                self.canary.outcomes(in_force, member.id, new.correct)
-                counted = new
-            n_counted, n_cut, n_repeated = len(counted), len(new) - len(counted), n - len(new)
+            n_cut, n_repeated = len(new) - n_counted, n - len(new)
             reasons = [f"{n_cut} answers cut short by the request or a failure are not counted"] if n_cut else []
             reasons += [f"{n_repeated} answers already had feedback and are not counted again"] if n_repeated else []
             note = "; ".join(reasons) or None
             self.metrics.feedback(counted=n_counted, cut_short=n_cut, repeated=n_repeated)
         return {"policy_id": in_force.id, "rows": n, "counted": n_counted, "says": note}
 
-    async def _compare(self) -> None:
-        """Add up the evidence on the candidate; promote it or roll it back where that decides and the pool lets it."""
-        in_force, rule = self.in_force, self.canary.rule
+    async def _decide(self, decision: Decision, why: str, in_force: InForce) -> None:
+        """Promote the candidate or roll it back, for this very version: of all routers one decides."""
         try:
-            evidence = await asyncio.to_thread(self.canary.settle, in_force)
-        except StoreError as error:
-            logger.warning(f"the evidence on the candidate cannot be stored: {error}")
-            return
-        decided = None if evidence is None else decision(evidence, rule)
-        if decided is None or not self.canary.decides:
-            return
-        what, why = decided
-        try:  # for this very version: of all routers one decides
-            await self.set_policy(PolicyChange.of({what: True}), self.etag(in_force), why)
+            await self.set_policy(PolicyChange.of({decision: True}), self.etag(in_force), why)
         except RequestError as error:
-            logger.info(f"{what}: {error.message}")
+            logger.info(f"{decision}: {error.message}")
 
     async def _confirmed(self, version: int) -> int | None:
         """Return how many replicas there are once all have a version or a later one, None if some do not confirm."""
@@ -430,8 +419,8 @@ class Service(ABC):
 
     def _adopt(self, after: InForce) -> None:
         before, self.in_force = self.in_force, after
-        if after.id != before.id or after.policy.reference != before.policy.reference:
-            self.watching.begin(after.policy, after.id)
+        for observer in self.observers:
+            observer.on_policies(after)
         for gone in before.shares.keys() - after.shares.keys():
             self._reported.forget(gone)
         if after.shares != before.shares:
@@ -454,7 +443,6 @@ class Service(ABC):
 
     async def _count(self) -> None:
         """Bring the metrics up to date."""
-        self.metrics.shares(self.in_force.shares)
         self.metrics.queued([at.n_waiting for at in self.cascade.scheduler.stages])
         if self.table_log is not None:
             self.metrics.logged(self.table_log.take_counts())

@@ -20,6 +20,9 @@ from cauc_ray.models.pool import LogSpec, StageSpec
 from cauc_ray.numbers.types import Floats
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.elsewhere import Elsewhere
+from cauc_ray.serving.feedback import Feedback
+from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.policies_live import InForce
 
 # What may wait to be written, in flushes' worth of rows; of labels, which are small, so many times as much.
 MOST_FLUSHES, LABELS_PER_ROW = 8, 100
@@ -39,10 +42,12 @@ RowLogits: TypeAlias = Mapping[int, tuple[Floats, float | None]]
 class Logged:
     """What is written where.
 
-    costs: of the stages' calls, in cost_unit.   per_call: whether calls have costs of their own.
+    costs: of the stages' calls, in cost_unit.   per_call: whether calls have costs of their own.   share: of rows in
+    the sample.
     """
 
     spec: LogSpec
+    share: float
     stages: Sequence[StageSpec]
     costs: Sequence[float]
     cost_unit: str
@@ -58,7 +63,7 @@ class Flush:
     labels: Sequence[tuple[str, int]]
 
 
-class TableLog:
+class TableLog(Observer):
     """Has rows and labels written as a logit table, a file for each model and flush.
 
     facts: of the stages' models, None where they are not known yet.   labels: the names of the options, if known.
@@ -87,9 +92,10 @@ class TableLog:
         """Take rows by their example ids; rows beyond the limit are dropped."""
         self._take([*rows], [], "dropped")
 
-    def label(self, labels: Sequence[tuple[str, int]]) -> None:
-        """Take labels by example id; labels beyond the limit are dropped."""
-        self._take([], [*labels], "label_dropped")
+    def on_feedback(self, rows: Feedback, in_force: InForce) -> int | None:
+        """Take labels of rows in the sample; labels beyond the limit are dropped."""
+        self._take([], rows.logged(self._logged.share), "label_dropped")
+        return None
 
     def _take(self, rows: list[tuple[str, RowLogits]], labels: list[tuple[str, int]], dropped: str) -> None:
         most = MOST_FLUSHES * self._spec.flush_rows
@@ -167,7 +173,7 @@ class TableLog:
 
 def _do(what: str, *args: Any) -> None:
     """Do what a function of table_writing does, in the process that has pyarrow. Raises RequestError."""
-    from cauc_ray.serving import table_writing
+    from cauc_ray.serving.observers import table_writing
 
     try:
         getattr(table_writing, what)(*args)
