@@ -156,7 +156,11 @@ def serve_service(
         level = serve_logger.level
         try:
             serve_logger.setLevel(logging.ERROR)  # this module reports the same in fewer words
-            serve.start(http_options=HTTPOptions(host=host, port=port), grpc_options=_grpc_options(grpc_port))
+            keep_alive_s = round(pool.serving.keep_alive_s)
+            serve.start(
+                http_options=HTTPOptions(host=host, port=port, keep_alive_timeout_s=keep_alive_s),
+                grpc_options=_grpc_options(grpc_port),
+            )
             target = serve.RunTarget(app, name=model, route_prefix="/", logging_config=None)
             serve.run_many([target], wait_for_applications_running=False)
             _wait_until_ready(model, on_wait)

@@ -19,6 +19,10 @@ from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 # What takes longer than this to be done is given up, with the process.
 DEADLINE_S = 60.0
 
+# Longer JSON, and more output values in JSON, are read and written elsewhere; here that would take some 5 ms, for which
+# all other requests would wait.
+LONG_JSON, LONG_OUTPUT = 250_000, 50_000
+
 T = TypeVar("T")
 
 
@@ -38,6 +42,10 @@ class Elsewhere:
         Raises RequestError as the function does, and one of 503 where the process ends or takes too long.
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._called, function, args)
+
+    async def call_if(self, is_long: bool, function: Callable[..., T], *args: Any) -> T:
+        """Return what a function returns, called there where that takes long, else here."""
+        return await self.call(function, *args) if is_long else function(*args)
 
     def wait(self, function: Callable[..., T], *args: Any) -> T:
         """Return what a function returns, as call does, in a thread that waits for it."""

@@ -9,8 +9,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -26,9 +26,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cauc_ray.errors import PolicyError, printable
 from cauc_ray.protocol.messages import BINARY_DATA, decoded_body
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
+from cauc_ray.serving.bodies import CLIENT_GONE, read_body
+from cauc_ray.serving.elsewhere import LONG_JSON
 from cauc_ray.serving.inference import HttpMessage
 from cauc_ray.serving.policies_live import PolicyChange
-from cauc_ray.serving.request_state import RETRY_AFTER_S
 
 if TYPE_CHECKING:
     from cauc_ray.serving.service import Service
@@ -39,12 +40,8 @@ PACKAGE_VERSION = version("cauc-ray")
 TOKEN, POLICY_TOKEN = "CAUC_TOKEN", "CAUC_POLICY_TOKEN"
 # No policy is larger, with all of its curve.
 MAX_POLICY_BYTES = 1_000_000
-# What may be read at once of all requests' bodies; what is more is refused.
-READING_BYTES = 1 << 30
-# A client has so long to send its body: one that dribbles does not keep its place.
-BODY_S = 300.0
-# How a request ends whose client went away: the number that proxies use in their logs. Nobody is sent it.
-CLIENT_GONE = 499
+# No prompt is longer; a row of feedback and what comes with all rows.
+MAX_DECISION_BYTES, FEEDBACK_ROW_BYTES, FEEDBACK_BYTES = 4_000_000, 200, 10_000
 # Shorter answers are not compressed; longer ones than the second are, in a thread.
 GZIP_BYTES, LONG_GZIP = 1000, 50_000
 # How Serve's handlers know a line of an access log; where that is off, so is ours.
@@ -97,7 +94,7 @@ class _Handlers:
     """What each address does."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._inference, self._bodies = service, service.inference, Bodies()
+        self._service, self._inference, self._inflates = service, service.inference, asyncio.Semaphore()
         self._token, self._policy_token = token_of(TOKEN), token_of(POLICY_TOKEN)
         self._max_body = int(service.pool.serving.max_body_mb * 1e6)
 
@@ -135,13 +132,8 @@ class _Handlers:
         if self._token is not None and self._policy_token is None:
             raise RequestError(f"changing the policy needs its own token: start the service with {POLICY_TOKEN}", 403)
         authorize(request.headers, self._policy_token)
-        body = await self._bodies.read(request.receive, MAX_POLICY_BYTES)
-        try:
-            change = PolicyChange.of(from_json(body, allow_inf_nan=False))
-        except PolicyError as error:
-            raise RequestError(str(error)) from error
-        except ValueError as error:
-            raise RequestError("the body is not JSON") from error
+        async with self._body(request, MAX_POLICY_BYTES) as body:
+            change = await self._service.elsewhere.call_if(len(body) > LONG_JSON, read_change, body)
         answer, etag = await self._service.set_policy(change, request.headers.get("if-match"))
         return JSONResponse(answer, headers={"ETag": etag})
 
@@ -153,7 +145,9 @@ class _Handlers:
     async def feedback(self, request: Request) -> Response:
         self._require_model(request)
         authorize(request.headers, self._token)
-        return JSONResponse(await self._service.feedback(await self._bodies.read(request.receive, self._max_body)))
+        limit = FEEDBACK_BYTES + FEEDBACK_ROW_BYTES * self._service.pool.serving.max_request_rows
+        async with self._body(request, limit) as body:
+            return JSONResponse(await self._service.feedback(body))
 
     async def infer(self, request: Request) -> Response:
         """Answer a request for inference, also one for a model that is not there."""
@@ -177,29 +171,36 @@ class _Handlers:
             return _refusal(request, error)
         return response
 
-    async def _body(self, request: Request) -> bytes:
-        """Return the body of a request of somebody who may ask, decoded."""
-        authorize(request.headers, self._token)
-        body = await self._bodies.read(request.receive, self._max_body)
-        encoding = request.headers.get("content-encoding")
-        if encoding is not None:  # in a thread: little may become much, and others would wait for it
-            body = await asyncio.to_thread(decoded_body, body, encoding, self._max_body)
-        return body
+    @asynccontextmanager
+    async def _body(self, request: Request, limit: int) -> AsyncIterator[bytes]:
+        """Yield a request's body, decoded; its bytes are counted to the end of the block."""
+        limit = min(limit, self._max_body)
+        with self._service.open_bytes.share() as take:
+            body = await read_body(request.receive, limit, take)
+            if (encoding := request.headers.get("content-encoding")) is not None:
+                async with self._inflates:  # little may become much: one after another
+                    body = await asyncio.to_thread(decoded_body, body, encoding, limit)
+                take(len(body))
+            yield body
 
     async def _decide(self, request: Request) -> Answered:
         """Return the response and its fields for the log."""
-        content, fields = await self._inference.decide(await self._body(request), request.headers)
+        authorize(request.headers, self._token)
+        async with self._body(request, MAX_DECISION_BYTES) as body:
+            content, fields = await self._inference.decide(body, request.headers)
         return JSONResponse(content), fields
 
     async def _infer(self, request: Request) -> Answered:
         """Return the response and its fields for the log."""
-        headers, body = request.headers, await self._body(request)
+        headers = request.headers
+        authorize(headers, self._token)
         length = headers.get("inference-header-content-length")
         if length is not None and not (length.isascii() and length.isdigit() and len(length) < 12):
             raise RequestError(f"Inference-Header-Content-Length must be a number of bytes, got {length!r:.40}")
         version = request.path_params.get("version")
-        message = HttpMessage(body, None if length is None else int(length))
-        content, json_length, fields = await self._inference.answer(message, headers, version)
+        async with self._body(request, self._max_body) as body:
+            message = HttpMessage(body, None if length is None else int(length))
+            content, json_length, fields = await self._inference.answer(message, headers, version)
         if json_length is None:
             return Response(content, media_type="application/json"), fields
         length_of_json = {"Inference-Header-Content-Length": str(json_length)}
@@ -210,45 +211,6 @@ class _Handlers:
         version: str | None = request.path_params.get("version")
         require_model(self._service, request.path_params.get("name", self._service.model), version)
         return version
-
-
-class Bodies:
-    """Reads requests' bodies, not too many bytes at once."""
-
-    def __init__(self) -> None:
-        self._n_reading = 0
-
-    async def read(self, receive: Receive, limit: int) -> bytes:
-        """Read a request's body.
-
-        Raises RequestError: 413 where it is too long, 408 where it takes too long to come, 429 where too much is being
-        read. Of what is too long as much again is read and dropped: most clients hear an answer only once they have
-        sent all.
-        """
-        chunks, n_bytes, n_kept, more = [], 0, 0, True
-        try:
-            async with asyncio.timeout(BODY_S):
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise RequestError("the client went away before it had sent the whole body", CLIENT_GONE)
-                    chunk, more = message.get("body", b""), message.get("more_body", False)
-                    n_bytes += len(chunk)
-                    if n_bytes <= limit:
-                        chunks.append(chunk)
-                        n_kept += len(chunk)
-                        self._n_reading += len(chunk)
-                    elif n_bytes > 2 * limit:
-                        break
-                    if n_kept < self._n_reading > READING_BYTES:
-                        raise RequestError("too many requests are being read; try again later", 429, RETRY_AFTER_S)
-        except TimeoutError as error:
-            raise RequestError(f"the body did not arrive within {BODY_S:g} s", 408) from error
-        finally:
-            self._n_reading -= n_kept
-        if n_bytes > limit:
-            raise RequestError(f"the body is longer than {limit:,} bytes", 413)
-        return b"".join(chunks)
 
 
 @contextmanager
@@ -274,6 +236,16 @@ def counted(service: Service, event: str, headers: Mapping[str, str]) -> Iterato
             line = {**line, **fields, "status": status, "seconds": round(seconds, 6)}
             line = {name: value for name, value in line.items() if value is not None}
             logger.info("%s", json.dumps(line), extra=_ACCESS)
+
+
+def read_change(body: bytes) -> PolicyChange:
+    """Read a change of policies. Raises RequestError."""
+    try:
+        return PolicyChange.of(from_json(body, allow_inf_nan=False))
+    except PolicyError as error:
+        raise RequestError(str(error)) from error
+    except ValueError as error:
+        raise RequestError("the body is not JSON") from error
 
 
 def require_model(service: Service, name: str, version: str | None) -> None:

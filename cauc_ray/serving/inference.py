@@ -25,7 +25,8 @@ from cauc_ray.protocol.messages import (
 )
 from cauc_ray.protocol.tensors import Datatype, RequestError, Tensor
 from cauc_ray.serving.answer_ids import new_answer_id
-from cauc_ray.serving.decisions import DecisionRequest, columns_of, response
+from cauc_ray.serving.decisions import DecisionRequest, columns_of, require_decisions, response
+from cauc_ray.serving.elsewhere import LONG_JSON, LONG_OUTPUT
 from cauc_ray.serving.inputs import Inputs
 from cauc_ray.serving.policies_live import InForce, Member
 from cauc_ray.serving.request_state import Question, RequestState
@@ -48,9 +49,8 @@ OUTPUTS: Mapping[str, Datatype] = {
 VECTORS: Mapping[str, Vector] = {"probabilities": "scores", "logits": "logits"}
 # Of requests without one, or with 0; 1 is the highest.
 DEFAULT_PRIORITY = 2
-# Longer JSON, and more output values in JSON, are read and written in another process; in this one that would take
-# some 5 ms, for which all other requests would wait. Other bodies that are longer are read in a thread.
-LONG_JSON, LONG_OUTPUT, LONG_BODY = 250_000, 50_000, 1_000_000
+# Other bodies that are longer are read in a thread.
+LONG_BODY = 1_000_000
 
 
 class Message(Protocol):
@@ -143,18 +143,19 @@ class Inference:
         outputs = [Tensor(name, OUTPUTS[name], self._values(name, answered)) for name in request.outputs]
         write = partial(message.write, request, service.model, parameters["policy_id"], outputs, parameters)
         n_values = sum(tensor.values.size for tensor in outputs if not request.outputs[tensor.name])
-        written, length = await service.elsewhere.call(write) if n_values > LONG_OUTPUT else write()
+        written, length = await service.elsewhere.call_if(n_values > LONG_OUTPUT, write)
         return written, length, {"rows": n, **parameters}
 
     async def decide(self, body: bytes, headers: Mapping[str, str]) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """Answer a request for decisions: the response's content, and fields to log. Raises RequestError."""
-        asked = (headers, time.time_ns())
-        request = DecisionRequest.read(body)
+        asked, texts = (headers, time.time_ns()), self._inputs.texts
+        labels = None if self._service.pool.task == "multiple-choice" else self._service.labels
+        require_decisions(labels, texts)
+        request = await self._service.elsewhere.call_if(len(body) > LONG_JSON, DecisionRequest.read, body)
         if request.model != self._service.model:
             raise RequestError(f"unknown model {request.model!r:.80}; this service has {self._service.model!r}", 404)
-        labels = None if self._service.pool.task == "multiple-choice" else self._service.labels
-        columns, orders = columns_of(request, labels, self._inputs.texts)
-        n = len(request.questions)
+        columns, orders = columns_of(request, labels, texts)
+        self._inputs.require_rows(n := len(request.questions))
         answered = await self._answered(columns, n, {}, ["probabilities"], *asked)
         parameters = answered.parameters()
         return response(request, answered, orders, parameters), {"rows": n, **parameters}
@@ -206,11 +207,10 @@ class Inference:
     async def _read(self, message: Message) -> tuple[InferRequest, Batch, int]:
         """Read a request where it does not block others."""
         n = len(message.body)
-        if n > LONG_JSON and (message.n_slow > LONG_JSON or (n > LONG_BODY and message.has_texts)):
-            return await self._service.elsewhere.call(read_request, message, self._inputs)
-        if n > LONG_BODY:  # numbers as they are: numpy reads them without Python's lock
+        is_slow = n > LONG_JSON and (message.n_slow > LONG_JSON or (n > LONG_BODY and message.has_texts))
+        if n > LONG_BODY and not is_slow:  # numbers as they are: numpy reads them without Python's lock
             return await asyncio.to_thread(read_request, message, self._inputs)
-        return read_request(message, self._inputs)
+        return await self._service.elsewhere.call_if(is_slow, read_request, message, self._inputs)
 
     @cached_property
     def _logit_kind(self) -> str:

@@ -101,9 +101,13 @@ class Inputs:
                 first, n = name, len(tensor.values)
             elif len(tensor.values) != n:
                 raise RequestError(f"input {name!r} has {len(tensor.values)} rows, input {first!r} has {n}")
+        self.require_rows(n)
+        return n
+
+    def require_rows(self, n: int) -> None:
+        """Raise RequestError unless a request may have n rows."""
         if not 1 <= n <= self._most_rows:
             raise RequestError(f"a request must have 1 to {self._most_rows} rows, got {n}", 413 if n else 400)
-        return n
 
     def _check(self, tensor: Tensor) -> None:
         """Refuse another type or shape than the models read, and numbers that are not finite."""

@@ -30,6 +30,7 @@ from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.protocol.tensors import RequestError
+from cauc_ray.serving.connections import Connection, raise_file_limit
 from cauc_ray.serving.http_app import http_app
 from cauc_ray.serving.observers.service_metrics import ACTS, Kind, Note
 from cauc_ray.serving.policies_live import InForce, PolicyChange, Store
@@ -255,6 +256,7 @@ def local_service(
     stages, policies = pool.chain(policy.models), policies_at_start(pool, policy)
     for spec in stages:
         find_user_code(spec)
+    raise_file_limit()
     # Hides the machine's GPUs, as Ray does, where no stage asks for one.
     gpus = None if any(stage.resources.num_gpus for stage in stages) else ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -280,6 +282,8 @@ def local_service(
             access_log=False,
             lifespan="off",
             ws="none",
+            http=Connection,
+            timeout_keep_alive=round(pool.serving.keep_alive_s),
             timeout_graceful_shutdown=SENT_S,
         )
         server = uvicorn.Server(config)

@@ -80,10 +80,12 @@ class GrpcCalls:
             authorize(metadata, self._token)
             if len(body) > self._max_body:
                 raise RequestError(f"the message is longer than {self._max_body:,} bytes", 413)
-            message = GrpcMessage(body)
-            version = message.message.model_version or None
-            require_model(self._service, message.message.model_name, version)
-            content, _, of_answer = await self._service.inference.answer(message, metadata, version)
+            with self._service.open_bytes.share() as take:
+                take(len(body))
+                message = GrpcMessage(body)
+                version = message.message.model_version or None
+                require_model(self._service, message.message.model_name, version)
+                content, _, of_answer = await self._service.inference.answer(message, metadata, version)
             fields.update(of_answer)
         return content
 

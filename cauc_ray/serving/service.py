@@ -24,8 +24,9 @@ from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.policies.canary import Decision
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.tensors import RequestError
+from cauc_ray.serving.bodies import OpenBytes
 from cauc_ray.serving.cascade import Cascade, StageClient
-from cauc_ray.serving.elsewhere import Elsewhere
+from cauc_ray.serving.elsewhere import LONG_JSON, Elsewhere
 from cauc_ray.serving.feedback import Feedback, Reported
 from cauc_ray.serving.inference import Inference
 from cauc_ray.serving.observers.candidate import Canary
@@ -134,7 +135,7 @@ class Service(ABC):
         version = self._log.read()
         self.in_force = policies if version is None else InForce.of_bytes(*version)
         self._reported = Reported(store, life)
-        self.elsewhere = Elsewhere()
+        self.elsewhere, self.open_bytes = Elsewhere(), OpenBytes()
         self.table_log = self._new_table_log(policy)
         # What was found of a policy outlives this life of the service.
         alarm, n_replicas = f"alarm:{name}:{model}:of", pool.serving.router.replicas.max
@@ -346,7 +347,8 @@ class Service(ABC):
     async def feedback(self, body: bytes) -> dict[str, Any]:
         """Take what has become known of answers, each once. Raises RequestError where it makes no sense."""
         in_force = self.in_force
-        feedback = Feedback.read(body, in_force.policy, self.pool.serving.max_request_rows, self.labels)
+        read = (Feedback.read, body, in_force.policy, self.pool.serving.max_request_rows, self.labels)
+        feedback = await self.elsewhere.call_if(len(body) > LONG_JSON, *read)
         n, member, new = len(feedback), in_force.member(feedback.policy_id), feedback
         if member is not None or self.table_log is not None:
             new = await asyncio.to_thread(self._reported.new, feedback)

@@ -15,7 +15,7 @@ from runs import MODELS
 import cauc_ray
 from cauc_ray.errors import PolicyError
 from cauc_ray.policies.trace import replay
-from cauc_ray.serving import inference
+from cauc_ray.serving import elsewhere, inference
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of gevent, which it brings along
@@ -126,6 +126,8 @@ def test_malformed_requests_are_refused_with_a_4xx_in_one_line(chain, service):
     assert refused(service, b"{}", **{"Content-Encoding": "br"})[0] == 415
     assert refused(service, b"{}", **{"Inference-Header-Content-Length": "-1"})[0] == 400
     assert refused(service, b"{}", path="/v2/models/six/versions/2/infer")[0] == 404
+    assert refused(service, b"[" * 1_000_000, path="/v2/models/six/feedback")[0] == 413
+    assert "this service reads no text" in refused(service, b"[" * 1_000_000, path="/v1/decisions")[1]["message"]
     assert refused(service, None, path="/v2/nowhere", method="GET")[0] == 404
     assert refused(service, None, method="DELETE")[0] == 405
     content = chain.policies["rf"].model_dump(mode="json")
@@ -176,6 +178,11 @@ def test_long_requests_are_read_and_written_in_another_process_alike(chain, serv
     assert status == 200
     assert json.loads(answer)["outputs"] == json.loads(expected)["outputs"]
     assert refused(service, {**body, "inputs": [{**inputs[0], "shape": [1]}]})[0] == 400
+    monkeypatch.setattr(elsewhere.Elsewhere, "call_if", lambda self, is_long, *call: self.call(*call))
+    feedback = {"policy_id": "p", "prediction": [0], "confidence": [0.5], "stage": [9], "label": [0]}
+    assert refused(service, feedback, path="/v2/models/six/feedback") == (400, "stages are 0 to 2, got 9")
+    for change in ({"threshold": "high"}, {"policy": {}}):
+        assert refused(service, change, path="/v2/models/six/policy", method="PUT")[0] in (400, 409)
 
 
 def test_the_openapi_description_lists_the_addresses_and_outputs_of_the_service(service):

@@ -2,15 +2,24 @@
 
 import asyncio
 import os
+import select
+import socket
+from contextlib import ExitStack, suppress
 
 import pytest
+import yaml
+from asking import infer
 from hypothesis import given
 from hypothesis import strategies as st
+from runs import python_pool, two_model_policy
 from starlette.datastructures import Headers
+from virtual_time import run_virtually
 
+import cauc_ray
 from cauc_ray.protocol.tensors import RequestError
-from cauc_ray.serving import http_app
-from cauc_ray.serving.http_app import CLIENT_GONE, Bodies, authorize, token_of
+from cauc_ray.serving import bodies, connections
+from cauc_ray.serving.bodies import CLIENT_GONE, OpenBytes, read_body
+from cauc_ray.serving.http_app import authorize, token_of
 
 
 def sending(*messages):
@@ -34,53 +43,86 @@ def part(body, more=True):
     ("messages", "status"),
     [
         ([part(b"abcd", more=False)], 413),
-        ([part(b"abcd"), part(b"efg")], 413),  # and is read no further than twice the limit
+        ([part(b"abcd"), part(b"e" * 64_000_000)], 413),  # and is read no further
         ([part(b"ab"), {"type": "http.disconnect"}], CLIENT_GONE),
     ],
 )
 def test_a_body_is_read_to_its_end_or_refused(messages, status):
-    assert asyncio.run(Bodies().read(sending(part(b"ab"), part(b"c", more=False)), 3)) == b"abc"
+    assert asyncio.run(read_body(sending(part(b"ab"), part(b"c", more=False)), 3, int)) == b"abc"
     with pytest.raises(RequestError) as caught:
-        asyncio.run(Bodies().read(sending(*messages), 3))
+        asyncio.run(read_body(sending(*messages), 3, int))
     assert caught.value.status == status
 
 
-def test_a_body_that_does_not_come_is_not_waited_for_in_vain(monkeypatch):
-    monkeypatch.setattr(http_app, "BODY_S", 0.05)
+@pytest.mark.parametrize("head", [b"", b"x" * 60_000])
+def test_a_body_that_comes_slowly_is_not_waited_for_and_a_steady_one_is(head, monkeypatch):
+    """Also one that begins fast."""
 
-    async def receive():
-        await asyncio.sleep(0.02)
-        return part(b"a")
-
-    with pytest.raises(RequestError, match="not arrive") as caught:
-        asyncio.run(Bodies().read(receive, 1000))
-    assert caught.value.status == 408
-
-
-def test_no_more_is_read_at_once_than_there_is_room_for(monkeypatch):
-    """A body that comes slowly holds its room; one alone may be as long as its limit."""
-    monkeypatch.setattr(http_app, "READING_BYTES", 10)
-
-    async def main():
-        bodies, goes_on = Bodies(), asyncio.Event()
-        slow = iter([part(b"x" * 8), part(b"", more=False)])
+    async def read(n_bytes):
+        sent = iter([head])
 
         async def receive():
-            message = next(slow)
-            if not message["more_body"]:
-                await goes_on.wait()
-            return message
+            await asyncio.sleep(3.0)
+            return part(next(sent, b"a" * n_bytes), more=asyncio.get_running_loop().time() < 40.0)
 
-        first = asyncio.create_task(bodies.read(receive, 100))
-        await asyncio.sleep(0)
-        with pytest.raises(RequestError, match="too many") as caught:
-            await bodies.read(sending(part(b"abc", more=False)), 100)
-        goes_on.set()
-        return caught.value, await first, await bodies.read(sending(part(b"y" * 50, more=False)), 100)
+        return await read_body(receive, 10**6, int), asyncio.get_running_loop().time()
 
-    error, first, alone = asyncio.run(main())
-    assert (error.status, error.retry_after_s is not None) == (429, True)
-    assert (first, alone) == (b"x" * 8, b"y" * 50)
+    with pytest.raises(RequestError, match="came within") as caught:
+        run_virtually(read(100))
+    assert caught.value.status == 408
+    assert run_virtually(read(6000))[1] > 39.0
+
+
+def test_requests_have_no_more_bytes_together_than_there_is_room_for_until_they_end(monkeypatch):
+    """One alone may have as many as its limit."""
+    monkeypatch.setattr(bodies, "OPEN_BYTES", 10)
+    open_bytes = OpenBytes()
+    with open_bytes.share() as first:
+        first(8)
+        with pytest.raises(RequestError, match="too many") as caught, open_bytes.share() as second:
+            second(3)
+        assert (caught.value.status, caught.value.retry_after_s is not None) == (429, True)
+        with open_bytes.share() as second:
+            second(2)
+    with open_bytes.share() as alone:
+        alone(50)
+
+
+def is_closed(connection):
+    try:
+        return not connection.recv(10_000)
+    except ConnectionResetError:
+        return True
+
+
+def test_connections_that_send_nothing_or_slowly_are_closed_and_others_served(tmp_path, monkeypatch):
+    for module in (bodies, connections):
+        monkeypatch.setattr(module, "SLOW_S", 1.0)
+    pool = python_pool(tmp_path)
+    content = yaml.safe_load(pool.read_text())
+    pool.write_text(yaml.safe_dump({**content, "serving": {"keep_alive_s": 3}}))
+    request = b"POST /v2/models/test/infer HTTP/1.1\r\nHost: x\r\n"
+    with cauc_ray.serve(pool, two_model_policy(), port=0, local=True) as service, ExitStack() as stack:
+        port = int(service.url.rpartition(":")[2])
+
+        def held(content):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            connection.sendall(content)
+            return connection
+
+        silent, *slow = held(b""), held(request), held(request + b"Content-Length: 1000\r\n\r\n")
+        idle = held(b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n")
+        open_ones = {silent, *slow}
+        while open_ones:
+            open_ones -= set(filter(is_closed, select.select(open_ones, [], [], 0.2)[0]))
+            for connection in slow:
+                with suppress(OSError):
+                    connection.sendall(b"a")
+            assert infer(service.url, "test", {"x": [9.0]})[0] == 200
+        assert b"200 OK" in idle.recv(10_000)
+        idle.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200 OK" in idle.recv(10_000)  # it was open for longer than headers are waited for
+        assert idle.recv(10_000) == b""
 
 
 tokens = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=12)
