@@ -15,13 +15,12 @@ from typing import Any
 from urllib.parse import quote
 
 from cauc_ray.api.options import ServeOptions, SetPolicyOptions
-from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.errors import ConfigError, ExecutionError, PolicyError, printable, require_packages
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, load_pool
 from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.serving.policies_live import PolicyChange
-from cauc_ray.serving.service import require_name
+from cauc_ray.serving.service import require_name, require_servable
 
 POLICY_TOKEN = "CAUC_POLICY_TOKEN"
 HTTP_DEADLINE_S = 30.0
@@ -94,10 +93,7 @@ def serve(
     require_packages("serving", "serve", "starlette", "uvicorn", "prometheus_client")
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     source, policy = policy, policy_of(policy)
-    stages = pool.chain(policy.models)
-    require_agreement(stages, policy)
-    for stage in stages:
-        stage.model.check(local or _runs_here(address))
+    require_servable(pool, policy, here=local or _runs_here(address))
     if pool.serving.policy_every_s is not None and (not local or isinstance(source, Policy)):
         raise ConfigError("serving.policy_every_s is for a local service with a policy file; start it with --local")
     port = _free_port(host, port)

@@ -47,6 +47,8 @@ OUTPUTS: Mapping[str, Datatype] = {
 }
 # What the cascade is to keep for them, and their shapes.
 VECTORS: Mapping[str, Vector] = {"probabilities": "scores", "logits": "logits"}
+# The version of the service as a whole, as other servers number their only one; the others are its policies.
+WHOLE = "1"
 # Of requests without one, or with 0; 1 is the highest.
 DEFAULT_PRIORITY = 2
 # Other bodies that are longer are read in a thread.
@@ -110,7 +112,8 @@ class HttpMessage:
 def read_request(message: Message, inputs: Inputs) -> tuple[InferRequest, Batch, int]:
     """Read a request: all but its inputs, these as n rows of columns, each (n, ...), and n. Raises RequestError."""
     request = message.read()
-    return replace(request, inputs={}), *inputs.columns(request.inputs)
+    tensors = request.inputs if request.rows is None else inputs.tensors(request.rows)
+    return replace(request, inputs={}, rows=None), *inputs.columns(tensors)
 
 
 class Inference:
@@ -173,7 +176,7 @@ class Inference:
         """Answer n rows of columns."""
         service = self._service
         in_force = await service.policy_for_request()  # once: a request has one policy to the end
-        if version is not None:
+        if version is not None and version != WHOLE:
             member = self.member(in_force, version)
         elif (session := limits.get("session")) is not None:
             member = in_force.drawn_for(session)
@@ -181,7 +184,7 @@ class Inference:
             member = in_force.drawn(random.random())
         policy, last = member.policy, last_stage(limits, member.policy)
         whole = last == len(policy.stages) - 1
-        drawn = version is None and in_force.candidate is not None and whole
+        drawn = version in (None, WHOLE) and in_force.candidate is not None and whole
         sampled = policy.in_turn and whole and limits.get("log") is not False
         return await service.cascade.answer(
             policy,
@@ -197,8 +200,8 @@ class Inference:
         )
 
     def member(self, in_force: InForce, version: str) -> Member:
-        """Return an active policy by its id. Raises RequestError (404)."""
-        member = in_force.member(version)
+        """Return an active policy by its id, the incumbent for the version of the whole. Raises RequestError (404)."""
+        member = in_force.incumbent if version == WHOLE else in_force.member(version)
         if member is None:
             versions = ", ".join(in_force.shares)
             raise RequestError(f"model {self._service.model!r} has no version {version!r:.80}; it has {versions}", 404)

@@ -183,9 +183,9 @@ class LocalService(Service):
         except (CaucError, RequestError) as error:
             logger.warning(f"policy {self.in_force.id} stays active: {error}")
 
-    async def n_loaded(self) -> list[int]:
-        """Return how many replicas of each stage have loaded."""
-        return [len(await stage.replicas()) for stage in self._stages]
+    async def has_loaded(self) -> bool:
+        """Return True: the service is made once its stages have."""
+        return True
 
     def app(self) -> ASGIApp:
         """Return the HTTP application, with the metrics as Prometheus reads them."""

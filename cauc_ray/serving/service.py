@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from cauc_ray.cascade.requests import News
+from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
@@ -46,6 +48,8 @@ LONGEST_PAUSE_S = 10.0
 # A replica that has not looked for a policy for so long looks before it answers. A change is therefore active
 # everywhere this long after it was written, also at a replica that cannot be asked whether it has taken it.
 LEASE_S = 3.0
+# How long a replica that starts waits for stages that have had replicas before.
+BEGIN_S = 15.0
 # How long requests wait for such a look; without the store, the policy cannot be changed either.
 LOOK_S = 1.0
 # A change that is overtaken so often while it is written is given up.
@@ -97,6 +101,21 @@ def policies_at_start(pool: Pool, policy: Policy) -> InForce:
     return in_force if candidate is None else in_force.with_candidate(Policy.load(candidate.file), candidate.share)
 
 
+def require_servable(pool: Pool, policy: Policy, *, here: bool) -> tuple[StageSpec, ...]:
+    """Return the stages of a policy's chain.   here: whether their models run on this machine.
+
+    Raises CaucError for faults that can be found without loading a model.
+    """
+    stages = pool.chain(policy.models)
+    require_agreement(stages, policy)
+    for stage in stages:
+        stage.model.check(here)
+    if pool.serving.log is not None and find_spec("pyarrow") is None:
+        raise ConfigError("serving.log writes Parquet files; install with: pip install pyarrow")
+    policies_at_start(pool, policy)
+    return stages
+
+
 class Service(ABC):
     """One replica of what answers requests.
 
@@ -146,7 +165,7 @@ class Service(ABC):
         self.observers += [] if self.table_log is None else [self.table_log]
         self.observers += [] if pool.serving.tracing is None else [Spans(pool.serving.tracing)]
         self.metrics.on_policies(self.in_force)
-        self._stages_began = False
+        self._has_begun = False
         self.leaving = False
         self.n_open = 0
         self._cascade: Cascade | None = None
@@ -155,12 +174,10 @@ class Service(ABC):
         self._tasks: list[asyncio.Task[None]] = []
 
     def _new_table_log(self, policy: Policy) -> TableLog | None:
-        """Return what writes the shadow sample, if the pool has it written. Raises ConfigError without pyarrow."""
+        """Return what writes the shadow sample, if the pool has it written."""
         spec = self.pool.serving.log
         if spec is None:
             return None
-        if find_spec("pyarrow") is None:
-            raise ConfigError("serving.log writes Parquet files; install with: pip install pyarrow")
         costs = [stage.cost for stage in policy.stages]
         logged = Logged(spec, self.pool.serving.shadow, self.specs, costs, policy.cost_unit, policy.costs == "per-call")
         return TableLog(logged, lambda: self.facts, lambda: self.labels)
@@ -170,8 +187,8 @@ class Service(ABC):
         """Call a method of every replica; return what each returned or raised."""
 
     @abstractmethod
-    async def n_loaded(self) -> list[int] | None:
-        """Return how many replicas of each stage have loaded their model, None if unknown."""
+    async def has_loaded(self) -> bool:
+        """Return whether all stages have loaded once in this life of the service."""
 
     @property
     def cascade(self) -> Cascade:
@@ -208,22 +225,29 @@ class Service(ABC):
         return facts.labels if facts is not None else None
 
     async def check_health(self) -> None:
-        """Begin the background tasks, before the first request; raise if one has ended."""
+        """Raise if a background task has ended. The first call begins them, and returns once stages can answer.
+
+        Stages that have had replicas before are not waited for long.
+        """
         if self.cascade and any(task.done() for task in self._tasks):
             raise RuntimeError("a background task of the service has ended")
+        until = math.inf
+        while not self._has_begun and time.monotonic() < until:
+            await self._follow_stages()
+            self._has_begun = all(self.cascade.scheduler.stages[stage].n_replicas for stage in self._needed)
+            if not self._has_begun:
+                until = min(until, time.monotonic() + BEGIN_S) if await self.has_loaded() else math.inf
+                await asyncio.sleep(0.1)
+        self._has_begun = True
+
+    @property
+    def _needed(self) -> range:
+        """Return the stages without which no request can be answered."""
+        return range(1 if self.pool.on_failure == "degrade" else len(self.specs))
 
     async def ready(self) -> bool:
         """Return whether requests can be answered: by all stages, or by the first where the pool degrades."""
-        if self.leaving:
-            return False
-        needed = range(1 if self.pool.on_failure == "degrade" else len(self.specs))
-        if not self._stages_began:
-            counts = await self.n_loaded()
-            if counts is None or not all(counts[stage] for stage in needed):
-                return False
-            await self._follow_stages()
-            self._stages_began = True
-        return not any(self.cascade.missing(stage) for stage in needed)
+        return self._has_begun and not self.leaving and not any(map(self.cascade.missing, self._needed))
 
     @contextmanager
     def one_more_request(self) -> Iterator[None]:

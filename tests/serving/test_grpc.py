@@ -201,7 +201,6 @@ INVALID = {
     "twice": ({"inputs": [X, X], "raw_input_contents": [b"12345678"] * 2}, "two inputs"),
     "memory": ({"inputs": [{**X, "parameters": {"shared_memory_region": {"string_param": "a"}}}]}, "shared_memory"),
     "output": ({**SOUND, "outputs": [{"name": "y"}]}, "output"),
-    "parameter": ({"inputs": [X], "parameters": {"sequence_id": {"int64_param": 1}}}, "sequence_id"),
     "cap": (
         {"inputs": [X], "raw_input_contents": [b"12345678"], "parameters": {"max_stage": {"int64_param": 9}}},
         "max_stage",

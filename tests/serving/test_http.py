@@ -105,11 +105,22 @@ def test_a_request_may_carry_its_own_cap(chain, service):
         ({"log": 0}, "log: input should be a valid boolean"),
         ({"max_cost": -1}, "max_cost: input should be greater than or equal to 0"),
         ({"max_cost": 0.5 * costs[0]}, "below the cost of the first stage"),
-        ({"max_cots": 1}, "unknown key 'parameters.max_cots'"),
     ):
         inputs = [{"name": "example_id", "shape": [1], "datatype": "BYTES", "data": [chain.ids[0]]}]
         status, error = refused(service, {"inputs": inputs, "parameters": parameters})
         assert (status, reason in error) == (400, True), error
+
+
+def test_rows_version_one_and_unknown_parameters_are_taken(chain, service):
+    rows = [{"example_id": example} for example in chain.ids[:20]]
+    body = {"rows": rows, "parameters": {"sequence_id": 7}, "outputs": [{"name": "prediction"}]}
+    for path in ("six", "six/versions/1"):
+        status, content, _ = http("POST", f"{service.url}/v2/models/{path}/infer", body)
+        assert (status, json.loads(content)["outputs"][0]["data"]) == (
+            200,
+            chain.expected("rf").predictions[:20].tolist(),
+        )
+        assert http("GET", f"{service.url}/v2/models/{path}")[0] == 200
 
 
 def test_malformed_requests_are_refused_with_a_4xx_in_one_line(chain, service):

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import poisoned
 import pytest
+import ray.serve as ray_serve
 import yaml
 from asking import Chain, ask, in_force, infer, put_policy, until
 from ray.serve.exceptions import RayServeException
@@ -17,6 +18,7 @@ from runs import python_pool, two_model_policy
 
 import cauc_ray
 from cauc_ray.errors import ConfigError
+from cauc_ray.serving import ServingArgs, build_app
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 FAULTS = pytest.mark.soak("faults")
@@ -31,6 +33,39 @@ def serve(pool, **changes):
 
 def status_of(service, x=9.0):
     return infer(service.url, "six", {"x": [x]})[0]
+
+
+@pytest.mark.slow
+def test_each_answer_is_of_one_version_and_none_fails_while_another_is_deployed(tmp_path):
+    """Of one replica of each stage; the new version's models answer otherwise, and one loads slowly."""
+    pool, policies = python_pool(tmp_path), (two_model_policy(), two_model_policy(0.6))
+    expected = {policies[0].id: 0, policies[1].id: 1}  # of x = 9, which the first stage answers
+    answers, stop = [], threading.Event()
+
+    def client(service):
+        while not stop.is_set():
+            answers.append([infer(service.url, "six", {"x": [x]}, ("prediction", "stage")) for x in (9.0, 0.1)])
+
+    with cauc_ray.serve(pool, policies[0], port=0, name="six") as service, ThreadPoolExecutor(2) as clients:
+        running = [clients.submit(client, service) for _ in range(2)]
+        try:
+            python_pool(tmp_path, [("by_x", {"factor": -1.0}), ("loads_slowly", {"seconds": 5.0})])
+            app = build_app(ServingArgs(pool=str(pool), policy=policies[1].model_dump(mode="json"), name="six"))
+            target = ray_serve.RunTarget(app, name="six", route_prefix="/", logging_config=None)
+            ray_serve.run_many([target], wait_for_applications_running=False)
+            until(lambda: answers[-1][1][1]["parameters"]["policy_id"] == policies[1].id)
+            n = len(answers)
+            until(lambda: len(answers) > n + 100)
+        finally:
+            stop.set()
+        for request in running:
+            request.result()
+    assert {status for pair in answers for status, _ in pair} == {200}
+    seen = {answer[0][1]["parameters"]["policy_id"] for answer in answers}
+    assert seen == set(expected)
+    for (_, confident), (_, deferred) in answers:
+        assert confident["outputs"][0]["data"] == [expected[confident["parameters"]["policy_id"]]]
+        assert deferred["outputs"][1]["data"] == [1]
 
 
 @FAULTS
