@@ -17,7 +17,7 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.answer_ids import sampled_rows, was_drawn
-from cauc_ray.serving.policies_live import Store
+from cauc_ray.serving.policies_live import Store, stored_json
 
 # Confidences are the float32 values of the answer.
 _ROUNDING = 1e-6
@@ -164,8 +164,8 @@ class Reported:
         left, n_before = sum(1 << row for row in feedback.rows.tolist()), 0
         prefix = f"{self._prefix}{feedback.policy_id}:{feedback.answer}:"
         # An entry is written once: of two routers that take the same rows at once, one finds the other's.
-        while left and not self._store.put(f"{prefix}{n_before}", f"{left:x}".encode(), overwrite=False):
-            left &= ~int(self._store.get(f"{prefix}{n_before}") or b"0", 16)
+        while left and not self._store.put(f"{prefix}{n_before}", f'"{left:x}"'.encode(), overwrite=False):
+            left &= ~int(stored_json(self._store.get(f"{prefix}{n_before}") or b'"0"'), 16)
             n_before += 1
         if left:
             with self._lock:

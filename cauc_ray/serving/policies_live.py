@@ -250,7 +250,7 @@ class Log:
 
     def read(self) -> tuple[int, bytes] | None:
         """Return the newest version and its content, None where there is none yet. Blocks for calls to the store."""
-        hint = int(self._store.get(self._hint) or 0)
+        hint: int = stored_json(self._store.get(self._hint) or b"0")
         # The hint is of an entry that may itself be the newest.
         version = max(self._last[0] if self._last is not None else 0, hint - 1)
         while (raw := self._store.get(f"{self._prefix}{version + 1}")) is not None:

@@ -12,11 +12,12 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 from cauc_ray.cascade.requests import News
 from cauc_ray.cascade.worker import require_agreement
@@ -50,10 +51,13 @@ LONGEST_PAUSE_S = 10.0
 LEASE_S = 3.0
 # How long a replica that starts waits for stages that have had replicas before.
 BEGIN_S = 15.0
-# How long requests wait for such a look; without the store, the policy cannot be changed either.
-LOOK_S = 1.0
+# How long requests wait for such a look, and calls of the store for their end.
+LOOK_S, STORE_S = 1.0, 10.0
+STORE_IS_AWAY = "the store of the service's policies cannot be read now; GET the policy to see which one is active"
 # A change that is overtaken so often while it is written is given up.
 MOST_TRIES = 20
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +174,8 @@ class Service(ABC):
         self.n_open = 0
         self._cascade: Cascade | None = None
         self._id = uuid.uuid4().hex
+        self._look: asyncio.Future[InForce] | None = None
+        self._store_threads = ThreadPoolExecutor(4, thread_name_prefix="store")
         self._passing: set[asyncio.Future[list[Any]]] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -268,22 +274,36 @@ class Service(ABC):
     def close(self) -> None:
         """End what the service has started outside of its event loop."""
         self.elsewhere.close()
+        self._store_threads.shutdown(wait=False, cancel_futures=True)
         for observer in self.observers:
             observer.close()
 
     async def policy_for_request(self) -> InForce:
-        """Return the active policy, read again if this replica has not checked it recently."""
+        """Return the active policy, read again if this replica has not checked it recently.
+
+        Raises RequestError (503) where it cannot be read: another one may be active.
+        """
         if time.monotonic() - self._looked_at > LEASE_S:
-            await self._in_touch()
+            if self._look is None or self._look.done():  # one look for all requests
+                self._look = asyncio.ensure_future(self.current_policy())
+            await asyncio.wait([self._look], timeout=LOOK_S)
+            if not self._look.done():
+                raise RequestError(STORE_IS_AWAY, 503, 1.0)
+            self._look.result()
         return self.in_force
 
     async def current_policy(self) -> InForce:
         """Check for a policy set at another replica, and return the active one. Raises RequestError (503)."""
+        return await self._stored(self._adopt_stored)
+
+    async def _stored(self, function: Callable[..., T], *args: Any) -> T:
+        """Call what reads or writes the store, in threads that nothing else waits for. Raises RequestError (503)."""
+        called = asyncio.get_running_loop().run_in_executor(self._store_threads, function, *args)
         try:
-            return await asyncio.to_thread(self._adopt_stored)
-        except StoreError as error:
-            logger.warning(f"the stored policy cannot be read: {error}")
-            raise RequestError("the active policy cannot be read now; try again", 503, 1.0) from error
+            return await asyncio.wait_for(called, STORE_S)
+        except (StoreError, TimeoutError) as error:
+            logger.warning(f"the service's store does not answer: {error}")
+            raise RequestError(STORE_IS_AWAY, 503, 1.0) from error
 
     async def policy_version(self) -> int:
         """Check for a policy set at another replica, and return the active one's version."""
@@ -296,10 +316,7 @@ class Service(ABC):
     async def policies(self) -> tuple[dict[str, Any], str]:
         """Return the policies, the candidate's evidence, and receipts; and the version's tag. Raises RequestError."""
         in_force = await self.current_policy()
-        try:
-            evidence = await asyncio.to_thread(self.canary.evidence, in_force)
-        except StoreError as error:
-            raise RequestError("the evidence on the candidate cannot be read now; try again", 503, 1.0) from error
+        evidence = await self._stored(self.canary.evidence, in_force)
         candidate = in_force.candidate and {
             "policy_id": in_force.candidate.id,
             "share": in_force.share,
@@ -327,7 +344,7 @@ class Service(ABC):
         if another version than if_match is active, 503 if the version cannot be written.
         """
         try:
-            before, after = await asyncio.to_thread(self._change, change, if_match, why)
+            before, after = await self._stored(self._change, change, if_match, why)
             written = time.monotonic()
             n_replicas = await self._confirmed(after.version)
             if n_replicas is None:
@@ -336,13 +353,6 @@ class Service(ABC):
         except CaucError as error:
             self.metrics.policy_change("refused")
             raise RequestError(str(error), 409) from error
-        except StoreError as error:
-            logger.warning(f"a policy could not be stored: {error}")
-            raise RequestError(
-                "the policy may not have been stored: its store does not answer; GET it to see which one is active",
-                503,
-                1.0,
-            ) from error
         if newest.shares != after.shares:
             self.metrics.policy_change("overtaken")
             raise RequestError(
@@ -357,7 +367,7 @@ class Service(ABC):
 
     async def watched(self) -> WatchedHere:
         """Evaluate and return this replica's monitoring of the active policy."""
-        return await asyncio.to_thread(self.drift.evaluate)
+        return await self._stored(self.drift.evaluate)
 
     async def watch(self) -> dict[str, Any]:
         """Return all replicas' monitoring of the active policy. Raises RequestError (503)."""
@@ -375,7 +385,7 @@ class Service(ABC):
         feedback = await self.elsewhere.call_if(len(body) > LONG_JSON, *read)
         n, member, new = len(feedback), in_force.member(feedback.policy_id), feedback
         if member is not None or self.table_log is not None:
-            new = await asyncio.to_thread(self._reported.new, feedback)
+            new = await self._stored(self._reported.new, feedback)
         counts = [count for one in self.observers if (count := one.on_feedback(new, in_force)) is not None]
         n_counted, note = max(counts, default=0), None
         if member is None:
@@ -406,15 +416,6 @@ class Service(ABC):
         for one in silent:
             logger.warning(f"a replica has not confirmed version {version} of the policy: {one!r:.200}")
         return len(versions) if versions and not silent else None
-
-    async def _in_touch(self) -> None:
-        """Wait for this replica to look for a policy again; not for long: the last known is better than no answer."""
-        deadline = time.monotonic() + LOOK_S
-        while time.monotonic() - self._looked_at > LEASE_S:
-            if time.monotonic() > deadline:
-                logger.warning(f"the policy cannot be read, {self.in_force.id} stays active")
-                self._looked_at = time.monotonic()
-            await asyncio.sleep(0.01)
 
     def _change(self, change: PolicyChange, if_match: str | None, why: str | None) -> tuple[InForce, InForce]:
         """Write the next version, and return the one before and it. Raises RequestError and CaucError as set_policy."""

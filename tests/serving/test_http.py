@@ -9,13 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 import jsonschema
 import numpy as np
 import pytest
-from asking import Chain, ask, http, in_force, put_policy, refused
+from asking import Chain, ask, http, in_force, put_policy, refused, until
 from runs import MODELS
 
 import cauc_ray
 from cauc_ray.errors import PolicyError
 from cauc_ray.policies.trace import replay
 from cauc_ray.serving import elsewhere, inference
+from cauc_ray.serving.local import MemoryStore
+from cauc_ray.serving.policies_live import StoreError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of gevent, which it brings along
@@ -148,6 +150,38 @@ def test_malformed_requests_are_refused_with_a_4xx_in_one_line(chain, service):
         cauc_ray.set_policy(chain.two_models, url=service.url)
     assert in_force(service) == chain.policies["rf"].id
     assert ask(service, chain.ids[:1])  # it is as well as before
+
+
+@pytest.mark.parametrize("fault", ["away", "damaged"])
+def test_without_a_readable_store_no_request_is_answered_by_a_policy_that_may_be_replaced(
+    chain, service, monkeypatch, fault
+):
+    def get(store, key):
+        if fault == "away":
+            raise StoreError("no route to host")
+        return b"{"
+
+    asked = {"inputs": [{"name": "example_id", "shape": [1], "datatype": "BYTES", "data": [chain.ids[0]]}]}
+    policy_id = chain.policies["rf"].id
+    feedback = {"policy_id": policy_id, "prediction": [0], "confidence": [0.5], "stage": [0], "label": [0]}
+    requests = {
+        "infer": ("POST", asked),
+        "feedback": ("POST", feedback),
+        "policy": ("GET", None),
+        "watch": ("GET", None),
+    }
+
+    def statuses():
+        return {
+            http(method, f"{service.url}/v2/models/six/{path}", body)[0] for path, (method, body) in requests.items()
+        }
+
+    assert statuses() == {200}
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryStore, "get", get)
+        patch.setattr(MemoryStore, "put", lambda store, key, value, *, overwrite=True: False)
+        until(lambda: statuses() == {503}, 30)
+    until(lambda: statuses() == {200}, 30)
 
 
 def test_requests_are_counted_and_their_ids_echoed(chain, service):
