@@ -41,6 +41,8 @@ SENT_S = 0.1
 ADD_TO_PROXY = "cauc_ray.serving.over_grpc:add_to_proxy"
 # A changed application has all of its new replicas before the old ones stop.
 SURGE_PERCENT = 100
+# Each line of a replica's log is JSON; that of a request has its fields under `cauc`.
+LOGGING = {"encoding": "JSON"}
 # The router refuses early by itself; these only keep Serve from refusing before it.
 ROUTER_REQUESTS = 10_000
 
@@ -101,6 +103,7 @@ def _stage(spec: StageSpec) -> Any:
         health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=STOP_S,
         max_surge_percent=SURGE_PERCENT,
+        logging_config=LOGGING,
         **_scale(
             spec.replicas,
             policy=AutoscalingPolicy(policy_function=replicas_for),
@@ -121,6 +124,7 @@ def _router(pool: Pool) -> Any:
         health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=10.0,
         max_surge_percent=SURGE_PERCENT,
+        logging_config=LOGGING,
         **_scale(router.replicas, target_ongoing_requests=100, upscale_delay_s=10.0, downscale_delay_s=300.0),
     )
 

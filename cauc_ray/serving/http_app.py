@@ -44,7 +44,7 @@ MAX_POLICY_BYTES = 1_000_000
 MAX_DECISION_BYTES, FEEDBACK_ROW_BYTES, FEEDBACK_BYTES = 4_000_000, 200, 10_000
 # Shorter answers are not compressed; longer ones than the second are, in a thread.
 GZIP_BYTES, LONG_GZIP = 1000, 50_000
-# How Serve's handlers know a line of an access log; where that is off, so is ours.
+# How Serve's handlers know a line of an access log; where that is off, so is ours. Its fields are those of `cauc`.
 _ACCESS = {"serve_access_log": True, "log_to_stderr": False}
 
 # A response and its fields for the log.
@@ -95,10 +95,11 @@ class _Handlers:
 
     def __init__(self, service: Service) -> None:
         self._service, self._inference, self._inflates = service, service.inference, asyncio.Semaphore()
-        self._token, self._policy_token = token_of(TOKEN), token_of(POLICY_TOKEN)
+        self._tokens = Tokens()
         self._max_body = int(service.pool.serving.max_body_mb * 1e6)
 
     async def server(self, request: Request) -> Response:
+        self._tokens.require_reader(request.headers)
         content = {"name": "cauc-ray", "version": PACKAGE_VERSION, "extensions": [BINARY_DATA]}
         return JSONResponse({**content, "models": [self._service.model]})
 
@@ -110,6 +111,7 @@ class _Handlers:
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def metadata(self, request: Request) -> Response:
+        self._tokens.require_reader(request.headers)
         return JSONResponse(self._inference.metadata(self._require_model(request)))
 
     async def model_ready(self, request: Request) -> Response:
@@ -118,20 +120,19 @@ class _Handlers:
         return JSONResponse({"name": self._service.model, "ready": ready}, 200 if ready else 503)
 
     async def openapi(self, request: Request) -> Response:
+        self._tokens.require_reader(request.headers)
         return FileResponse(OPENAPI, media_type="application/json")
 
     async def policy(self, request: Request) -> Response:
         self._require_model(request)
         if request.method == "PUT":
             return await self._set_policy(request)
-        authorize(request.headers, self._token, self._policy_token)
+        self._tokens.require(request.headers, TOKEN, POLICY_TOKEN)
         content, etag = await self._service.policies()
         return JSONResponse(content, headers={"ETag": etag})
 
     async def _set_policy(self, request: Request) -> Response:
-        if self._token is not None and self._policy_token is None:
-            raise RequestError(f"changing the policy needs its own token: start the service with {POLICY_TOKEN}", 403)
-        authorize(request.headers, self._policy_token)
+        self._tokens.require_changer(request.headers)
         async with self._body(request, MAX_POLICY_BYTES) as body:
             change = await self._service.elsewhere.call_if(len(body) > LONG_JSON, read_change, body)
         answer, etag = await self._service.set_policy(change, request.headers.get("if-match"))
@@ -139,12 +140,12 @@ class _Handlers:
 
     async def watch(self, request: Request) -> Response:
         self._require_model(request)
-        authorize(request.headers, self._token, self._policy_token)
+        self._tokens.require(request.headers, TOKEN, POLICY_TOKEN)
         return JSONResponse(await self._service.watch())
 
     async def feedback(self, request: Request) -> Response:
         self._require_model(request)
-        authorize(request.headers, self._token)
+        self._tokens.require(request.headers, TOKEN)
         limit = FEEDBACK_BYTES + FEEDBACK_ROW_BYTES * self._service.pool.serving.max_request_rows
         async with self._body(request, limit) as body:
             return JSONResponse(await self._service.feedback(body))
@@ -185,7 +186,7 @@ class _Handlers:
 
     async def _decide(self, request: Request) -> Answered:
         """Return the response and its fields for the log."""
-        authorize(request.headers, self._token)
+        self._tokens.require(request.headers, TOKEN)
         async with self._body(request, MAX_DECISION_BYTES) as body:
             content, fields = await self._inference.decide(body, request.headers)
         return JSONResponse(content), fields
@@ -193,7 +194,7 @@ class _Handlers:
     async def _infer(self, request: Request) -> Answered:
         """Return the response and its fields for the log."""
         headers = request.headers
-        authorize(headers, self._token)
+        self._tokens.require(headers, TOKEN)
         length = headers.get("inference-header-content-length")
         if length is not None and not (length.isascii() and length.isdigit() and len(length) < 12):
             raise RequestError(f"Inference-Header-Content-Length must be a number of bytes, got {length!r:.40}")
@@ -235,7 +236,7 @@ def counted(service: Service, event: str, headers: Mapping[str, str]) -> Iterato
             line: dict[str, Any] = {"event": event, "request_id": headers.get("x-request-id"), "model": service.model}
             line = {**line, **fields, "status": status, "seconds": round(seconds, 6)}
             line = {name: value for name, value in line.items() if value is not None}
-            logger.info("%s", json.dumps(line), extra=_ACCESS)
+            logger.info("%s", json.dumps(line), extra={**_ACCESS, "cauc": line})
 
 
 def read_change(body: bytes) -> PolicyChange:
@@ -256,28 +257,41 @@ def require_model(service: Service, name: str, version: str | None) -> None:
         service.inference.member(service.in_force, version)
 
 
-def token_of(variable: str) -> bytes | None:
-    """Return the token in a variable of the environment, None where there is none.
+class Tokens:
+    """The bearer tokens of a service, from its environment.
 
     Surrounding white space, such as the line break of a file, is removed, since no header can carry it. A token of
     white space alone matches no request.
     """
-    value = os.environ.get(variable)
-    return os.fsencode(value).strip() if value else None
 
+    def __init__(self) -> None:
+        values = {name: os.environ.get(name) for name in (TOKEN, POLICY_TOKEN)}
+        self._tokens = {name: os.fsencode(value).strip() for name, value in values.items() if value}
 
-def authorize(headers: Mapping[str, str], *tokens: bytes | None) -> None:
-    """Raise RequestError (401) unless a request bears one of the tokens; None asks for none."""
-    valid_tokens = [token for token in tokens if token is not None]
-    if not valid_tokens:
-        return
-    scheme, _, text = headers.get("authorization", "").partition(" ")
-    # The header's bytes as they came; stripped as bytes, since a letter of UTF-8 may end in what Latin-1 calls a space.
-    bearer = text.encode("latin-1").strip()
-    # All are compared, each in constant time, so that the duration reveals nothing.
-    same = [hmac.compare_digest(bearer, token) for token in valid_tokens]
-    if scheme.lower() != "bearer" or not bearer or not any(same):
-        raise RequestError("the header 'Authorization: Bearer TOKEN' with a valid token is required", 401)
+    def require_reader(self, headers: Mapping[str, str]) -> None:
+        """Raise RequestError (401) where inference needs a token and a request bears neither of the two."""
+        if TOKEN in self._tokens:
+            self.require(headers, TOKEN, POLICY_TOKEN)
+
+    def require_changer(self, headers: Mapping[str, str]) -> None:
+        """Raise RequestError unless a request may change the policy: 401, or 403 where no request may."""
+        if TOKEN in self._tokens and POLICY_TOKEN not in self._tokens:
+            raise RequestError(f"changing the policy needs its own token: start the service with {POLICY_TOKEN}", 403)
+        self.require(headers, POLICY_TOKEN)
+
+    def require(self, headers: Mapping[str, str], *names: str) -> None:
+        """Raise RequestError (401) unless a request bears one of the tokens in these variables, where any is set."""
+        tokens = {name: self._tokens[name] for name in names if name in self._tokens}
+        if not tokens:
+            return
+        scheme, _, text = headers.get("authorization", "").partition(" ")
+        # The header's bytes as they came; stripped as bytes: a letter of UTF-8 may end in what Latin-1 calls a space.
+        bearer = text.encode("latin-1").strip()
+        # All are compared, each in constant time, so that the duration reveals nothing.
+        same = [hmac.compare_digest(bearer, token) for token in tokens.values()]
+        if scheme.lower() != "bearer" or not bearer or not any(same):
+            variables = " or ".join(tokens)
+            raise RequestError(f"the header 'Authorization: Bearer …' with the service's {variables} is required", 401)
 
 
 async def _gzipped(response: Response, accepted: str) -> Response:

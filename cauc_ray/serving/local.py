@@ -31,7 +31,7 @@ from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.connections import Connection, raise_file_limit
-from cauc_ray.serving.http_app import http_app
+from cauc_ray.serving.http_app import Tokens, http_app
 from cauc_ray.serving.observers.service_metrics import ACTS, Kind, Note
 from cauc_ray.serving.policies_live import InForce, PolicyChange, Store
 from cauc_ray.serving.replica import Replica
@@ -189,8 +189,10 @@ class LocalService(Service):
 
     def app(self) -> ASGIApp:
         """Return the HTTP application, with the metrics as Prometheus reads them."""
+        tokens = Tokens()
 
-        async def metrics(_: Request) -> Response:
+        async def metrics(request: Request) -> Response:
+            tokens.require_reader(request.headers)
             self.metrics.flush()
             return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 

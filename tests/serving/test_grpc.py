@@ -267,7 +267,11 @@ def test_a_token_is_required_in_the_metadata(chain, monkeypatch):
             with pytest.raises(InferenceServerException) as error:
                 client.infer("six", [ids_of(over_grpc, chain.ids[:1])], headers=headers)
             assert error.value.status() == "StatusCode.UNAUTHENTICATED"
-        client.infer("six", [ids_of(over_grpc, chain.ids[:1])], headers={"authorization": "Bearer s3cret"})
+            with pytest.raises(InferenceServerException):
+                client.get_model_metadata("six", headers=headers)
+        headers = {"authorization": "Bearer s3cret"}
+        client.infer("six", [ids_of(over_grpc, chain.ids[:1])], headers=headers)
+        assert client.get_model_metadata("six", headers=headers).name == "six"
 
 
 def test_a_deadline_and_a_cancelled_call_end_their_requests_and_a_signal_answers_open_ones(tmp_path):

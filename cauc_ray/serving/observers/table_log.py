@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
+from cauc_ray.errors import masked
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import LogSpec, StageSpec
 from cauc_ray.numbers.types import Floats
@@ -125,7 +126,7 @@ class TableLog(Observer):
         self._thread.join(CLOSE_S)
         self._elsewhere.close()
         if self._flush is not None or self._since is not None:
-            logger.warning(f"the last rows of the log could not be written to {self._spec.to}")
+            logger.warning(f"the last rows of the log could not be written to {masked(str(self._spec.to))}")
 
     def _run(self) -> None:
         pause_s, expires_at = LOOK_S, 0.0
@@ -147,7 +148,7 @@ class TableLog(Observer):
                 pause_s, self._is_away = LOOK_S, False
             except Exception as error:  # of any type: what waits is tried again
                 if not (self._is_away or self._closing):
-                    logger.warning(f"the log cannot be written to {self._spec.to}, trying again: {error}")
+                    logger.warning(masked(f"the log cannot be written to {self._spec.to}, trying again: {error}"))
                 self._is_away = True
                 pause_s = min(max(PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S)
             if self._closing and self._flush is not None:
