@@ -79,7 +79,7 @@ def serve(
         port: the port to listen on; 0 takes a free one.
         grpc_port: the port to answer gRPC on as well; 0 takes a free one.
         name: of the model in URLs; without one the pool's.
-        local: serve in this process, without Ray.
+        local: serve from this process, without Ray.
         address: of a Ray cluster; without it the session of this process, or one for this service.
         on_wait: called with a few words on what is waited for.
 
@@ -93,7 +93,7 @@ def serve(
     require_packages("serving", "serve", "starlette", "uvicorn", "prometheus_client")
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     source, policy = policy, policy_of(policy)
-    require_servable(pool, policy, here=local or _runs_here(address))
+    require_servable(pool, policy, local=local or _runs_here(address))
     if pool.serving.policy_every_s is not None and (not local or isinstance(source, Policy)):
         raise ConfigError("serving.policy_every_s is for a local service with a policy file; start it with --local")
     port = _free_port(host, port)

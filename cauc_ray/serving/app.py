@@ -76,7 +76,7 @@ def build_app(args: ServingArgs) -> Application:
 def application(pool: Pool, policy: Policy, name: str | None = None) -> Application:
     """Return a pool's cascade with a policy as a Serve application."""
     model = require_name(pool.name if name is None else name)
-    stages = require_servable(pool, policy, here=False)
+    stages = require_servable(pool, policy, local=False)
     if pool.serving.policy_every_s is not None:
         raise ConfigError("serving.policy_every_s is for a local service; start it with --local")
     if ray.is_initialized():

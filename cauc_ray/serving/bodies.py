@@ -15,7 +15,7 @@ from cauc_ray.serving.request_state import RETRY_AFTER_S
 OPEN_BYTES = 1 << 30
 # What is read and dropped of a body that is too long: most clients hear an answer only once they have sent all.
 DROPPED_BYTES = 64_000_000
-# A client has so long for its headers, and for each further part of its body of so many bytes.
+# Seconds for the headers of a request, and for each further part of its body of so many bytes.
 SLOW_S, SLOW_BYTES = 10.0, 10_000
 # How a request ends whose client went away: the number that proxies use in their logs. Nobody is sent it.
 CLIENT_GONE = 499

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 
@@ -59,7 +59,7 @@ class Elsewhere:
         self._end()
 
     def _called(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
-        process = self._process = self._process or _started()
+        process = self._process = self._process or python_process(__name__)
         assert process.stdin is not None
         assert process.stdout is not None
         timer = threading.Timer(DEADLINE_S, process.kill)
@@ -84,19 +84,26 @@ class Elsewhere:
                 self._process = None
 
 
-def _started() -> subprocess.Popen[bytes]:
+def python_process(module: str) -> subprocess.Popen[bytes]:
+    """Start a process that runs a module of this package, with pipes to it and from it."""
     # It finds what this process finds, whatever has put it on the path.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-m", __name__], env=environment, stdin=pipe, stdout=pipe, bufsize=-1)
+    return subprocess.Popen([sys.executable, "-m", module], env=environment, stdin=pipe, stdout=pipe, bufsize=-1)
 
 
-def main() -> None:
-    """Do what comes, until the other process is gone. Whoever stops both lets it finish first."""
+def pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Return what python_process reads and writes in its process; signals for all processes are left to the other."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     calls, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anything prints goes elsewhere
+    return calls, results
+
+
+def main() -> None:
+    """Do what comes, until the other process is gone. Whoever stops both lets it finish first."""
+    calls, results = pipes()
     with suppress(EOFError, BrokenPipeError):
         while True:
             function, args = pickle.load(calls)

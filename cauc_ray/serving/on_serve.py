@@ -58,8 +58,8 @@ SENT_S = 0.02
 LEAVES_S = 0.2
 # How often a replica looks whether the other stages have loaded.
 LOOK_S = 0.2
-# A replica that Serve stops goes on for so long for routers of its own version that have no other, and how long Serve
-# lets it.
+# Seconds that a replica which Serve stops goes on for a router of its own version that has no other, each time that the
+# router asks; and the most that Serve lets it.
 HOLD_S, STOP_S = 3.0, 15.0
 
 logger = logging.getLogger("ray.serve")

@@ -105,15 +105,15 @@ def policies_at_start(pool: Pool, policy: Policy) -> InForce:
     return in_force if candidate is None else in_force.with_candidate(Policy.load(candidate.file), candidate.share)
 
 
-def require_servable(pool: Pool, policy: Policy, *, here: bool) -> tuple[StageSpec, ...]:
-    """Return the stages of a policy's chain.   here: whether their models run on this machine.
+def require_servable(pool: Pool, policy: Policy, *, local: bool) -> tuple[StageSpec, ...]:
+    """Return the stages of a policy's chain.   local: whether their models run on this machine.
 
     Raises CaucError for faults that can be found without loading a model.
     """
     stages = pool.chain(policy.models)
     require_agreement(stages, policy)
     for stage in stages:
-        stage.model.check(here)
+        stage.model.check(local)
     if pool.serving.log is not None and find_spec("pyarrow") is None:
         raise ConfigError("serving.log writes Parquet files; install with: pip install pyarrow")
     policies_at_start(pool, policy)

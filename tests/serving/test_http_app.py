@@ -97,10 +97,10 @@ def is_closed(connection):
 
 def test_connections_that_send_nothing_or_slowly_are_closed_and_others_served(tmp_path, monkeypatch):
     for module in (bodies, connections):
-        monkeypatch.setattr(module, "SLOW_S", 1.0)
+        monkeypatch.setattr(module, "SLOW_S", 0.5)
     pool = python_pool(tmp_path)
     content = yaml.safe_load(pool.read_text())
-    pool.write_text(yaml.safe_dump({**content, "serving": {"keep_alive_s": 3}}))
+    pool.write_text(yaml.safe_dump({**content, "serving": {"keep_alive_s": 8}}))
     request = b"POST /v2/models/test/infer HTTP/1.1\r\nHost: x\r\n"
     with cauc_ray.serve(pool, two_model_policy(), port=0, local=True) as service, ExitStack() as stack:
         port = int(service.url.rpartition(":")[2])
