@@ -192,7 +192,7 @@ class Cascade:
         request.deadline = now + (self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s))
         try:
             row_bytes = n_bytes(request.columns) / request.n
-            self.scheduler.start(request, stages, state, row_bytes, now, counts=request.number >= 0)
+            self.scheduler.start(request, stages, state, row_bytes, now, counts=not request.shadow)
             self._take_done()
             self.pump_soon()
             await request.done
@@ -240,6 +240,10 @@ class Cascade:
         self.scheduler.note_replicas(stage, now, why)
         self._take_done()
         self.pump_soon()
+
+    def has_replica(self, stage: int) -> bool:
+        """Return whether a stage has a replica that takes calls."""
+        return bool(self._numbers[stage])
 
     def missing(self, stage: int) -> bool:
         """Return whether a stage has had no replica for longer than rows wait for one."""

@@ -163,6 +163,11 @@ class RequestState(Owner):
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
+    def shadow(self) -> bool:
+        """Return whether it is a shadow request, which no client waits for."""
+        return self.number < 0
+
+    @property
     def capped(self) -> bool:
         """Return whether some of the policy's stages are not to be called."""
         return self.last_stage < len(self.policy.stages) - 1

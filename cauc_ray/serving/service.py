@@ -240,7 +240,7 @@ class Service(ABC):
         until = math.inf
         while not self._has_begun and time.monotonic() < until:
             await self._follow_stages()
-            self._has_begun = all(self.cascade.scheduler.stages[stage].n_replicas for stage in self._needed)
+            self._has_begun = all(map(self.cascade.has_replica, self._needed))
             if not self._has_begun:
                 until = min(until, time.monotonic() + BEGIN_S) if await self.has_loaded() else math.inf
                 await asyncio.sleep(0.1)
