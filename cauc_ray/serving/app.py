@@ -32,8 +32,6 @@ from cauc_ray.serving.service import environment, policies_at_start, require_nam
 
 PROXY_PERIOD = "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"
 START_DEADLINE_S = 900.0
-# Routers that do not report within this are not ready.
-ASK_S = 5.0
 # How long a service that is stopped waits for open requests, and then for Serve's proxy to have sent their answers.
 GRACE_S = 4.0
 SENT_S = 0.1
@@ -214,24 +212,14 @@ def _wait_until_ready(app: str, on_wait: Callable[[str], None]) -> None:
     while time.monotonic() < deadline:
         status = serve.status().applications.get(app)
         if status is not None and status.status == "RUNNING":
-            if _routers_are_ready(app):
-                return
-        elif status is not None:
+            return  # a router runs once it knows of the stages' replicas
+        if status is not None:
             if status.status in ("DEPLOY_FAILED", "UNHEALTHY") and not _recovers(status):
                 raise ExecutionError(f"the service does not start: {_reason(status)}")
             waiting = [name for name, deployment in status.deployments.items() if deployment.status != "HEALTHY"]
             on_wait(f"waiting for {', '.join(waiting) or 'the stages'}")
         time.sleep(0.1)
     raise ExecutionError(f"the service has not started within {START_DEADLINE_S:.0f} s")
-
-
-def _routers_are_ready(app: str) -> bool:
-    """Return whether all routers know of the stages' replicas, which they hear of later than Serve itself."""
-    try:
-        return all(serve.get_deployment_handle(ROUTER, app).broadcast("ready").results(timeout_s=ASK_S))
-    except Exception as error:  # a router that is just replaced fails in any way
-        logger.warning(f"cannot check whether a router is ready: {type(error).__name__}: {error}")
-        return False
 
 
 def _recovers(status: Any) -> bool:

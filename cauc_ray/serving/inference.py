@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ from cauc_ray.serving.policies_live import InForce, Member
 from cauc_ray.serving.request_state import Question, RequestState
 
 if TYPE_CHECKING:
+    from cauc_ray.protocol.grpc_messages import GrpcMessage  # of an extra
     from cauc_ray.serving.service import Service
 
 # What a response may hold.
@@ -55,39 +56,9 @@ DEFAULT_PRIORITY = 2
 LONG_BODY = 1_000_000
 
 
-class Message(Protocol):
-    """A request for inference as it came. Pickled, it can be read in another process.
-
-    n_slow: how many bytes of its body Python reads one by one.   has_texts: whether BYTES are among its inputs, which
-    are read so, too.
-    """
-
-    @property
-    def body(self) -> bytes: ...  # noqa: D102
-
-    @property
-    def n_slow(self) -> int: ...  # noqa: D102
-
-    @property
-    def has_texts(self) -> bool: ...  # noqa: D102
-
-    def read(self) -> InferRequest:
-        """Read it. Raises RequestError."""
-
-    def write(
-        self,
-        request: InferRequest,
-        model: str,
-        version: str,
-        outputs: Sequence[Tensor],
-        parameters: Mapping[str, object],
-    ) -> tuple[bytes, int | None]:
-        """Write its response, as write_infer_response."""
-
-
 @dataclass(frozen=True, slots=True)
 class HttpMessage:
-    """A request over HTTP.   json_length: of the body's JSON part, None where it is all JSON."""
+    """A request over HTTP, readable in another process.   json_length: of the body's JSON part, None for all of it."""
 
     body: bytes
     json_length: int | None
@@ -96,12 +67,12 @@ class HttpMessage:
 
     @property
     def n_slow(self) -> int:
-        """Return the length of its JSON part."""
+        """Return how many bytes Python reads one by one, those of its JSON part."""
         return len(self.body) if self.json_length is None else self.json_length
 
     @property
     def has_texts(self) -> bool:
-        """Return whether its JSON part names the datatype."""
+        """Return whether its JSON part names the datatype BYTES, whose raw bytes Python reads one by one, too."""
         return b'"BYTES"' in self.body[: max(0, self.n_slow)]
 
     def read(self) -> InferRequest:
@@ -109,7 +80,7 @@ class HttpMessage:
         return read_infer_request(self.body, self.json_length)
 
 
-def read_request(message: Message, inputs: Inputs) -> tuple[InferRequest, Batch, int]:
+def read_request(message: HttpMessage | GrpcMessage, inputs: Inputs) -> tuple[InferRequest, Batch, int]:
     """Read a request: all but its inputs, these as n rows of columns, each (n, ...), and n. Raises RequestError."""
     request = message.read()
     tensors = request.inputs if request.rows is None else inputs.tensors(request.rows)
@@ -124,7 +95,7 @@ class Inference:
         self._inputs = Inputs(service.pool, service.specs)
 
     async def answer(
-        self, message: Message, headers: Mapping[str, str], version: str | None = None
+        self, message: HttpMessage | GrpcMessage, headers: Mapping[str, str], version: str | None = None
     ) -> tuple[bytes, int | None, Mapping[str, Any]]:
         """Answer one request.
 
@@ -207,7 +178,7 @@ class Inference:
             raise RequestError(f"model {self._service.model!r} has no version {version!r:.80}; it has {versions}", 404)
         return member
 
-    async def _read(self, message: Message) -> tuple[InferRequest, Batch, int]:
+    async def _read(self, message: HttpMessage | GrpcMessage) -> tuple[InferRequest, Batch, int]:
         """Read a request where it does not block others."""
         n = len(message.body)
         is_slow = n > LONG_JSON and (message.n_slow > LONG_JSON or (n > LONG_BODY and message.has_texts))
