@@ -273,6 +273,7 @@ class NamedReplica(RequestRouter):  # type: ignore[misc]  # Ray's classes have n
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take the replicas that run, and keep those that have just been stopped."""
         running = {replica.replica_id for replica in replicas}
+        self.stopping.difference_update(replica_id.unique_id for replica_id in running)
         stopped = [replica for replica_id, replica in self.curr_replicas.items() if replica_id not in running]
         for name in {replica.replica_id.unique_id for replica in stopped} - self.stopping:
             self.stopping.add(name)
@@ -280,8 +281,9 @@ class NamedReplica(RequestRouter):  # type: ignore[misc]  # Ray's classes have n
         super().update_replicas([*replicas, *(one for one in stopped if one.replica_id.unique_id in self.stopping)])
 
     def _forget(self, name: str) -> None:
-        self.stopping.discard(name)
-        super().update_replicas([one for one in self.curr_replicas.values() if one.replica_id.unique_id != name])
+        if name in self.stopping:
+            self.stopping.remove(name)
+            super().update_replicas([one for one in self.curr_replicas.values() if one.replica_id.unique_id != name])
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -17,7 +17,7 @@ from replicas import replicas_of
 from runs import python_pool, two_model_policy
 
 import cauc_ray
-from cauc_ray.errors import ConfigError
+from cauc_ray.errors import ConfigError, ExecutionError, PolicyError
 from cauc_ray.serving import ServingArgs, build_app
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -33,6 +33,23 @@ def serve(pool, **changes):
 
 def status_of(service, x=9.0):
     return infer(service.url, "six", {"x": [x]})[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "reason"),
+    [
+        ({"serving": {"policy_every_s": 1.0}}, ConfigError, "--local"),
+        ({"serving": {"candidate": {"file": "nowhere.json", "share": 0.1}}}, PolicyError, "nowhere.json"),
+        ({"resources": {"num_cpus": 10_000}}, ExecutionError, "10,000 CPUs"),
+    ],
+)
+def test_what_a_service_would_refuse_is_refused_before_any_replica_stops(tmp_path, change, error, reason):
+    stage = {key: value for key, value in change.items() if key == "resources"}
+    pool = yaml.safe_load(python_pool(tmp_path, **stage).read_text())
+    content = pool | {key: value for key, value in change.items() if key != "resources"}
+    policy = two_model_policy().model_dump(mode="json")
+    with pytest.raises(error, match=reason):
+        build_app(ServingArgs(pool=content, policy=policy))
 
 
 @pytest.mark.slow
