@@ -73,15 +73,15 @@ class LocalClient:
         Those whose call hangs or whose process has ended are replaced, and those that could not be loaded.
         """
         for one in list(self._replicas):
-            if one.facts.done() and (failed := one.facts.exception()) is not None:
+            if one.has_ended:
+                logger.error(f"a replica of stage {self._spec.name!r} has ended; another is started")
+                self.replace(one.name)
+            elif one.facts.done() and (failed := one.facts.exception()) is not None:
                 why = f"its model cannot be loaded: {reason_of(failed)}"
                 if why != self.why:  # not once more for each attempt
                     logger.error(f"stage {self._spec.name!r} is loaded again: {why}")
                 self.why = why
-                self.replace(one.name)
-            elif one.has_ended:
-                logger.error(f"a replica of stage {self._spec.name!r} has ended; another is started")
-                self.replace(one.name)
+                one.load_again()
             elif (longest_s := one.hangs()) is not None:
                 logger.error(
                     f"a call of stage {self._spec.name!r} has not ended for {longest_s:g} s; its model is loaded again"

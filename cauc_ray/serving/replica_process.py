@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, BinaryIO
 
@@ -73,6 +74,13 @@ class ReplicaProcess:
         except asyncio.CancelledError:
             self._messages.put(("cancel", number))
             raise
+
+    def load_again(self) -> None:
+        """Have the model loaded again in the same process, which has its packages, after that has failed."""
+        self.facts = Future()
+        self._messages.put(("load", -1))
+        if self.has_ended:
+            self._fail("its process has ended")
 
     def hangs(self) -> float | None:
         """Return the seconds that a call may take, where one has taken longer; else None."""
@@ -136,13 +144,14 @@ class ReplicaProcess:
 class _Served:
     """The process's side: a replica, and what it is asked."""
 
-    def __init__(self, replica: Replica, results: BinaryIO) -> None:
-        self._replica, self._results, self._lock = replica, results, threading.Lock()
+    def __init__(self, load: Callable[[], Replica], results: BinaryIO) -> None:
+        self._load, self._results, self._lock = load, results, threading.Lock()
+        self.replica = load()
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, calls: BinaryIO) -> None:
         """Answer calls until the other process wants no more, or is gone."""
-        self._replica.facts.add_done_callback(self._report)
+        self.replica.facts.add_done_callback(self._report)
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def read() -> None:
@@ -157,20 +166,24 @@ class _Served:
     def _report(self, facts: Future[ModelFacts]) -> None:
         failed = facts.exception()
         if failed is None:
-            self._send("loaded", facts.result(), self._replica.load_s)
+            self._send("loaded", facts.result(), self.replica.load_s)
         else:
             self._send("failed", reason_of(failed))
 
     def _take(self, what: str, number: int, *content: Any) -> None:
         if what == "answer":
             self._tasks[number] = asyncio.ensure_future(self._answer(number, *content))
+        elif what == "load":
+            self.replica.end("its model is loaded again")
+            self.replica = self._load()
+            self.replica.facts.add_done_callback(self._report)
         elif number in self._tasks:
             self._tasks[number].cancel()
 
     async def _answer(self, number: int, call: StageCall) -> None:
         answer: Answer | None = None
         try:
-            answer = await self._replica.answer(call, lambda: self._send("begin", number))
+            answer = await self.replica.answer(call, lambda: self._send("begin", number))
         except Exception as error:  # of any kind: another process may do it
             print(f"this replica ends, and another is started: {error}", file=sys.stderr, flush=True)
             os._exit(1)
@@ -191,9 +204,9 @@ def main() -> None:
     calls, results = pipes()
     spec, stage, name = pickle.load(calls)
     prepare_process(spec)
-    replica = Replica(spec, stage, name)
-    asyncio.run(_Served(replica, results).serve(calls))
-    replica.close("the service ends")
+    served = _Served(partial(Replica, spec, stage, name), results)
+    asyncio.run(served.serve(calls))
+    served.replica.close("the service ends")
     os._exit(0)  # a model that hangs does not keep the process
 
 
