@@ -22,15 +22,9 @@ def replica(monkeypatch):
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
 
 
-@pytest.fixture
-def version(monkeypatch):
-    """Return a version of one stage; its store is Ray's, which tests of services have."""
-    store = MemoryStore()
+def test_a_model_that_can_wait_is_loaded_again_until_it_can_be(tmp_path, monkeypatch):
+    version, store = AppVersion("life", 1), MemoryStore()
     monkeypatch.setattr("cauc_ray.serving.on_serve.RayStore", lambda: store)
-    return AppVersion("life", 1)
-
-
-def test_a_model_that_can_wait_is_loaded_again_until_it_can_be(tmp_path, version):
     gone = tmp_path / "gone"
     gone.touch()
     model = {"kind": "python", "factory": "user_models:loads_unless", "kwargs": {"path": str(gone)}}
