@@ -363,8 +363,10 @@ def _costs_of(policy: Policy) -> CallCosts:
 
 def positions_of_rows(chain: Chain, example_ids: Any = None) -> Ints:
     """Return where the rows of arrays are in a chain of them, int (N,).   example_ids: as the arrays were given."""
-    position = {example: index for index, example in enumerate(chain.example_ids)}
-    return np.array([position[str(row)] for row in (range(len(chain)) if example_ids is None else example_ids)])
+    ids = list(map(str, range(len(chain)) if example_ids is None else example_ids))
+    positions = np.empty(len(ids), dtype=np.int64)
+    positions[np.argsort(ids)] = np.arange(len(ids))  # the chain is in the order of its ids
+    return positions
 
 
 def read_examples(

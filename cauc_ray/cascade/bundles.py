@@ -34,10 +34,13 @@ class Bundle:
 class Part:
     """Some rows of a call, and what is asked of them.
 
-    bundle: which argument of the call holds them.   positions: int (n,), there, in rising order, or a slice of
-    neighbours.   policy: the key of the one that decides.   state: float64 (n, S), what they carry where the bundle
-    does not hold it.   keeps: bool (n,), rows whose state is wanted even if they stop; None for none.   wants: vectors
-    of each row.
+    Attributes:
+        bundle: The argument of the call that holds them.
+        positions: Positions in it in rising order, int (n,), or a slice of neighbours.
+        policy: Key of the policy that decides.
+        state: What they carry where the bundle does not hold it, float64 (n, S).
+        keeps: Rows whose state is wanted even if they stop, bool (n,); None for none.
+        wants: Requested vectors.
     """
 
     bundle: int
@@ -81,10 +84,10 @@ def in_batches(parts: Sequence[Part], batch_size: int) -> list[list[Part]]:
             if not room:
                 batches.append([])
                 room = batch_size
-            own = part.cut(start, start + room)
-            batches[-1].append(own)
-            start += len(own)
-            room -= len(own)
+            piece = part.cut(start, start + room)
+            batches[-1].append(piece)
+            start += len(piece)
+            room -= len(piece)
     return batches
 
 
@@ -144,11 +147,11 @@ def gathered(parts: Sequence[Part], bundles: Sequence[Bundle]) -> Batch:
 def chosen(parts: Sequence[Part], bundles: Sequence[Bundle], mask: Bools) -> dict[str, Column]:
     """Gather those of a call's rows that a mask (n,) marks, as they travel on."""
     masks = np.split(mask, np.cumsum([len(part) for part in parts])[:-1])
-    kept = [(part.bundle, _positions(part)[own]) for part, own in zip(parts, masks, strict=True) if own.any()]
+    pieces = [(part.bundle, _positions(part)[rows]) for part, rows in zip(parts, masks, strict=True) if rows.any()]
     columns: dict[str, Column] = {}
     for name in bundles[parts[0].bundle].columns:
         columns[name] = _concatenated(
-            [_take(bundles[bundle].columns[name], _neighbours(positions)) for bundle, positions in kept]
+            [_take(bundles[bundle].columns[name], _neighbours(positions)) for bundle, positions in pieces]
         )
     return columns
 

@@ -48,10 +48,19 @@ def answer_isolated(
 ) -> Isolated:
     """Have a model answer a batch; where it raises, find the rows that it raises on.
 
-    first: asks for the whole batch.   batch: makes the call's columns, each (n, ...), anew: the model may do with them
-    what it likes.   good_row: a row
-    that this stage has answered before, each column (1, ...).   stopped: whether the answer is no longer wanted.
-    Raises ConfigError and ExecutionError of the model: a wrong key, or a server that is down, is not the rows' fault.
+    Args:
+        first: Asks for the whole batch.
+        ask: Asks for rows.
+        batch: Makes the call's columns, each (n, ...), anew: the model may do with them what it likes.
+        good_row: A row that this stage has answered before, each column (1, ...).
+        stopped: Whether the answer is no longer wanted.
+
+    Returns:
+        What the model answered.
+
+    Raises:
+        ConfigError: Of the model: a wrong key is not the rows' fault.
+        ExecutionError: The same, as where a server is down.
     """
     try:
         answers = first()
@@ -66,10 +75,10 @@ def answer_isolated(
     if good_row is not None and not _answers(ask, good_row):
         return Isolated(None, reason, "replica")
     rows = batch()
-    found, raised = _divided(ask, rows, stopped, batch_size(rows) if good_row is not None else MOST_IN_VAIN)
-    if stopped() or not (found or good_row is not None):
+    answered, raised = _divided(ask, rows, stopped, batch_size(rows) if good_row is not None else MOST_IN_VAIN)
+    if stopped() or not (answered or good_row is not None):
         return Isolated(None, reason)
-    return Isolated(_joined(batch_size(rows), found, raised), raised=frozenset(raised))
+    return Isolated(_joined(batch_size(rows), answered, raised), raised=frozenset(raised))
 
 
 def reason_of(error: BaseException) -> str:
@@ -102,13 +111,13 @@ def _divided(
 
     most_in_vain: it ends where so many single rows have failed and no part was answered.
     """
-    found: list[tuple[Ints, Answers]] = []
+    answered: list[tuple[Ints, Answers]] = []
     raised: dict[int, str] = {}
     todo = _halves(np.arange(batch_size(batch)))
-    while todo and not stopped() and (found or len(raised) < most_in_vain):
+    while todo and not stopped() and (answered or len(raised) < most_in_vain):
         rows = todo.pop()
         try:
-            found.append((rows, ask({name: column[rows] for name, column in batch.items()})))
+            answered.append((rows, ask({name: column[rows] for name, column in batch.items()})))
         except (ConfigError, ExecutionError):
             raise
         except BaseException as error:
@@ -116,7 +125,7 @@ def _divided(
                 todo += _halves(rows)
             else:
                 raised[int(rows[0])] = reason_of(error)
-    return found, raised
+    return answered, raised
 
 
 def _halves(rows: Ints) -> list[Ints]:
@@ -125,28 +134,28 @@ def _halves(rows: Ints) -> list[Ints]:
     return [rows[middle:], rows[:middle]] if middle else [rows]
 
 
-def _joined(n: int, found: Sequence[tuple[Ints, Answers]], raised: Mapping[int, str]) -> Answers:
+def _joined(n: int, answered: Sequence[tuple[Ints, Answers]], raised: Mapping[int, str]) -> Answers:
     """Return the answers to parts of n rows as one, with those that raised as failures."""
-    logits, given, costs = dict[int, Floats](), dict[int, Floats](), None
+    logits, as_returned, costs = dict[int, Floats](), dict[int, Floats](), None
     failures, counts = dict(raised), Counter[str]()
-    for rows, answers in found:
+    for rows, answers in answered:
         counts.update(answers.counts)
         for position, row in enumerate(rows.tolist()):
             n_options = None if answers.n_options is None else answers.n_options[position]
             logits[row] = answers.logits[position, :n_options]
-            given[row] = answers.as_returned[position, :n_options]
+            as_returned[row] = answers.as_returned[position, :n_options]
         if answers.costs is not None:
             costs = np.zeros(n) if costs is None else costs
             costs[rows] = answers.costs
         failures |= {int(rows[row]): reason for row, reason in answers.failures.items()}
-    seconds = [answers.device_s for _, answers in found if answers.device_s is not None]
+    seconds = [answers.device_s for _, answers in answered if answers.device_s is not None]
     return Answers(
         *ragged(n, logits),
         costs,
         failures,
         dict(counts),
         sum(seconds) if seconds else None,
-        next((answers.cost_unit for _, answers in found if answers.cost_unit), None),
-        wires(answers.wire for _, answers in found),
-        ragged(n, given)[0],
+        next((answers.cost_unit for _, answers in answered if answers.cost_unit), None),
+        wires(answers.wire for _, answers in answered),
+        ragged(n, as_returned)[0],
     )

@@ -39,14 +39,14 @@ class PreparingWorker:
     def decide(self, parts: Sequence[Part], good: Part | None, *bundles: Bundle) -> tuple[list[CallResult], Bundle]:
         """Answer a call's rows, in batches, and decide which of them stop, as Worker does.
 
-        good: a row known to be good. Returns the result of each batch, and what the rows that go on carry.
+        good: a row known to be good. Returns the result of each batch, and what the deferred rows carry.
         """
         good_row = None if good is None else gathered([good], bundles)
         answered = []
         for batch in in_batches(parts, self._batch_size):
             ahead = self._worker.prepare(batch, bundles)
             answered.append(self._model.submit(self._worker.decide, batch, bundles, good_row=good_row, ahead=ahead))
-        results, onward = zip(*(each.result() for each in answered), strict=True)
+        results, onward = zip(*(future.result() for future in answered), strict=True)
         return list(results), joined(onward)
 
     def decide_last(self, parts: Sequence[Part], good: Part | None, *bundles: Bundle) -> list[CallResult]:

@@ -1,23 +1,40 @@
-"""From rows that were read to rows that are done, without Ray: which call goes out when, and what its end means.
+"""From rows that come to rows that are done, without Ray: which call goes out when, and what its end means.
 
-A shell feeds it events (rows were read, a call ended, a replica died) and asks it for the next call. Rows wait in a
-queue for each stage; those that a stage defers are gathered across calls and owners into full batches. A partial batch
-goes out when nothing upstream can add to it, or after the stage's time limit. A queue that is full holds the stages
-ahead of it back, and at last the reading.
+A shell gives it rows (blocks of a run's input, or requests) and events (a call ended, a replica died), and asks it for
+the next calls. Rows wait in a queue for each stage; those that a stage defers are gathered across calls and owners into
+full batches. A partial batch goes out when nothing upstream can add to it, or after the stage's time limit.
+
+Two objects hold the rules in which runs and services differ: Patience (how long rows wait, and how often they are
+tried) and Blame (who is at fault where a replica ends or hangs). A run's queues hold the stages ahead back when they
+are full, and at last the reading; a service refuses rows. Its requests have deadlines: they are cut short where a stage
+has too much to do, is down, or does not answer in time. A stage of a service that fails again and again is paused (a
+circuit breaker): rows are refused as they come, so that none waits for a timeout, while probes, whose answers nobody
+waits for, find out when it works again.
+
+A worker finds out by itself which rows of a call fail and whether it is their fault, by a row that the stage has
+answered before. A replica that fails on such a row gets no others, but that row, until it answers; if it fails again,
+it is replaced.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from cauc_ray.cascade import events
+from cauc_ray.cascade.blame import Blame, guilty
+from cauc_ray.cascade.deadlines import Deadlines
+from cauc_ray.cascade.dispatch import Dispatch
+from cauc_ray.cascade.events import Again, CountFailure, Event, Failure, Fate, GiveUp
+from cauc_ray.cascade.patience import Patience
 from cauc_ray.cascade.rows import Call, CallResult, Ended, Owner, Positions, Rows, Trouble
-from cauc_ray.cascade.stage_queue import PAUSE_S, TRIES, StageLimits, StageQueue
+from cauc_ray.cascade.stage import PROBE_PAUSE_S, Stage, StageLimits
+from cauc_ray.cascade.suspects import Verdict
 from cauc_ray.numbers.types import Bools, Ints
 
 # The most restarts of an owner whose objects are lost with their nodes.
@@ -26,7 +43,7 @@ RESTARTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some neighbouring rows of a block that was read.   source: what holds them, which only the shell can read."""
+    """Some neighbouring rows of an owner.   source: what holds them, which only the shell can read."""
 
     source: Any
     n_rows: int
@@ -34,25 +51,33 @@ class Chunk:
 
 
 class Scheduler:
-    """All that is known of a run in progress. Times are seconds and come from outside.
+    """All that is known of rows in progress. Times are seconds and come from outside.
 
-    done: owners whose last row is done, and lost: those that must be read again, for the shell to take.   n_reads: the
-    blocks that are being read, which the shell sets.
+    Attributes:
+        stages: The stages.
+        done: Owners whose last row is done, for the shell to take.
+        lost: Owners that must be read again, for the shell to take.
+        withdrawn: Calls whose answers are no longer waited for, for the shell to cancel.
+        n_reads: Blocks that are being read, which the shell sets.
     """
 
-    def __init__(self, stages: Sequence[StageLimits], open_rows: int) -> None:
-        """Take the stages' limits, and how many rows of the input may have no answer yet before reading pauses."""
-        self.stages = [StageQueue(stage, limits) for stage, limits in enumerate(stages)]
+    def __init__(self, stages: Sequence[StageLimits], patience: Patience, blame: Blame, open_rows: float = inf) -> None:
+        """Take the stages' limits, the rules, and how many rows may have no answer yet before reading pauses."""
+        self.stages = [Stage(number, limits) for number, limits in enumerate(stages)]
         self.done: list[Owner] = []
         self.lost: list[Owner] = []
+        self.withdrawn: list[Call] = []
+        self.n_reads = 0
+        self._patience, self._blame = patience, blame
+        self._dispatch = Dispatch(patience, blame, self._more_can_come)
         self._most_open_rows = open_rows
         self._open: set[Owner] = set()
         self._open_rows = 0
-        self.n_reads = 0
         self._row_bytes = 0.0
         self._block_rows = 0
         self._input_ended = False
         self._drops = False
+        self._deadlines = Deadlines()
 
     # Input
 
@@ -62,23 +87,33 @@ class Scheduler:
             return False
         if not self._open and not self.n_reads:
             return True
-        first, coming = self.stages[0], self.n_reads * self._block_rows
+        limits, queue, coming = self.stages[0].limits, self.stages[0].waiting, self.n_reads * self._block_rows
         return (
             self._open_rows + coming < self._most_open_rows
-            and first.queued_rows + coming < first.limits.queue_rows
-            and first.queued_bytes + coming * self._row_bytes < first.limits.queue_bytes
+            and queue.n_rows + coming < limits.queue_rows
+            and queue.n_bytes + coming * self._row_bytes < limits.queue_bytes
         )
 
     def end_input(self) -> None:
         """Note that no block will follow those that are being read."""
         self._input_ended = True
 
+    @property
+    def finished(self) -> bool:
+        """Return whether every row of the input is answered or failed."""
+        return self._input_ended and not (self._open or self.n_reads or self.lost)
+
+    @property
+    def starved(self) -> bool:
+        """Return whether the first stage has a replica free and no rows wait for it."""
+        return not self.stages[0].waiting.n_rows and self._dispatch.free_replica(self.stages[0]) is not None
+
     def submit(
         self,
         owner: Owner,
         chunks: Sequence[Chunk],
         now: float,
-        first: Ints | None = None,
+        first: int | Ints | None = None,
         unreadable: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         """Queue an owner's rows, which lie in chunks one after the other.
@@ -87,18 +122,17 @@ class Scheduler:
             owner: The owner.
             chunks: What holds the rows that could be read, in their order.
             now: The time.
-            first: The stage that each row goes to, int8 (n,); None for stage 0.
+            first: The stage that rows go to, all of them or each, int8 (n,); None for the first one.
             unreadable: Why rows could not be read, by position; they fail at once.
         """
         self._open.add(owner)
         self._open_rows += owner.n
         self._block_rows = max(self._block_rows, owner.n)
-        readable = np.ones(owner.n, dtype=bool)
+        indices = np.arange(owner.n)
         for position, reason in unreadable.items():
-            readable[position] = False
             owner.left_out(np.array([position]), -1, "error", reason)
-        indices = np.flatnonzero(readable)
         if unreadable:
+            indices = np.delete(indices, list(unreadable))
             self._end_rows(owner, len(unreadable))
         start = 0
         for chunk in chunks:
@@ -106,55 +140,110 @@ class Scheduler:
             self._row_bytes = max(self._row_bytes, row_bytes)
             positions = np.arange(chunk.n_rows)
             rows = Rows(owner, indices[start : start + chunk.n_rows], chunk.source, positions, now, row_bytes)
-            self._spread(rows, 0 if first is None else first[rows.indices], now)
+            self._spread(rows, first[rows.indices] if isinstance(first, np.ndarray) else first or 0, now)
             start += chunk.n_rows
+
+    def cancel(self, owner: Owner) -> None:
+        """Forget an owner whose answers are no longer wanted."""
+        owner.live = False
+        if owner in self._open:
+            self._drops = True
+            self._close(owner)
 
     # Calls
 
-    @property
-    def finished(self) -> bool:
-        """Return whether every row of the input is answered or failed."""
-        return self._input_ended and not (self._open or self.n_reads or self.lost)
-
-    def next_call(self, now: float) -> Call | None:
-        """Return a call that can go to its replica now, the deepest stage's first, or None."""
+    def schedule(self, now: float) -> Iterator[Call]:
+        """Yield the calls that can go to their replicas now, those of the deepest stages first."""
         if self._drops:  # once for all owners that have left since
             self._drops = False
             for at in self.stages:
                 at.drop_ended()
-        for stage in reversed(range(len(self.stages))):
-            if not self.stages[stage].may_send or self.held_back(stage):
-                continue
-            call = self.stages[stage].next_call(now, more_can_come=self._more_can_come(stage))
-            if call is not None:
-                return call
-        return None
+        for at in reversed(self.stages):
+            while not self.held_back(at.number) and (call := self._dispatch.next_call(at, now)) is not None:
+                yield call
 
     def wait_s(self, now: float) -> float | None:
-        """Return the seconds until a partial batch or a retry will have waited long enough, None if none waits."""
-        waits = [at.wait_s(now) for stage, at in enumerate(self.stages) if not self.held_back(stage)]
+        """Return the seconds until something is due, None if nothing waits for time."""
+        waits = [self._dispatch.wait_s(at, now) for at in self.stages if not self.held_back(at.number)]
+        if (deadline := self._deadlines.next_at()) is not None:
+            waits.append(max(0.0, deadline - now))
         return min((wait for wait in waits if wait is not None), default=None)
 
-    def ended(self, call: Call, result: CallResult, goes_on: Any, now: float) -> None:
-        """Take a call's result: note the answers, queue what is deferred for the next stage, try again what failed.
+    def held_back(self, stage: int) -> bool:
+        """Return whether a later stage to which this stage sends rows has a full queue."""
+        if not self._patience.holds_back:
+            return False
+        return any(to > stage and not self.stages[to].has_room for to in self.stages[stage].sent)
 
-        goes_on: what holds the rows that go on, in their order.
-        """
+    def _more_can_come(self, stage: int) -> bool:
+        """Return whether input or another stage may still add rows to a stage's queue."""
+        return (
+            bool(self.n_reads or self.lost or self.wants_block())
+            or any(at.in_work for at in self.stages if at.number < stage or stage in at.sent)
+            or (stage == 0 and self._patience.expects_more())
+        )
+
+    # What happens
+
+    def update(self, event: Event, now: float) -> None:
+        """Take what has happened."""
+        match event:
+            case events.CallEnded(call, result, goes_on):
+                self._call_ended(call, result, goes_on, now)
+            case events.CallFailed(call) | events.CallPostponed(call) if call.probe:
+                pause_s = event.pause_s if isinstance(event, events.CallPostponed) else PROBE_PAUSE_S
+                self._taken_back(call, now).postpone_probe(call.replica, now + pause_s)
+            case events.CallFailed(call, trouble, reason):
+                self._failed(self._taken_back(call, now), call, trouble, reason, now)
+            case events.CallPostponed(call, pause_s):
+                self._taken_back(call, now).try_again(call.again(now + pause_s))
+            case events.RowsLost(call, reason):
+                self._rows_lost(call, reason, now)
+            case events.ReplicaReady(stage, replica):
+                self.stages[stage].add_replica(replica, now)
+            case events.ReplicaLost():
+                self._replica_lost(event, now)
+            case events.ReplicasCounted(stage, why):
+                self._count_replicas(self.stages[stage], now, why)
+            case events.StageDown(stage):
+                assert stage > 0
+                self.stages[stage].health.is_down = True
+                self._settle(self.stages[stage], (), now)
+            case events.VerdictReached(stage):
+                at = self.stages[stage]
+                self._settle(at, self._blame.learn(at, event, now), now)
+            case events.TimePassed():
+                self._expire(now)
+                self._withdraw(now)
+
+    def take_news(self) -> list[events.VerdictReached]:
+        """Take the verdicts that are new here, for the routers that share the stages."""
+        news = [events.VerdictReached(at.number, *verdict) for at in self.stages for verdict in at.suspects.news]
+        for at in self.stages if news else ():
+            at.suspects.news.clear()
+        return news
+
+    def _taken_back(self, call: Call, now: float) -> Stage:
         at = self.stages[call.stage]
         at.take_back(call, now)
+        return at
+
+    def _call_ended(self, call: Call, result: CallResult, goes_on: Any, now: float) -> None:
+        """Note the answers of a call, queue what is deferred for the next stage, try again what failed."""
+        at = self._taken_back(call, now)
         if result.error is not None:
-            self._unanswered(call, result, now)
+            self._unanswered(at, call, result, now)
             return
+        at.answered(call, result, now)
         answered = np.full(len(call), True)
         answered[list(result.failures)] = False
-        if not answered.any():
+        if not answered.any() and (at.known_good is None or call.probe):
             reason = next(iter(result.failures.values()))
-            if at.known_good is None:
-                self._unproven(call, reason, now)
-                return
-            if call.probe:
-                at.broken(call, reason, now)
-                return
+            if not call.probe:
+                self._failed(at, call, "named", reason, now)
+            elif at.known_good is not None:
+                self._blame.broken(at, call, reason, now)
+            return
         first = answered.any() and at.known_good is None
         at.works(call, call.where(np.arange(len(call)) == answered.argmax())[0] if first else None)
         if call.probe:
@@ -163,26 +252,22 @@ class Scheduler:
         self._note(call, result, answered, goes_on, now)
         for position, reason in sorted(result.failures.items()):
             (row,) = call.where(np.arange(len(call)) == position)
-            if not row.owner.live:
-                continue
-            single = Call(call.stage, [row], now, call.attempt, failed_on=call.failed_on)
-            if position in result.raised:
-                self._failed(single, call.replica, reason, now)
-            else:
-                self._give_up(single, reason)  # the model answers others, and named this one itself
+            if row.owner.live:
+                single = Call(at.number, [row], now, call.attempt, failed_on=call.failed_on, replica=call.replica)
+                self._failed(at, single, "raised" if position in result.raised else "named", reason, now)
 
     def _note(self, call: Call, result: CallResult, answered: Bools, goes_on: Any, now: float) -> None:
-        """Note the answers of a call, and have rows that go on wait for the next stage."""
+        """Note the answers of a call, and have deferred rows wait for the next stage."""
         carried = answered & ~result.accepted if result.carried is None else result.carried
         held_at = np.cumsum(carried) - 1  # where goes_on has each row that it holds
-        ended, whole = Ended(call.stage, result, goes_on, held_at, now), bool(answered.all())
+        ended, is_whole = Ended(call.stage, result, goes_on, held_at, now), bool(answered.all())
         positions: Positions
         for rows, positions in call.pieces():
             if not rows.owner.wants(call.stage):
                 continue
-            if not whole:
-                own = answered[positions]
-                rows, positions = rows.part(own), np.flatnonzero(own) + positions.start
+            if not is_whole:
+                mask = answered[positions]
+                rows, positions = rows.part(mask), np.flatnonzero(mask) + positions.start
             on = rows.owner.note(ended, rows, positions)
             n_on = int(np.count_nonzero(on))
             rows.owner.at[rows.indices[~on]] = -1
@@ -192,80 +277,25 @@ class Scheduler:
                 at = held_at[positions][on]
                 onward = Rows(rows.owner, rows.indices[on], goes_on, at, now, row_bytes, result.state_bytes)
                 to = call.stage + 1 if result.next is None else result.next[positions][on]
-                self._spread(onward, to, now, sent=self.stages[call.stage].sent)
+                self._spread(onward, to, now, sender=self.stages[call.stage])
 
-    def _spread(self, rows: Rows, stages: int | Ints, now: float, sent: Counter[int] | None = None) -> None:
-        """Have rows wait, each for its stage, or all for one.   sent: counts where they go."""
-        rows.owner.at[rows.indices] = stages
-        for stage, own in [(stages, rows)] if isinstance(stages, int) else _by_stage(rows, stages):
-            if sent is not None:
-                sent[stage] += len(own)
-            self._wait(stage, own, now)
-
-    def _wait(self, stage: int, rows: Rows, now: float) -> None:
-        """Have rows wait for a stage that takes them."""
-        why_not = self.stages[stage].refuses(rows, now)
-        if why_not is None:
-            self.stages[stage].push(rows)
-        else:
-            self._leave_out(stage, rows, *why_not)
-
-    def _leave_out(self, stage: int, rows: Rows, trouble: Trouble, reason: str) -> None:
-        """Note rows that a stage will not answer."""
-        owner = rows.owner
-        live, still = owner.live, owner.at[rows.indices] == stage
-        if not (live and still.any()):  # they have been left out before, while they were at a replica
-            return
-        rows = rows.part(still)
-        n_degraded = owner.left_out(rows.indices, stage, trouble, reason)
-        self.stages[stage].degraded += n_degraded
-        self.stages[stage].note_failed([reason] * (len(rows) - n_degraded))
-        if owner.live:
-            self._end_rows(owner, len(rows))
-        else:  # all of it is refused
-            self.cancel(owner)
-
-    def _unanswered(self, call: Call, result: CallResult, now: float) -> None:
+    def _unanswered(self, at: Stage, call: Call, result: CallResult, now: float) -> None:
         """Take the result of a call that answered no row."""
-        at, reason = self.stages[call.stage], result.error or ""
+        fault, reason = result.fault or "unknown", result.error or ""
         at.busy_s += result.compute_s or 0.0
-        if result.fault == "replica" or call.probe:
-            at.broken(call, reason, now)
-        if call.probe:
-            return
-        if at.down or result.fault == "replica":
-            at.try_again(call.again(now))
-            self._degrade(call.stage)
-        elif at.known_good is None:
-            self._unproven(call, reason, now)
-        elif len(call) > 1:
-            at.try_again(*(call.again(now, rows=half) for half in call.halves()))
-        else:
-            self._failed(call, call.replica, reason, now)
+        if fault == "replica" or (call.probe and at.known_good is not None and fault != "stage"):
+            self._blame.broken(at, call, reason, now)
+            # It may be the stage, and no row need wait for another replica.
+            if at.limits.degrades and not at.replicas.n_working:
+                self._settle(at, [CountFailure(reason, call.rows, for_good=True)], now)
+        if not call.probe:
+            self._failed(at, call, fault, reason, now)
+        elif at.health.paused or fault == "stage":
+            at.postpone_probe(call.replica, now + PROBE_PAUSE_S)
 
-    def _unproven(self, call: Call, reason: str, now: float) -> None:
-        """Take the end of a call that failed while the stage has never answered any row."""
-        if call.probe:
-            return
-        more = self._more_can_come(call.stage)
-        if self.stages[call.stage].try_unproven(call, reason, now, more_can_come=more):
-            self._degrade(call.stage)
-        else:
-            self._give_up(call, reason)
-
-    def postponed(self, call: Call, pause_s: float, now: float) -> None:
-        """Note that a call could not be computed for no fault of its own; it is tried again after a pause."""
-        at = self.stages[call.stage]
-        at.take_back(call, now)
-        if call.probe:
-            at.postpone_probe(call.replica, now + pause_s)
-        else:
-            at.try_again(call.again(now + pause_s))
-
-    def rows_lost(self, call: Call, reason: str, now: float) -> None:
-        """Note that objects of a call are lost: its owners start again from the input."""
-        at = self.stages[call.stage]
-        at.take_back(call, now)
+    def _rows_lost(self, call: Call, reason: str, now: float) -> None:
+        """Have the owners of lost rows start again from the input."""
+        at = self._taken_back(call, now)
         if call.good_row is not None or call.probe:
             at.forget_good_row()  # what was lost may have been that
         if call.probe:
@@ -281,92 +311,132 @@ class Scheduler:
             at.note_failed([reason] * len(left))
             self.done.append(owner)
 
-    def cancel(self, owner: Owner) -> None:
-        """Forget an owner whose answers are no longer wanted."""
-        owner.live = False
-        if owner in self._open:
-            self._drops = True
-            self._close(owner)
+    def _replica_lost(self, event: events.ReplicaLost, now: float) -> None:
+        """Forget a replica, and send its calls elsewhere.
 
-    def held_back(self, stage: int) -> bool:
-        """Return whether a later stage to which this stage sends rows has a full queue."""
-        return any(to > stage and not self.stages[to].has_room for to in self.stages[stage].sent)
-
-    def _more_can_come(self, stage: int) -> bool:
-        """Return whether input or another stage may still add rows to a stage's queue."""
-        return bool(self.n_reads or self.lost or self.wants_block()) or self._others_at_work(stage)
-
-    def _others_at_work(self, stage: int) -> bool:
-        return any(at.in_work for at in self.stages if at.stage < stage or stage in at.sent)
-
-    # What goes wrong
-
-    def replica_lost(self, stage: int, replica: int, reason: str, now: float, *, own_fault: bool = True) -> None:
-        """Forget a replica that died or was given up, for a reason, and send its calls elsewhere.
-
-        The call that it was computing may be what it died of, and so may one that it was preparing: their rows are
-        tried again in isolated calls, halved and at last failed if that happens again and again.   own_fault: False
-        where it certainly was not, as when its whole node died.
+        The call that it was computing may be what it died of, and so may one that it was preparing.
         """
-        at = self.stages[stage]
-        calls = at.calls_at(replica)
+        at, replica, own_fault = self.stages[event.stage], event.replica, event.own_fault
+        calls = at.replicas.calls_at(replica)
         if own_fault and calls:
             at.lost_by_own_fault(now)
+            if not (calls[0].isolated or calls[0].probe):
+                self._settle(at, [CountFailure("replicas end")], now)
         for position, call in enumerate(calls):
             at.take_back(call, now)
-            blamed = own_fault and position < at.calls_at_work
             if call.probe:
                 continue
-            if blamed:
-                self._ended_replica(call, reason, now)
+            if own_fault and position < at.calls_at_work:
+                self._settle(at, self._blame.ended(at, call, event.reason, now), now)
             else:
-                at.try_again(call.again(now))
-        at.drop_replica(replica)
-        self._degrade(stage)
+                self._settle(at, [Again(call.again(now))], now)
+        at.replicas.drop(replica)
+        at.bad.pop(replica, None)
+        self._count_replicas(at, now)
 
-    def _ended_replica(self, call: Call, reason: str, now: float) -> None:
-        """Take a call that a replica computed when it ended or was given up: that may be its rows' doing."""
-        at = self.stages[call.stage]
-        if not call.isolated:
-            at.try_again(call.again(now, isolated=True))
-            return
-        at.deaths += 1  # many may be killed at once for no fault of a call
-        if len(call) > 1:
-            at.try_again(*(call.again(now, rows=half) for half in call.halves()))
-        else:
-            self._failed(call, call.replica, reason, now)
+    def _count_replicas(self, at: Stage, now: float, why: str | None = None) -> None:
+        """Note how many replicas a stage has, and give back what waits where there are none.
 
-    def stage_down(self, stage: int) -> None:
-        """Answer what waits for a stage, and what is yet to come, as the stages before would have.
-
-        Until a replica is added. The first stage has none before it.
+        why: they may be gone for long, None where that is not known.
         """
-        assert stage > 0
-        self.stages[stage].down = True
-        self._degrade(stage)
+        at.health.replicas(at.replicas.n_open, now, why if at.limits.degrades else None)
+        self._settle(at, (), now)
 
-    def _failed(self, call: Call, replica: int, reason: str, now: float) -> None:
-        """Try one row again that failed by itself, on other replicas and after a pause, or give it up."""
-        failed_on = (*call.failed_on, replica)
-        if len(failed_on) >= TRIES:
-            self._give_up(call, reason)
+    # What becomes of rows
+
+    def _failed(self, at: Stage, call: Call, failure: Failure, reason: str, now: float) -> None:
+        """Decide what becomes of rows whose call failed."""
+        if at.health.is_down and failure != "named":
+            self._settle(at, [Again(call)], now)
             return
-        due = now + PAUSE_S * 2 ** len(call.failed_on)
-        self.stages[call.stage].try_again(call.again(due, failed_on=failed_on))
-        self._degrade(call.stage)
+        more = self._more_can_come(at.number)
+        self._settle(at, self._patience.failed(at, call, failure, reason, now, more_can_come=more), now)
 
-    def _give_up(self, call: Call, reason: str) -> None:
-        """Count rows as failed."""
-        for rows in call.rows:
-            self._leave_out(call.stage, rows, "refused", reason)
+    def _settle(self, at: Stage, fates: Iterable[Fate], now: float) -> None:
+        """Do with rows what the rules have decided, one after the other."""
+        for fate in fates:
+            match fate:
+                case Again(call):
+                    at.try_again(call)
+                case GiveUp(rows, trouble, reason):
+                    self._give_up(at, rows, trouble, reason)
+                case CountFailure():
+                    self._count_failure(at, fate, now)
+        if at.health.is_down or (at.limits.degrades and at.health.missing(now)):
+            self._give_up(at, at.take_all(), "down", at.because(at.health.why_not(now) or "", " is down"))
 
-    def _degrade(self, stage: int) -> None:
-        """Give all rows that wait for a stage the answer of the one before it, if it is down."""
-        at = self.stages[stage]
-        if not at.down:
+    def _count_failure(self, at: Stage, failure: CountFailure, now: float) -> None:
+        """Note a call that came to nothing; if that pauses the stage, give back all that waits."""
+        at.health.failed(failure.reason, for_good=failure.for_good)
+        if not at.health.paused:
             return
-        for rows in at.take_all():
-            self._leave_out(stage, rows, "down", "it is down")
+        if failure.rows:
+            at.note_refused(failure.rows[0], now)
+        why = at.because(at.health.why_paused, " is down")
+        self._give_up(at, at.take_all(), "down", why)
+        if failure.for_good:
+            calls = [call for call in at.replicas.calls() if not call.probe]
+            for owner in dict.fromkeys(rows.owner for call in calls for rows in call.rows):
+                self._close_stage(at, owner, "down", why)
+
+    def _give_up(self, at: Stage, rows: Iterable[Rows], trouble: Trouble, reason: str) -> None:
+        for piece in rows:
+            self._leave_out(at, piece, trouble, reason)
+
+    def _leave_out(self, at: Stage, rows: Rows, trouble: Trouble, reason: str) -> None:
+        """Note rows that a stage will not answer."""
+        owner, live, mask = rows.owner, rows.owner.live, rows.owner.at[rows.indices] == at.number
+        if not (live and mask.any()):  # they have been left out before, while they were at a replica
+            return
+        rows = rows.part(mask)
+        n_degraded = owner.left_out(rows.indices, at.number, trouble, reason)
+        at.degraded += n_degraded
+        at.note_failed([reason] * (len(rows) - n_degraded))
+        if owner.live:
+            self._end_rows(owner, len(rows))
+        else:  # all of it is refused
+            self.cancel(owner)
+
+    def _spread(self, rows: Rows, stages: int | Ints, now: float, sender: Stage | None = None) -> None:
+        """Have rows wait, each for its stage, or all for one.   sender: the stage that they come from."""
+        rows.owner.at[rows.indices] = stages
+        for stage, piece in [(stages, rows)] if isinstance(stages, int) else _by_stage(rows, stages):
+            if sender is not None:
+                sender.sent[stage] += len(piece)
+            self._wait(self.stages[stage], piece, now)
+
+    def _wait(self, at: Stage, rows: Rows, now: float) -> None:
+        """Have rows wait for a stage that takes them, at most until they expire."""
+        owner = rows.owner
+        if at.number in owner.closed:  # others of its rows have waited too long there
+            self._leave_out(at, rows, "timeout", _late(at, owner))
+            return
+        self._deadlines.add(owner, at.number, min(now + at.limits.timeout_s, owner.deadline))
+        verdict = at.suspects.verdict(owner, now)
+        if (refusal := self._refusal(at, rows, verdict, now)) is not None:
+            self._leave_out(at, rows, *refusal)
+            return
+        if verdict == "clear":
+            at.waiting.push(rows)
+        else:
+            at.set_apart(rows, now)
+        if at.overflows():
+            surplus = at.waiting.take_surplus(owner.priority, at.overflows)
+            self._give_up(at, surplus, "overloaded", f"stage {at.limits.name!r} is overloaded")
+
+    def _refusal(self, at: Stage, rows: Rows, verdict: Verdict, now: float) -> tuple[Trouble, str] | None:
+        """Return why a stage takes no rows now, None where it does."""
+        if (why := at.health.why_not(now)) is not None:
+            is_probe = at.health.paused and at.probe_row is None and not at.in_work  # the first one
+            if not (is_probe and at.replicas.n_open):
+                if not at.health.is_down:
+                    at.note_refused(rows, now)
+                return "down", at.because(why, " is down")
+        if verdict == "guilty":
+            return "refused", guilty(at)
+        if self._patience.overloaded(at, rows, now):
+            return "overloaded", f"stage {at.limits.name!r} is overloaded"
+        return None
 
     def _end_rows(self, owner: Owner, n: int) -> None:
         """Count rows of an owner that need nothing more."""
@@ -381,6 +451,61 @@ class Scheduler:
         self._open_rows -= owner.n_left
         owner.n_left = 0
 
+    # What takes too long
+
+    def _expire(self, now: float) -> None:
+        """Give up the rows whose time is over."""
+        late = [(owner, self.stages[stage]) for owner, stage in self._deadlines.late(now)]
+        for owner, at in late:
+            self._settle(at, self._blame.late(at, owner, now), now)
+        for owner, at in late:
+            self._close_stage(at, owner, "timeout", _late(at, owner))
+        for at in self.stages:
+            if not any(stage is at and not owner.hurries for owner, stage in late):
+                continue
+            idle = [call for call in at.replicas.calls() if not (call.wanted or call.probe)]
+            # While others are answered, a replica hangs or the stage is busy: no reason to pause its calls.
+            silent = now - at.health.succeeded_at > max(at.limits.timeout_s, 2 * at.seconds.long_call_s)
+            if silent and (idle or (at.replicas.n_open and not at.replicas.n_working)):
+                why = f"it has not answered within {at.limits.timeout_s:g} s"
+                self._settle(at, [CountFailure(why, idle[0].rows if idle else (), for_good=True)], now)
+
+    def _close_stage(self, at: Stage, owner: Owner, trouble: Trouble, reason: str) -> None:
+        """Give up all rows of an owner that wait for a stage or are at it."""
+        if not owner.wants(at.number):
+            return
+        indices = np.flatnonzero(owner.at == at.number)
+        self._leave_out(at, Rows(owner, indices, None, indices, 0.0, 0.0), trouble, reason)
+        owner.closed.add(at.number)
+        self._drops = True
+
+    def _withdraw(self, now: float) -> None:
+        """Take back the calls of replicas that hang, and those whose answers are no longer waited for."""
+        for at in self.stages:
+            hanging = []
+            for replica in self._blame.hanging(at, now):
+                hanging.append(at.replicas.calls_at(replica))
+                for call in hanging[-1]:
+                    at.take_back(call, now)
+                # It gets probes until it answers one, which is also when the call that hangs has ended.
+                at.replicas.failed(replica)
+            for calls in hanging:
+                self._settle(at, self._blame.suspected(at, calls[0], now, deadly=False), now)
+                self._settle(at, (Again(call.again(now)) for call in calls[1:]), now)
+                self.withdrawn += calls
+            for call in at.replicas.calls():
+                late = self._dispatch.is_late_probe(at, call, now)
+                if late or not (call.wanted or call.probe):
+                    at.take_back(call, now)
+                    if late:
+                        at.postpone_probe(call.replica, now + PROBE_PAUSE_S)
+                    self.withdrawn.append(call)
+
 
 def _by_stage(rows: Rows, stages: Ints) -> list[tuple[int, Rows]]:
     return [(stage, rows.part(stages == stage)) for stage in np.unique(stages).tolist()]
+
+
+def _late(at: Stage, owner: Owner) -> str:
+    within = "the request's timeout" if owner.hurries else f"{at.limits.timeout_s:g} s"
+    return f"stage {at.limits.name!r} has not answered within {within}"

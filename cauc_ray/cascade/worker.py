@@ -1,4 +1,4 @@
-"""A stage's worker: it has the model answer and the policies decide, so that only rows that go on carry anything.
+"""A stage's worker: it has the model answer and the policies decide, so that only deferred rows carry anything.
 
 Runs and services use this one. It knows nothing of Ray. It answers one call at a time, in one thread; the next call may
 be prepared in another thread meanwhile.
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -49,10 +49,10 @@ def require_agreement(stages: tuple[StageSpec, ...], policy: Policy) -> None:
     compared.
     """
     for spec, stage, fitted in zip(stages, policy.stages, policy.logit_kinds, strict=True):
-        given = spec.model.answers_kind
-        if fitted != given:
+        logit_kind = spec.model.answers_kind
+        if fitted != logit_kind:
             raise PolicyError(
-                f"stage {spec.name!r} returns logits of kind {given}; the policy was fitted on {fitted}: declare "
+                f"stage {spec.name!r} returns logits of kind {logit_kind}; the policy was fitted on {fitted}: declare "
                 "the right logit_kind in the stage's model, or fit a policy on such logits"
             )
         if stage.prompt is not None and spec.model.shown not in (None, stage.prompt):
@@ -70,7 +70,7 @@ def require_agreement(stages: tuple[StageSpec, ...], policy: Policy) -> None:
             )
 
 
-# So long at most, in place of Python's 5 ms, a thread that prepares keeps the one that computes from going on.
+# Seconds, in place of Python's 5 ms, for which a thread that prepares may hold up the one that computes.
 SWITCH_S = 0.0005
 # A worker keeps so many policies, the latest ones.
 MOST_POLICIES = 32
@@ -80,8 +80,10 @@ MOST_POLICIES = 32
 class Collected:
     """A model's answers to a whole call as they are.
 
-    gflops, noise: measured on the worker's first call: per example, and of a row's numbers with other neighbours; None
-    where there is nothing to measure.
+    Attributes:
+        answers: The answers.
+        gflops: Of an example, measured on the worker's first call; None where nothing can be measured.
+        noise: How much a row's numbers differed with other neighbours, in that call.
     """
 
     answers: Answers
@@ -91,12 +93,15 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a model makes of a batch before it answers, all that there is of it until then.
+    """A batch as the model has prepared it.
 
-    n_choices: of each row, as choices_in.   began: when that began, on the performance counter.
+    Attributes:
+        batch: What the model makes of it before it answers.
+        n_choices: Of the rows, as choices_in.
+        began: When that began, on the performance counter.
     """
 
-    own: Any
+    batch: Any
     n_choices: Sequence[int | None] | None
     began: float
 
@@ -120,6 +125,10 @@ def _said(raised: sys.UnraisableHookArgs) -> None:
     """Print what was raised where nothing can take it, but for a process's end: Ray has it raised anywhere."""
     if raised.exc_type is not SystemExit:
         sys.__unraisablehook__(raised)
+
+
+# A policy's step for rows of a call, int (m,).
+PolicyStep: TypeAlias = tuple[Policy, Ints, Step]
 
 
 class Worker:
@@ -193,13 +202,22 @@ class Worker:
     ) -> tuple[CallResult, Bundle]:
         """Answer a call's rows and decide which of them stop.
 
-        bundles: what the parts point into.   policies: by key, those that this worker may not have yet.
-        carries_columns: whether rows that go on bring their columns, too.   good_row: one that the stage has answered
-        before, each column (1, ...), which distinguishes a bad row from a broken replica; the worker keeps the first
-        that it knows of.
-        stopped: whether the answer is no longer wanted.   ahead: what prepare has returned for these rows.
-        Returns the result, and what the rows that go on carry, in their order. A fault of the model is a result. Raises
-        ConfigError and ExecutionError of the model: they are not the rows' fault.
+        Args:
+            parts: The rows.
+            bundles: What the parts point into.
+            policies: By key, those that this worker may not have yet.
+            carries_columns: Whether deferred rows bring their columns, too.
+            good_row: A row that the stage has answered before, each column (1, ...), which distinguishes a bad row from
+                a broken replica; the worker keeps the first one.
+            stopped: Whether the answer is no longer wanted.
+            ahead: What prepare has returned for these rows.
+
+        Returns:
+            The result, and what the deferred rows carry, in their order. A fault of the model is a result.
+
+        Raises:
+            ConfigError: Of the model: it is not the rows' fault.
+            ExecutionError: The same.
         """
         began = self._began(ahead)
         self._learn(policies or {})
@@ -207,10 +225,10 @@ class Worker:
         if unknown is not None:
             return self._broken(began, f"the worker does not have policy {unknown!r}", "policy"), Bundle({})
         try:
-            found = self._found(self._as_declared, parts, bundles, good_row, ahead, stopped)
-            if found.answers is None:
-                return self._broken(began, found.error, found.fault), Bundle({})
-            return self._decided(parts, bundles, found, began, carries_columns)
+            isolated = self._isolated(self._as_declared, parts, bundles, good_row, ahead, stopped)
+            if isolated.answers is None:
+                return self._broken(began, isolated.error, isolated.fault), Bundle({})
+            return self._decided(parts, bundles, isolated, began, carries_columns)
         except (ConfigError, ExecutionError, SystemExit):
             raise
         except BaseException as error:  # a model may raise what it likes
@@ -232,10 +250,10 @@ class Worker:
         that failed. Arguments and errors are those of decide.
         """
         began = self._began(ahead)
-        found = self._found(_as_they_are, parts, bundles, good_row, ahead)  # the table records the kind
-        answers = found.answers
+        isolated = self._isolated(_as_they_are, parts, bundles, good_row, ahead)  # the table records the kind
+        answers = isolated.answers
         if answers is None:
-            return self._broken(began, found.error, found.fault), None
+            return self._broken(began, isolated.error, isolated.fault), None
         when = self._when(began)
         if self._gflops is None and answers.costs is None and answers.wire is None:
             assert self._model is not None
@@ -250,7 +268,7 @@ class Worker:
             costs=np.zeros(n) if answers.costs is None else answers.costs,
             device_s=answers.device_s,
             failures=answers.failures,
-            raised=found.raised,
+            raised=isolated.raised,
             wire=answers.wire,
             **when,
         )
@@ -259,11 +277,11 @@ class Worker:
 
     def _learn(self, policies: Mapping[str, Policy]) -> None:
         if policies:
-            kept = {key: policy for key, policy in self._policies.items() if key not in policies}
-            kept |= policies
-            self._policies = dict(islice(kept.items(), max(0, len(kept) - MOST_POLICIES), None))
+            policies_left = {key: policy for key, policy in self._policies.items() if key not in policies}
+            policies_left |= policies
+            self._policies = dict(islice(policies_left.items(), max(0, len(policies_left) - MOST_POLICIES), None))
 
-    def _found(
+    def _isolated(
         self,
         taken: Callable[[Answers], Answers],
         parts: Sequence[Part],
@@ -282,12 +300,12 @@ class Worker:
         def first() -> Answers:
             return ask(batch()) if ahead is None else taken(self._answered(ahead))
 
-        found = answer_isolated(first, ask, batch, self._good_row, stopped)
-        if self._good_row is None and found.answers is not None:
-            failures = found.answers.failures
-            good = next((row for row in range(len(found.answers.logits)) if row not in failures), None)
+        isolated = answer_isolated(first, ask, batch, self._good_row, stopped)
+        if self._good_row is None and isolated.answers is not None:
+            failures = isolated.answers.failures
+            good = next((row for row in range(len(isolated.answers.logits)) if row not in failures), None)
             self._good_row = None if good is None else row_of(batch(), good)
-        return found
+        return isolated
 
     def _prepared(self, batch: Batch) -> Prepared:
         began = time.perf_counter()
@@ -302,7 +320,7 @@ class Worker:
         assert self._model is not None
         with self._busy():
             ask = self._model.answer if isinstance(self._model, PreparingModel) else self._model
-            answers = ask(prepared.own)
+            answers = ask(prepared.batch)
         cost, wire, n = self._spec.cost, answers.wire, len(answers.logits)
         if cost is not None and wire is not None:  # the pool's cost, not what the server reports
             costs = np.full(n, wire.seconds / n) if cost.is_round_trip else None
@@ -334,19 +352,54 @@ class Worker:
         return CallResult.broken(error=error, fault=fault, **self._when(began))
 
     def _decided(
-        self, parts: Sequence[Part], bundles: Sequence[Bundle], found: Isolated, began: float, carries_columns: bool
+        self, parts: Sequence[Part], bundles: Sequence[Bundle], isolated: Isolated, began: float, carries_columns: bool
     ) -> tuple[CallResult, Bundle]:
         """Take the policies' steps for answers, and put them together."""
-        answers = found.answers
+        answers = isolated.answers
         assert answers is not None
         n, answered_at = len(answers.logits), time.perf_counter()
         failures = dict(answers.failures)
         steps = [
-            one
-            for key, own_parts, rows in _by_policy(parts)
-            for one in self._steps(self._policies[key], rows, answers.logits, states_of(own_parts, bundles), failures)
+            step
+            for key, key_parts, rows in _by_policy(parts)
+            for step in self._steps(self._policies[key], rows, answers.logits, states_of(key_parts, bundles), failures)
         ]
         policy_s = time.perf_counter() - answered_at
+        decisions = self._decisions(steps, answers)
+        answered = _all_but(n, failures)
+        carried = answered & ~decisions.accepted
+        if any(part.keeps is not None for part in parts):
+            carried |= answered & np.concatenate(
+                [np.zeros(len(part), dtype=bool) if part.keeps is None else part.keeps for part in parts]
+            )
+        states = [(rows, step.state) for _, rows, step in steps]
+        goes_on = Bundle({})
+        if carried.any():
+            columns = chosen(parts, bundles, carried) if carries_columns else {}
+            goes_on = Bundle(columns, _laid_out(states, carried))
+        vectors = _vectors(parts, steps, answers)
+        result = replace(
+            decisions,
+            policy_s=policy_s,
+            device_s=answers.device_s,
+            failures=failures,
+            state_bytes=max((state.shape[1] * state.itemsize for _, state in states), default=0.0),
+            raised=isolated.raised,
+            carried=carried,
+            vectors=vectors,
+            own_costs=answers.costs if "given" in vectors else None,
+            wire=answers.wire,
+            **self._when(began),
+        )
+        return result, goes_on
+
+    def _decisions(self, steps: Sequence[PolicyStep], answers: Answers) -> CallResult:
+        """Return what steps decide on the rows of a call: the arrays of its result.
+
+        Raises:
+            ConfigError: The model reports its costs in another unit than a policy has.
+        """
+        n = len(answers.logits)
         predictions, confidences = np.full(n, -1, dtype=np.int32), np.full(n, np.nan)
         accepted, costs = np.zeros(n, dtype=bool), np.zeros(n)
         likeliest = following = None
@@ -365,45 +418,11 @@ class Worker:
             if step.next is not None:
                 following = np.full(n, self._stage + 1, dtype=np.int8) if following is None else following
                 following[rows] = step.next
-        answered = _all_but(n, failures)
-        carried = answered & ~accepted
-        if any(part.keeps is not None for part in parts):
-            carried |= answered & np.concatenate(
-                [np.zeros(len(part), dtype=bool) if part.keeps is None else part.keeps for part in parts]
-            )
-        states = [(rows, step.state) for _, rows, step in steps]
-        goes_on = Bundle({})
-        if carried.any():
-            columns = chosen(parts, bundles, carried) if carries_columns else {}
-            goes_on = Bundle(columns, _laid_out(states, carried))
-        every, vectors = np.ones(n, dtype=bool), {}
-        for name in frozenset[Vector]().union(*(part.wants for part in parts)):
-            own = answers.as_returned if name == "given" else answers.logits
-            of = [(rows, step.scores if name == "scores" else own[rows]) for _, rows, step in steps]
-            vectors[name] = _laid_out(of, every)
-        result = CallResult(
-            predictions=predictions,
-            confidences=confidences,
-            accepted=accepted,
-            costs=costs,
-            policy_s=policy_s,
-            device_s=answers.device_s,
-            failures=failures,
-            state_bytes=max((state.shape[1] * state.itemsize for _, state in states), default=0.0),
-            raised=found.raised,
-            carried=carried,
-            vectors=vectors,
-            own_costs=answers.costs if "given" in vectors else None,
-            wire=answers.wire,
-            likeliest=likeliest,
-            next=following,
-            **self._when(began),
-        )
-        return result, goes_on
+        return CallResult(predictions, confidences, accepted, costs, likeliest=likeliest, next=following)
 
     def _steps(
         self, policy: Policy, rows: Ints, logits: Floats, state: Floats | None, failures: dict[int, str]
-    ) -> list[tuple[Policy, Ints, Step]]:
+    ) -> list[PolicyStep]:
         """Take a policy's step for rows, int (m,), of a call; rows on which it cannot decide are added to failures.
 
         It cannot where a row has options that it did not have at an earlier stage.
@@ -414,15 +433,17 @@ class Worker:
         if not len(rows):
             return []
         try:
-            own = logits if len(rows) == len(logits) else logits[rows]  # no copy where all rows are of one policy
-            return [(policy, rows, policy.step(self._stage, own, state))]
+            values = logits if len(rows) == len(logits) else logits[rows]  # no copy where all rows are of one policy
+            return [(policy, rows, policy.step(self._stage, values, state))]
         except DataError as error:
             if len(rows) == 1:
                 failures[int(rows[0])] = reason_of(error)
                 return []
         half = len(rows) // 2
         halves = [(rows[part], None if state is None else state[part]) for part in (slice(half), slice(half, None))]
-        return [one for own, states in halves for one in self._steps(policy, own, logits, states, failures)]
+        return [
+            step for half_rows, states in halves for step in self._steps(policy, half_rows, logits, states, failures)
+        ]
 
 
 def _by_policy(parts: Sequence[Part]) -> list[tuple[str, list[Part], Ints]]:
@@ -430,24 +451,35 @@ def _by_policy(parts: Sequence[Part]) -> list[tuple[str, list[Part], Ints]]:
     if len({part.policy for part in parts}) == 1:
         return [(parts[0].policy, list(parts), np.arange(sum(map(len, parts))))]
     owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    found: list[tuple[str, list[Part], Ints]] = []
+    groups: list[tuple[str, list[Part], Ints]] = []
     for key in dict.fromkeys(part.policy for part in parts):
-        own = [position for position, part in enumerate(parts) if part.policy == key]
-        found.append((key, [parts[position] for position in own], np.flatnonzero(np.isin(owners, own))))
-    return found
+        positions = [position for position, part in enumerate(parts) if part.policy == key]
+        groups.append((key, [parts[position] for position in positions], np.flatnonzero(np.isin(owners, positions))))
+    return groups
 
 
-def _laid_out(pieces: Sequence[tuple[Ints, Floats]], wanted: Bools) -> Floats:
-    """Return the wanted rows of a call in their order, float64 (m, K), padded with -inf.
+def _vectors(parts: Sequence[Part], steps: Sequence[PolicyStep], answers: Answers) -> dict[Vector, Floats]:
+    """Return the vectors that any of the parts wants, float64 (n, K)."""
+    every, vectors = np.ones(len(answers.logits), dtype=bool), {}
+    for name in frozenset[Vector]().union(*(part.wants for part in parts)):
+        values = answers.as_returned if name == "given" else answers.logits
+        pieces = [(rows, step.scores if name == "scores" else values[rows]) for _, rows, step in steps]
+        vectors[name] = _laid_out(pieces, every)
+    return vectors
 
-    pieces: rows of the call, int (p,), and values of each, (p, k).   wanted: bool (n,).
+
+def _laid_out(pieces: Sequence[tuple[Ints, Floats]], mask: Bools) -> Floats:
+    """Return the rows of a call that a mask (n,) marks, in their order, float64 (m, K), padded with -inf.
+
+    pieces: rows of the call, int (p,), and values of each, (p, k).
     """
-    positions = np.cumsum(wanted) - 1
-    kept = [(positions[rows[own]], values[own]) for rows, values in pieces if (own := wanted[rows]).any()]
-    whole = np.full((int(wanted.sum()), max((values.shape[1] for _, values in kept), default=0)), -np.inf)
-    for rows, values in kept:
-        whole[rows, : values.shape[1]] = values
-    return whole
+    positions = np.cumsum(mask) - 1
+    chosen_pieces = [(positions[rows[part]], values[part]) for rows, values in pieces if (part := mask[rows]).any()]
+    n, k = int(mask.sum()), max((values.shape[1] for _, values in chosen_pieces), default=0)
+    table = np.full((n, k), -np.inf)
+    for rows, values in chosen_pieces:
+        table[rows, : values.shape[1]] = values
+    return table
 
 
 def _agree(answers: Answers, policy: Policy) -> bool:

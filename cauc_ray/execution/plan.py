@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cauc_ray.cascade.stage_queue import StageLimits, fed_rows, queue_rows
+from cauc_ray.cascade.stage import StageLimits, fed_rows, queue_rows
 from cauc_ray.data.blocks import BlockSource, Seen
 from cauc_ray.execution.commits import FailedBlock, Sink
 from cauc_ray.models.pool import StageSpec

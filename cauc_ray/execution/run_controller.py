@@ -9,10 +9,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from cauc_ray.cascade.blame import Blame
 from cauc_ray.cascade.bundles import Part
+from cauc_ray.cascade.events import CallEnded, CallPostponed, ReplicaLost, ReplicaReady, RowsLost, StageDown
+from cauc_ray.cascade.patience import RunPatience
 from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
-from cauc_ray.cascade.stage_queue import StageQueue
+from cauc_ray.cascade.stage import Stage
 from cauc_ray.errors import CaucError, ConfigError, ExecutionError
 from cauc_ray.execution.actors import explained, in_group, kind_of
 from cauc_ray.execution.cluster import draining_nodes, live_nodes, store_bytes
@@ -45,7 +48,7 @@ class RunController:
         self._here = here
         limits, open_rows = plan.limits(store_bytes())
         self._names = [stage.name for stage in plan.stages]
-        self._scheduler = Scheduler(limits, open_rows)
+        self._scheduler = Scheduler(limits, RunPatience(), Blame("row"), open_rows)
         self._counts = [(0, 0)] * len(plan.stages)
         self._n_finished = 0
         # By the reference to the result; a call's handle is that, and the reference to what comes with it.
@@ -117,7 +120,7 @@ class RunController:
                 if replica.stage == 0:
                     self._committer.start(facts)
                 self._scheduler.stages[replica.stage].take_facts(facts)
-                self._scheduler.stages[replica.stage].add_replica(replica.number)
+                self._scheduler.update(ReplicaReady(replica.stage, replica.number), now)
 
     # Input
 
@@ -157,7 +160,7 @@ class RunController:
     # Calls
 
     def _send_calls(self) -> None:
-        while (call := self._scheduler.next_call(time.monotonic())) is not None:
+        for call in self._scheduler.schedule(time.monotonic()):
             if self._first_call is None:
                 self._first_call = time.perf_counter()
             pieces = [*call.rows, *([call.good_row] if call.good_row is not None else [])]
@@ -185,7 +188,8 @@ class RunController:
 
     def _call_ended(self, call: Call, result: CallResult, now: float) -> None:
         """Hand a call's result on; replace the replicas that it shows to be bad."""
-        self._scheduler.ended(call, result, None if call.handle is None else call.handle[1], now)
+        goes_on = None if call.handle is None else call.handle[1]
+        self._scheduler.update(CallEnded(call, result, goes_on), now)
         if result.n_answered:
             return
         at, name = self._scheduler.stages[call.stage], self._names[call.stage]
@@ -216,22 +220,22 @@ class RunController:
         broken = self._note_broken(call, str(fault), now)
         if kind == "full":
             self._note_full(now, fault)
-            self._scheduler.postponed(call, FULL_PAUSE_S, now)
+            self._scheduler.update(CallPostponed(call, FULL_PAUSE_S), now)
         elif kind == "lost":
-            self._scheduler.rows_lost(call, f"its data was lost: {fault}", now)
+            self._scheduler.update(RowsLost(call, f"its data was lost: {fault}"), now)
         else:
             self._call_ended(call, broken, now)
 
     def _replica_lost(self, replica: Replica, why: str, now: float, *, own_fault: bool = True) -> None:
         """Give a replica up; take first what it has answered already."""
-        calls_at = self._scheduler.stages[replica.stage].calls_at
+        calls_at = self._scheduler.stages[replica.stage].replicas.calls_at
         others = [call.handle[0] for call in calls_at(replica.number)]
         for ref in ray.wait(others, num_returns=len(others), timeout=0)[0] if others else []:
             if _is_well(ref):
                 self._call_ready(ref, now)
         for call in calls_at(replica.number):
             self._note_broken(call, why, now)
-        self._scheduler.replica_lost(replica.stage, replica.number, why, now, own_fault=own_fault)
+        self._scheduler.update(ReplicaLost(replica.stage, replica.number, why, own_fault), now)
         self._replicas.lost(replica, why, now)
 
     def _leave(self, nodes: set[str], now: float) -> None:
@@ -264,7 +268,7 @@ class RunController:
         """Go on without a stage where the pool allows it and others have answers, else end the run."""
         if not self._plan.degrade or stage == 0:
             raise error
-        self._scheduler.stage_down(stage)
+        self._scheduler.update(StageDown(stage), time.monotonic())
 
     # What is over
 
@@ -286,7 +290,7 @@ class RunController:
         self._committer.check()
         self._n_finished = self._plan.n_done + self._committer.n_rows
         for stage, spec in enumerate(self._plan.stages):
-            for number in self._scheduler.stages[stage].overdue(spec.call_timeout_s, now):
+            for number in self._scheduler.stages[stage].replicas.overdue(spec.call_timeout_s, now):
                 why = f"stage {spec.name!r} has not answered a call within {spec.call_timeout_s:g} s"
                 self._replica_lost(self._replicas.by_number[number], why, now)
             if (dies := self._replicas.dies_loading(stage)) is not None:
@@ -300,7 +304,7 @@ class RunController:
                 gone = f"stage {spec.name!r} has had no live replica for {seconds:.0f} s"
                 self._stage_fails(stage, ExecutionError(f"{gone}; {why}"))
         self._rescale(now)
-        self._reading.watch(now, starved=self._scheduler.stages[0].starved)
+        self._reading.watch(now, starved=self._scheduler.starved)
         self._scheduler.n_reads = self._reading.n_asked
         self._counts = self._replicas.counts()
         if now - self._reported >= REPORT_S:
@@ -325,14 +329,15 @@ class RunController:
     def _rescale(self, now: float) -> None:
         for replica in self._replicas.rescale(self._scheduler, now):
             replica.phase = "closing"
-            self._scheduler.stages[replica.stage].close_replica(replica.number)
+            self._scheduler.stages[replica.stage].replicas.close(replica.number)
         for replica in [r for r in self._replicas.by_number.values() if r.phase == "closing"]:
-            if not self._scheduler.stages[replica.stage].calls_at(replica.number):
-                self._scheduler.stages[replica.stage].drop_replica(replica.number)
+            replicas = self._scheduler.stages[replica.stage].replicas
+            if not replicas.calls_at(replica.number):
+                replicas.drop(replica.number)
                 self._replicas.let_go(replica, now)
 
 
-def _stage_progress(name: str, at: StageQueue, replicas: tuple[int, int]) -> StageProgress:
+def _stage_progress(name: str, at: Stage, replicas: tuple[int, int]) -> StageProgress:
     """Return where a stage's rows are.   replicas: live and starting."""
     return StageProgress(
         name=name,

@@ -21,6 +21,7 @@ from cauc_ray.numbers.logits import (
     hold_probabilities,
     real_options,
 )
+from cauc_ray.numbers.rows import row_max
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 
@@ -49,7 +50,7 @@ def check_rows(
     """
     refuse_rows(where, ids, n_options == 0, lambda row: "the row has no logits")
     # Each row's largest logit is NaN or +inf if any of them is, and -inf if no option is left.
-    largest = logits.max(axis=1, initial=-np.inf)
+    largest = row_max(logits)
     refuse_rows(where, ids, ~np.isfinite(largest), lambda row: "a logit is NaN or +inf, or all are -inf")
     if kind == "probabilities":
         refuse_rows(where, ids, ~hold_probabilities(real_options(logits)), lambda row: NOT_PROBABILITIES)

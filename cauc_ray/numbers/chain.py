@@ -239,7 +239,7 @@ class ChainLogits(Chain):
         return replace(
             self,
             logits=tuple(logits[rows] for logits in self.logits),
-            example_ids=tuple(self.example_ids[row] for row in rows),
+            example_ids=tuple(np.array(self.example_ids, dtype=object)[rows]),
             labels=self.labels[rows],
             costs=self.costs.of_rows(rows),
         )

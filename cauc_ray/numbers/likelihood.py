@@ -18,6 +18,7 @@ import numpy as np
 
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.chain import ChainPart
+from cauc_ray.numbers.rows import by_columns, row_dot, row_max
 from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
 
 # The largest sum of a row's terms (its label's term is 1) that is safe in float32.
@@ -72,7 +73,7 @@ def _require_fit(part: ChainPart, rows: slice) -> None:
     """Raise DataError naming a row that cannot be fitted, if there is one."""
     ranks, labels = part.ranks[rows], part.labels[rows]
     for logits in (source[rows] for source in part.logits):
-        top = logits.max(axis=1)
+        top = row_max(logits)
         unfit = "largest logit is {}; NaN, +inf and rows of -inf cannot be fitted"
         _require(ranks, top, np.isfinite(top), unfit)
         gone = "label {} is an option that the row does not have"
@@ -99,7 +100,7 @@ def sums(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Sums:
         for i in range(p):
             weighted = np.multiply(block.terms, block.gaps[i], out=block.spare)
             for j in range(i, p):
-                second = np.vecdot(weighted, block.gaps[j]) / block.sums
+                second = row_dot(weighted, block.gaps[j]) / block.sums
                 curvature[i, j] += (second - means[i] * means[j]).sum(dtype=np.float64)
                 curvature[j, i] = curvature[i, j]
         gradient[:p] += means.sum(axis=1)
@@ -176,7 +177,7 @@ class _Block:
 
     def means(self) -> Floats:
         """Return the mean gap of each array under the softmax, float64 (P, rows)."""
-        return np.stack([np.vecdot(self.terms, gap) / self.sums for gap in self.gaps]).astype(np.float64)
+        return np.stack([row_dot(self.terms, gap) / self.sums for gap in self.gaps]).astype(np.float64)
 
 
 def _slices(part: ChainPart, dtype: type[np.floating], *, biased: bool = False) -> list[slice]:
@@ -197,8 +198,8 @@ def _blocks(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Iterator[_
     biased = len(biases) > 0
     slices = _slices(part, dtype, biased=biased)
     # Allocating memory for each block would take as long as the computation.
-    buffers = [np.empty((slices[0].stop, k), dtype=dtype) for _ in range(p + 2)]
-    ones = np.ones(k, dtype=dtype)
+    buffers = [by_columns((slices[0].stop, k), dtype) for _ in range(p + 2)]
+    ones = np.ones((1, k), dtype=dtype)
     for rows in slices:
         *gaps, terms, spare = (array[: rows.stop - rows.start] for array in buffers)
         labels = part.labels[rows]
@@ -219,12 +220,11 @@ def _blocks(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Iterator[_
         peaks = 0.0
         with np.errstate(over="ignore", invalid="ignore"):
             np.exp(scores, out=terms)
-            # Dot products: a matrix product would start threads.
-            sums = np.vecdot(terms, ones)
+            sums = row_dot(terms, ones)
         if not sums.max() < _LARGEST_SUM:
             _require_fit(part, rows)
-            highest = scores.max(axis=1, keepdims=True)
-            sums = np.vecdot(np.exp(scores - highest, out=terms), ones)
+            highest = row_max(scores)[:, None]
+            sums = row_dot(np.exp(scores - highest, out=terms), ones)
             peaks = float(highest.sum(dtype=np.float64))
         nll = float(np.log(sums).sum(dtype=np.float64)) + peaks
         yield _Block(gaps, terms, spare, sums, labels, nll, features)

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from cauc_ray.errors import DataError
+from cauc_ray.numbers.rows import row_argmax, row_max, row_total
 from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
 
 # An embedding is not logits, but what an encoder gives in their place.
@@ -80,8 +81,10 @@ def real_options(logits: Floats, kind: LogitKind = "raw") -> Floats:
     if not logits.size:
         return logits
     # In float64: float32 would round the difference between the largest value and a mask.
-    floors = logits.max(axis=1).astype(np.float64) - MASK_DEPTH
-    suspects = np.flatnonzero(logits.min(axis=1) < floors)
+    if np.float64(logits.min()) >= np.float64(logits.max()) - MASK_DEPTH:  # of all rows: one look at most tables
+        return logits
+    floors = row_max(logits).astype(np.float64) - MASK_DEPTH
+    suspects = np.flatnonzero(-row_max(-logits) < floors)
     chosen = logits[suspects]
     masks = (chosen < floors[suspects, None]) & (chosen > -np.inf)
     if kind == "log-probabilities":
@@ -210,7 +213,7 @@ def row_sums(terms: Floats) -> Floats:
     >>> row_sums(np.array([[1.0, 2.0, 3.0]]))
     array([6.])
     """
-    _, exponents = np.frexp(terms.max(axis=1, keepdims=True))
+    _, exponents = np.frexp(row_max(terms)[:, None])
     _, exponents = np.frexp(_sums_of_multiples(terms.copy(), exponents + _HEADROOM))
     sums: Floats = _sums_of_multiples(terms, exponents)[:, 0]
     return sums
@@ -225,8 +228,7 @@ def _sums_of_multiples(terms: Floats, exponents: Ints) -> Floats:
     magnitudes = np.ldexp(3.0, exponents)
     terms += magnitudes
     terms -= magnitudes
-    sums: Floats = terms.sum(axis=1, keepdims=True)
-    return sums
+    return row_total(terms)[:, None]
 
 
 def top_option(scores: Floats) -> tuple[Ints, Floats]:
@@ -280,8 +282,7 @@ def softmax(scores: Floats) -> Floats:
 def _terms(scores: Floats) -> tuple[Ints, Floats]:
     """Return each row's best option, int (N,), and exp(scores - its score), float64 (N, K)."""
     scores = np.ascontiguousarray(scores, dtype=np.float64)
-    option = scores.argmax(axis=1)
-    top = scores[np.arange(len(scores)), option]
+    option, top = row_argmax(scores)
     if not np.isfinite(top).all():
         row = int(np.flatnonzero(~np.isfinite(top))[0])
         raise DataError(f"row {row}: the largest score is not finite ({top[row]}), so no option can be chosen")
@@ -296,6 +297,6 @@ def log_softmax(scores: Floats) -> Floats:
     array([[0.5, 0.5, 0. ]])
     """
     scores = np.ascontiguousarray(scores, dtype=np.float64)
-    shifted = scores - scores.max(axis=1, keepdims=True)
+    shifted = scores - row_max(scores)[:, None]
     log_probabilities: Floats = shifted - np.log(row_sums(np.exp(shifted)))[:, None]
     return log_probabilities

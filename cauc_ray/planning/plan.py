@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from cauc_ray.api.options import PlanOptions
-from cauc_ray.cascade.stage_queue import fed_rows, queue_rows
+from cauc_ray.cascade.stage import fed_rows, queue_rows
 from cauc_ray.errors import CaucWarning, ConfigError
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, StageSpec, load_pool

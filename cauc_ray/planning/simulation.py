@@ -17,14 +17,16 @@ from typing import cast
 
 import numpy as np
 
-from cauc_ray.cascade.request_queue import RequestLimits
-from cauc_ray.cascade.requests import OpenRequests, RequestScheduler
+from cauc_ray.cascade.blame import Blame
+from cauc_ray.cascade.events import CallEnded, ReplicaReady
+from cauc_ray.cascade.patience import RequestPatience, RunPatience
 from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
-from cauc_ray.cascade.stage_queue import StageLimits
+from cauc_ray.cascade.stage import StageLimits
 from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.planning.stages import PlannedStage, RouterSeconds, loads, reaches
+from cauc_ray.serving.demand import OpenRequests
 
 SEED = 0
 NO_TIME = RouterSeconds()
@@ -192,14 +194,16 @@ def simulate_trace(
     quickest answer.
     """
     cascade = _Cascade(stages, window, router)
-    scheduler = RequestScheduler(
-        [RequestLimits(at.batch_size, at.batch_wait_s, UNBOUNDED, math.inf, name=at.name) for at in stages],
-        cascade.crowd.expects_more,
+    scheduler = Scheduler(
+        [StageLimits(at.batch_size, at.batch_wait_s, UNBOUNDED, math.inf, name=at.name) for at in stages],
+        RequestPatience(cascade.crowd.expects_more),
+        Blame("input"),
     )
+    scheduler.end_input()
     ticks = np.floor(times / _tick_s(stages, together)) if together else np.arange(len(times))
     cuts = np.flatnonzero(np.diff(ticks)) + 1
     groups = map(_Arrivals, np.split(times, cuts), np.split(answered_by, cuts))
-    cascade.run(scheduler, groups, lambda group: scheduler.start(group, 0, None, 0.0, cascade.now))
+    cascade.run(scheduler, groups, lambda group: scheduler.submit(group, [Chunk(None, group.n, 0.0)], cascade.now))
     latencies = np.concatenate([*cascade.latencies, np.zeros(0)])
     n_answered = sum(at.accepted for at in scheduler.stages)
     n_left = sum(at.n_waiting + at.in_flight for at in scheduler.stages)
@@ -221,7 +225,9 @@ def simulate_backlog(stages: Sequence[PlannedStage], n_rows: int, *, seed: int =
     """Simulate a run over n rows that are all there, to its end."""
     cascade = _Cascade(stages, Window(0.0, math.inf), NO_TIME)
     scheduler = Scheduler(
-        [StageLimits(at.batch_size, at.batch_wait_s, at.queue_rows or UNBOUNDED, math.inf) for at in stages], UNBOUNDED
+        [StageLimits(at.batch_size, at.batch_wait_s, at.queue_rows or UNBOUNDED, math.inf) for at in stages],
+        RunPatience(),
+        Blame("row"),
     )
     scheduler.end_input()
     rows = _Arrivals(np.zeros(n_rows), _stops(stages, n_rows, np.random.default_rng(seed)))
@@ -297,7 +303,7 @@ class _Cascade:
         replicas = count()
         for stage, at in enumerate(self._stages):
             for _ in range(at.replicas):
-                scheduler.stages[stage].add_replica(next(replicas))
+                scheduler.update(ReplicaReady(stage, next(replicas)), self.now)
         self._free_at = [0.0] * next(replicas)
         coming = next(arrivals, None)
         while True:
@@ -321,8 +327,8 @@ class _Cascade:
     def _send(self, scheduler: Scheduler) -> None:
         """Send what can go now: a replica computes its calls one after the other."""
         for figures, at in zip(self.figures, scheduler.stages, strict=True):
-            figures.most_queued = max(figures.most_queued, at.queued_rows)
-        while (call := scheduler.next_call(self.now)) is not None:
+            figures.most_queued = max(figures.most_queued, at.waiting.n_rows)
+        for call in scheduler.schedule(self.now):
             n, starts = len(call), max(self.now, self._free_at[call.replica])
             ends = self._free_at[call.replica] = starts + self._stages[call.stage].seconds.of(n)
             waited_s = sum(len(rows) * (starts - rows.ready_at) for rows in call.rows)
@@ -349,7 +355,7 @@ class _Cascade:
             device_s=None,
             node="",
         )
-        scheduler.ended(call, result, None, self.now)
+        scheduler.update(CallEnded(call, result, None), self.now)
         self.crowd.left(n_answered)
         self.now += self._router.of(n_answered / 2)
         for owner in scheduler.done:

@@ -93,7 +93,7 @@ class Predictions(Shown):
             confidence=self.confidence[rows],
             stage=self.stage[rows],
             cost=self.cost[rows],
-            example_ids=tuple(self.example_ids[row] for row in rows),
+            example_ids=tuple(np.array(self.example_ids, dtype=object)[rows]),
             labels=None if self.labels is None else self.labels[rows],
         )
 

@@ -13,16 +13,21 @@ from itertools import count
 from math import inf
 from typing import Protocol, cast
 
+from cauc_ray.cascade import events
+from cauc_ray.cascade.blame import Blame
 from cauc_ray.cascade.bundles import n_bytes
-from cauc_ray.cascade.request_queue import RequestLimits
-from cauc_ray.cascade.requests import News, OpenRequests, RequestScheduler
+from cauc_ray.cascade.events import VerdictReached
+from cauc_ray.cascade.patience import RequestPatience
 from cauc_ray.cascade.rows import Call, CallResult, Vector
+from cauc_ray.cascade.scheduler import Chunk, Scheduler
+from cauc_ray.cascade.stage import StageLimits
 from cauc_ray.cascade.worker import MOST_POLICIES
 from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
+from cauc_ray.serving.demand import Demand, OpenRequests
 from cauc_ray.serving.observers.observer import Observer
 from cauc_ray.serving.request_state import (
     Answer,
@@ -93,9 +98,9 @@ class Cascade:
         self._id = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
         self._open_requests = OpenRequests(self._loop.time)
-        self.scheduler = RequestScheduler(
+        self.scheduler = Scheduler(
             [
-                RequestLimits(
+                StageLimits(
                     batch_size=spec.serving.batch_size or spec.batch_size,
                     batch_wait_s=spec.serving.batch_wait_s,
                     queue_rows=pool.serving.max_queued_rows,
@@ -106,8 +111,11 @@ class Cascade:
                 )
                 for stage, spec in enumerate(stages)
             ],
-            self._open_requests.expects_more,
+            RequestPatience(self._open_requests.expects_more),
+            Blame("input"),
         )
+        self.scheduler.end_input()
+        self._demand = Demand(self.scheduler.stages)
         # A request has as long as its slowest stage.
         self._timeout_s = max(spec.serving.timeout_s for spec in stages)
         self._keys: dict[int, tuple[Policy, str]] = {}
@@ -120,7 +128,7 @@ class Cascade:
         self._timer_at = inf
         self._pumps = False
         # Called with verdicts on inputs, for other routers.
-        self.on_news: Callable[[list[News]], None] = lambda news: None
+        self.on_news: Callable[[list[VerdictReached]], None] = lambda news: None
 
     # Requests
 
@@ -191,8 +199,9 @@ class Cascade:
         request.hurries = timeout_s is not None and timeout_s < self._timeout_s
         request.deadline = now + (self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s))
         try:
-            row_bytes = n_bytes(request.columns) / request.n
-            self.scheduler.start(request, stages, state, row_bytes, now, counts=not request.shadow)
+            if not request.shadow:
+                self._demand.came(request.n, stages, now)
+            self.scheduler.submit(request, [Chunk(state, request.n, n_bytes(request.columns))], now, stages)
             self._take_done()
             self.pump_soon()
             await request.done
@@ -209,9 +218,10 @@ class Cascade:
             entry = self._keys[id(policy)] = policy, blake2b(policy.to_json().encode(), digest_size=12).hexdigest()
         return entry[1]
 
-    def learn(self, news: Sequence[News]) -> None:
+    def learn(self, news: Sequence[VerdictReached]) -> None:
         """Take verdicts on inputs of another router."""
-        self.scheduler.learn(news, self._loop.time())
+        for verdict in news:
+            self.scheduler.update(verdict, self._loop.time())
         self._take_done()
         self.pump_soon()
 
@@ -229,15 +239,15 @@ class Cascade:
         self.scheduler.stages[stage].health.load_s = load_s
         at, numbers, now = self.scheduler.stages[stage], self._numbers[stage], self._loop.time()
         for name in [name for name in numbers if name not in names]:
-            if not at.calls_at(numbers[name]):  # else its calls will show it
+            if not at.replicas.calls_at(numbers[name]):  # else its calls will show it
                 self._lost(stage, numbers[name], "it is gone", own_fault=False)
         self._leaving &= set(names) | {name for of_stage in self._numbers for name in of_stage}
         for name in names:
             if name not in numbers and name not in self._leaving:
                 numbers[name] = number = next(self._next_number)
                 self._replica_names[number] = name
-                at.add_replica(number, now)
-        self.scheduler.note_replicas(stage, now, why)
+                self.scheduler.update(events.ReplicaReady(stage, number), now)
+        self.scheduler.update(events.ReplicasCounted(stage, why), now)
         self._take_done()
         self.pump_soon()
 
@@ -252,9 +262,9 @@ class Cascade:
     def _lost(self, stage: int, number: int, why: str, *, own_fault: bool) -> None:
         """Forget a replica. What it was asked is asked elsewhere."""
         at = self.scheduler.stages[stage]
-        for call in at.calls_at(number):
+        for call in at.replicas.calls_at(number):
             self._forget(call)
-        self.scheduler.replica_lost(stage, number, why, self._loop.time(), own_fault=own_fault)
+        self.scheduler.update(events.ReplicaLost(stage, number, why, own_fault), self._loop.time())
         del self._numbers[stage][self._replica_names.pop(number)]
 
     def _forget(self, call: Call) -> None:
@@ -275,9 +285,10 @@ class Cascade:
         """Send what can go now, and come back when something else can."""
         self._pumps = False
         now = self._loop.time()
-        for unwanted in list(self.scheduler.unwanted(now)):
-            self._forget(unwanted)
-        while (call := self.scheduler.next_call(now)) is not None:
+        self.scheduler.update(events.TimePassed(), now)
+        while self.scheduler.withdrawn:
+            self._forget(self.scheduler.withdrawn.pop())
+        for call in self.scheduler.schedule(now):
             # In its own context: it does not belong to the request that is being handled.
             coroutine = self._call(call, self._replica_names[call.replica])
             self._tasks[call] = self._loop.create_task(coroutine, context=Context())
@@ -294,8 +305,6 @@ class Cascade:
 
     def _on_time(self) -> None:
         self._timer, self._timer_at = None, inf
-        self.scheduler.expire(self._loop.time())
-        self._take_done()
         self._pump()
 
     def _take_done(self) -> None:
@@ -310,7 +319,7 @@ class Cascade:
         else:
             call.began_at = call.sent_at
         try:
-            needed = self.scheduler.needed_replicas(call.stage, self._loop.time())
+            needed = self._demand.replicas(call.stage, self._loop.time())
             asked = stage_call(call, replica, router=self._id, needed_replicas=needed)
             answer = await client.answer(asked, began)
         except StageError as error:
@@ -343,7 +352,7 @@ class Cascade:
         if result.error is None:
             for observer in self._observers:
                 observer.on_call(call.stage, len(call), now - call.sent_at, result.wire)
-        self.scheduler.ended(call, result, states, now)
+        self.scheduler.update(events.CallEnded(call, result, states), now)
         for number, why in at.take_bad().items():
             name = self._replica_names[number]
             logger.error(f"stage {self.names[call.stage]!r}: replica {name} is replaced: {why}")
@@ -357,7 +366,7 @@ class Cascade:
             self._lost(call.stage, call.replica, fault.message, own_fault=fault.kind == "died")
         else:
             trouble = fault.kind if fault.kind in ("down", "overloaded") else "error"
-            self.scheduler.call_failed(call, trouble, fault.message, self._loop.time())
+            self.scheduler.update(events.CallFailed(call, trouble, fault.message), self._loop.time())
 
 
 def _ids(columns: Batch, n: int) -> list[str]:

@@ -19,7 +19,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from cauc_ray.cascade.requests import News
+from cauc_ray.cascade.events import VerdictReached
 from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.answers import ModelFacts
@@ -206,13 +206,13 @@ class Service(ABC):
             self._tasks = [asyncio.create_task(repeat(do, PERIOD_S)) for do in follow]
         return self._cascade
 
-    def _pass_on(self, news: list[News]) -> None:
+    def _pass_on(self, news: list[VerdictReached]) -> None:
         """Have the other replicas learn which inputs have ended or hung replicas of stages."""
         task = asyncio.ensure_future(self.ask_all("learn", self._id, news))
         self._passing.add(task)
         task.add_done_callback(self._passing.discard)
 
-    async def learn(self, replica: str, news: list[News]) -> None:
+    async def learn(self, replica: str, news: list[VerdictReached]) -> None:
         """Take verdicts on inputs from a replica."""
         if replica != self._id:
             self.cascade.learn(news)

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeAlias
 
+from cauc_ray.cascade.blame import Blame
 from cauc_ray.cascade.bundles import Bundle, Part, packed
+from cauc_ray.cascade.events import CallEnded, ReplicaReady
+from cauc_ray.cascade.patience import RunPatience
 from cauc_ray.cascade.preparing import PreparingWorker
 from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
-from cauc_ray.cascade.stage_queue import StageLimits, queue_rows
+from cauc_ray.cascade.stage import StageLimits, queue_rows
 from cauc_ray.cascade.worker import prepare_process
 from cauc_ray.models.answers import Batch
 from cauc_ray.models.pool import StageSpec
@@ -123,9 +126,9 @@ def answered(workers: Sequence[PreparingWorker], policy: Policy, columns: Batch,
     """Have workers answer rows under a run's scheduler, in threads: two calls at a time each."""
     n = len(next(iter(columns.values())))
     limits = StageLimits(batch, 1.0, queue_rows(batch, 1, n), float("inf"))
-    scheduler = Scheduler([limits] * len(workers), n)
+    scheduler = Scheduler([limits] * len(workers), RunPatience(), Blame("row"), n)
     for number in range(len(workers)):
-        scheduler.stages[number].add_replica(number)
+        scheduler.update(ReplicaReady(number, number), time.time())
     sources, ended = [Bundle(packed(columns))], queue.SimpleQueue[Ending]()
     results: list[list[CallResult]] = [[] for _ in workers]
     with ThreadPoolExecutor(2 * len(workers)) as senders:
@@ -133,7 +136,7 @@ def answered(workers: Sequence[PreparingWorker], policy: Policy, columns: Batch,
         scheduler.submit(Owner(0, n), [Chunk(0, n, 0.0)], time.time(), policy.first(n, None))
         scheduler.end_input()
         while not scheduler.finished:
-            while (call := scheduler.next_call(time.time())) is not None:
+            for call in scheduler.schedule(time.time()):
                 held = list(dict.fromkeys(rows.source for rows in call.rows))
                 parts = [Part.of(held.index(rows.source), rows.positions) for rows in call.rows]
                 sent = senders.submit(workers[call.stage].decide, parts, None, *(sources[at] for at in held))
@@ -146,5 +149,5 @@ def answered(workers: Sequence[PreparingWorker], policy: Policy, columns: Batch,
             require_answers(batches)
             results[call.stage] += batches
             sources.append(goes_on)
-            scheduler.ended(call, CallResult.joined(batches), len(sources) - 1, time.time())
+            scheduler.update(CallEnded(call, CallResult.joined(batches), len(sources) - 1), time.time())
         return Answered(time.perf_counter() - began, results)

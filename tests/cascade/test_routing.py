@@ -8,11 +8,14 @@ from routed import routed
 from scripted_models import worker_of
 from synthetic import chain
 
+from cauc_ray.cascade.blame import Blame
 from cauc_ray.cascade.bundles import Bundle, Part, in_batches
 from cauc_ray.cascade.bundles import joined as together
+from cauc_ray.cascade.events import CallEnded, ReplicaReady, StageDown
+from cauc_ray.cascade.patience import RunPatience
 from cauc_ray.cascade.rows import CallResult, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
-from cauc_ray.cascade.stage_queue import StageLimits
+from cauc_ray.cascade.stage import StageLimits
 from cauc_ray.models.answers import Answers, ModelFacts
 from cauc_ray.policies.fitting import ThresholdRule, fit_base
 from cauc_ray.policies.trace import replay
@@ -39,12 +42,12 @@ def answered(worker, parts, sources, batch):
 def run(policy, *, seed=0, batch=16, queue=10**9, down=(), per_call=1):
     """Answer all rows, in blocks, by a scheduler and real workers whose calls end in any order; return the owners."""
     rng, of_stage, now = np.random.default_rng(seed), workers(policy), 0.0
-    scheduler = Scheduler([StageLimits(batch, 1.0, queue, 10**9, per_call)] * 4, open_rows=10**9)
+    scheduler = Scheduler([StageLimits(batch, 1.0, queue, 10**9, per_call)] * 4, RunPatience(), Blame("row"))
     for stage in set(range(4)) - set(down):
         for number in range(2):
-            scheduler.stages[stage].add_replica(10 * stage + number)
+            scheduler.update(ReplicaReady(stage, 10 * stage + number), now)
     for stage in down:
-        scheduler.stage_down(stage)
+        scheduler.update(StageDown(stage), now)
     owners = []
     for block, rows in enumerate(np.array_split(np.arange(len(DATA.labels)), 7)):
         owners.append(Owner(block, len(rows), names=rows))
@@ -54,7 +57,7 @@ def run(policy, *, seed=0, batch=16, queue=10**9, down=(), per_call=1):
     calls, sizes = [], [[], [], [], []]
     while not scheduler.finished or scheduler.done:
         scheduler.done.clear()
-        while (call := scheduler.next_call(now)) is not None:
+        for call in scheduler.schedule(now):
             calls.append(call)
             sizes[call.stage].append(len(call))
         now += 0.1
@@ -62,7 +65,8 @@ def run(policy, *, seed=0, batch=16, queue=10**9, down=(), per_call=1):
             call = calls.pop(rng.integers(len(calls)))
             sources = list({id(rows.source): rows.source for rows in call.rows}.values())
             parts = [Part.of([id(own) for own in sources].index(id(rows.source)), rows.positions) for rows in call.rows]
-            scheduler.ended(call, *answered(of_stage[call.stage], parts, sources, batch), now)
+            answer = answered(of_stage[call.stage], parts, sources, batch)
+            scheduler.update(CallEnded(call, *answer), now)
         assert now < 1000
     return scheduler, owners, sizes
 

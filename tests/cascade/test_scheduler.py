@@ -7,17 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cauc_ray.cascade.requests import OPEN_WINDOW_S, OpenRequests
+from cauc_ray.cascade.blame import Blame
+from cauc_ray.cascade.events import CallEnded, CallPostponed, ReplicaLost, ReplicaReady, RowsLost, StageDown
+from cauc_ray.cascade.patience import CALLS_PER_REPLICA, CALLS_TO_GIVE_UP, RunPatience
 from cauc_ray.cascade.rows import CallResult, Owner
 from cauc_ray.cascade.scheduler import RESTARTS, Chunk, Scheduler
-from cauc_ray.cascade.stage_queue import (
-    CALLS_PER_REPLICA,
-    CALLS_TO_GIVE_UP,
-    DEATHS_TO_GIVE_UP,
-    FAILURES_TO_REPLACE,
-    StageLimits,
-)
+from cauc_ray.cascade.stage import DEATHS_TO_GIVE_UP, FAILURES_TO_REPLACE, StageLimits
 from cauc_ray.models.answers import ModelFacts
+from cauc_ray.serving.demand import OPEN_WINDOW_S, OpenRequests
 
 seeds = st.integers(0, 2**32 - 1)
 PLENTY = 10**9
@@ -56,6 +53,19 @@ def limits(batch_size, *, batch_wait_s=1e9, queue_rows=PLENTY, queue_bytes=PLENT
     return StageLimits(batch_size, batch_wait_s, queue_rows, queue_bytes)
 
 
+def run_of(stages, open_rows=PLENTY):
+    """Return the scheduler of a run."""
+    return Scheduler(stages, RunPatience(), Blame("row"), open_rows)
+
+
+def next_call(scheduler, now):
+    return next(scheduler.schedule(now), None)
+
+
+def add_replica(scheduler, stage, replica):
+    scheduler.update(ReplicaReady(stage, replica), 0.0)
+
+
 def submit(scheduler, n, block=0, now=0.0):
     owner = Owner(block, n)
     scheduler.submit(owner, [Chunk(None, n, n)], now)
@@ -64,7 +74,7 @@ def submit(scheduler, n, block=0, now=0.0):
 
 def ended(scheduler, call, answer, now):
     """End a call, and return the owners that are done by it."""
-    scheduler.ended(call, answer, Source(), now)
+    scheduler.update(CallEnded(call, answer, Source()), now)
     return take(scheduler.done)
 
 
@@ -77,10 +87,10 @@ def take(owners):
 
 def one_block(stages, n, *, open_rows=PLENTY, replicas=1):
     """Return a scheduler with so many replicas of each stage and a block of n rows of a byte each."""
-    scheduler = Scheduler(stages, open_rows)
+    scheduler = run_of(stages, open_rows)
     for stage in range(len(stages)):
         for number in range(replicas):
-            scheduler.stages[stage].add_replica(10 * stage + number)
+            add_replica(scheduler, stage, 10 * stage + number)
     submit(scheduler, n)
     return scheduler
 
@@ -108,7 +118,7 @@ class Simulation:
         self.deadly = [kinds(n) < deadly for n in blocks]
         self.named = [kinds(n) < named for n in blocks]
         self.queue = queue
-        self.scheduler = Scheduler([limits(batch, queue_rows=queue)] * n_stages, open_rows=PLENTY)
+        self.scheduler = run_of([limits(batch, queue_rows=queue)] * n_stages)
         self.batch, self.n_next = batch, 0
         self.prepares = seed % 2 == 1
         for queue in self.scheduler.stages:
@@ -125,7 +135,7 @@ class Simulation:
         self.replicas[self.n_next] = stage
         if self.rng.random() < self.turn_bad:
             self.way[self.n_next] = [int(self.rng.integers(3, 12)), str(self.rng.choice(["raises", "names", "dies"]))]
-        self.scheduler.stages[stage].add_replica(self.n_next)
+        add_replica(self.scheduler, stage, self.n_next)
         self.n_next += 1
 
     def submit(self, block, restarts=0):
@@ -142,10 +152,10 @@ class Simulation:
             if self.scheduler.finished:
                 for call in self.calls:  # nobody wants their rows any more
                     assert not any(rows.owner.live for rows in call.rows) or call.probe
-                    self.scheduler.postponed(call, 0.0, self.now)
+                    self.scheduler.update(CallPostponed(call, 0.0), self.now)
                 return self
             self.read()
-            while (call := self.scheduler.next_call(self.now)) is not None:
+            while (call := next_call(self.scheduler, self.now)) is not None:
                 self.check(call)
                 self.calls.append(call)
             wait = self.scheduler.wait_s(self.now)
@@ -204,15 +214,15 @@ class Simulation:
             call = self.pick()
             if call.probe or call.good_row is not None:
                 self.in_doubt -= {r for r in self.in_doubt if self.replicas[r] == call.stage}
-            self.scheduler.rows_lost(call, "gone", self.now)
+            self.scheduler.update(RowsLost(call, "gone"), self.now)
         elif self.calls:
-            self.scheduler.postponed(self.pick(), 2.0, self.now)
+            self.scheduler.update(CallPostponed(self.pick(), 2.0), self.now)
 
     def lose_replica(self, replica, *, own_fault=True):
         self.calls = [call for call in self.calls if call.replica != replica]
         stage = self.replicas.pop(replica)
         self.in_doubt.discard(replica)
-        self.scheduler.replica_lost(stage, replica, "died", self.now, own_fault=own_fault)
+        self.scheduler.update(ReplicaLost(stage, replica, "died", own_fault), self.now)
         self.start(stage)
 
     def replace_bad(self):
@@ -247,11 +257,11 @@ class Simulation:
             failures = dict.fromkeys(range(len(call)), "NaN") if named else {}
             bad = result([0] * len(call), [False] * len(call), failures=failures)
             bad = bad if failures else failed("no device", "replica" if knows else "unknown")
-            self.scheduler.ended(call, bad, None, self.now)
+            self.scheduler.update(CallEnded(call, bad, None), self.now)
             return
         stops_here = [self.stops[block][i] == call.stage for block, i in rows]
         if any(self.deadly[block][i] and stops for (block, i), stops in zip(rows, stops_here, strict=True)):
-            at_work = self.scheduler.stages[call.stage].calls_at(call.replica)[: 1 + self.prepares]
+            at_work = self.scheduler.stages[call.stage].replicas.calls_at(call.replica)[: 1 + self.prepares]
             self.calls.append(call)
             if call in at_work:  # a call that waits kills nobody yet, but one that is being prepared may
                 self.lose_replica(call.replica)
@@ -268,7 +278,7 @@ class Simulation:
             self.way[call.replica][0] -= 1
         self.in_doubt.discard(call.replica)
         if len(failures) == len(call) and raised and not knows:
-            self.scheduler.ended(call, failed("poison"), None, self.now)
+            self.scheduler.update(CallEnded(call, failed("poison"), None), self.now)
             return
         if len(failures) < len(call):
             self.has_good_row.add(call.replica)
@@ -277,7 +287,7 @@ class Simulation:
         answers = [100 * block + i for block, i in rows]
         deferred = Source([row for row, stops in zip(rows, stops_here, strict=True) if not stops])
         answered = result(answers, accepted, failures=failures, raised=raised)
-        self.scheduler.ended(call, answered, deferred, self.now)
+        self.scheduler.update(CallEnded(call, answered, deferred), self.now)
 
     def take_done(self):
         while self.scheduler.done:
@@ -323,7 +333,7 @@ def check_rows(run, blocks, n_stages, *, chaos=0.0):
         assert (block.costs[good] == run.stops[number][good] + 1).all()
         assert not block.degraded.any()
     for at in run.scheduler.stages:
-        assert (at.n_waiting, at.queued_bytes, at.in_flight, at.in_work) == (0, 0, 0, False)
+        assert (at.n_waiting, at.waiting.n_bytes, at.in_flight, at.in_work) == (0, 0, 0, False)
 
 
 @given(
@@ -356,25 +366,25 @@ def test_deferred_rows_are_gathered_into_full_batches(seed, n_stages):
 
 def test_a_partial_batch_waits_for_its_time_unless_nothing_can_be_added():
     scheduler = one_block([limits(10, batch_wait_s=5.0)] * 2, 10)
-    call = scheduler.next_call(0.0)
+    call = next_call(scheduler, 0.0)
     ended(scheduler, call, result(range(10), [True] * 6 + [False] * 4), 1.0)
-    assert scheduler.next_call(1.0) is None  # more input may come
+    assert next_call(scheduler, 1.0) is None  # more input may come
     assert scheduler.wait_s(1.0) == pytest.approx(5.0)
-    assert scheduler.next_call(5.9) is None
-    assert len(scheduler.next_call(6.0)) == 4
+    assert next_call(scheduler, 5.9) is None
+    assert len(next_call(scheduler, 6.0)) == 4
 
     scheduler = one_block([limits(10, batch_wait_s=5.0)], 3)
     scheduler.n_reads = 1  # a block that is still being read can add rows
     scheduler.end_input()
-    assert scheduler.next_call(0.0) is None
+    assert next_call(scheduler, 0.0) is None
     scheduler.n_reads = 0
-    assert len(scheduler.next_call(0.0)) == 3
+    assert len(next_call(scheduler, 0.0)) == 3
 
 
 def test_the_last_rows_are_shared_out_among_the_replicas():
     scheduler = one_block([limits(100)], 40, replicas=4)
     scheduler.end_input()
-    calls = [scheduler.next_call(0.0) for _ in range(2)]
+    calls = [next_call(scheduler, 0.0) for _ in range(2)]
     assert [len(call) for call in calls] == [25, 15]  # never less than a quarter of a batch, while there are rows
     assert len({call.replica for call in calls}) == 2
 
@@ -385,55 +395,55 @@ def test_the_last_rows_are_shared_out_among_the_replicas():
 def test_batches_that_take_next_to_no_time_share_a_call(batch_s, replicas, expected):
     stage = StageLimits(10, 1e9, PLENTY, PLENTY, batches_per_call=8)
     scheduler = one_block([stage], 100, replicas=replicas)
-    call = scheduler.next_call(0.0)
+    call = next_call(scheduler, 0.0)
     assert len(call) == 10  # nobody knows yet
-    scheduler.ended(call, replace(result(np.zeros(10), np.ones(10)), compute_s=batch_s), Source(), 0.0)
-    assert len(scheduler.next_call(0.0)) == expected
+    scheduler.update(CallEnded(call, replace(result(np.zeros(10), np.ones(10)), compute_s=batch_s), Source()), 0.0)
+    assert len(next_call(scheduler, 0.0)) == expected
 
 
 def test_reading_is_bounded_by_rows_and_bytes_but_never_stops():
     for bounds in ({"queue_rows": 5}, {"queue_bytes": 5}):
-        scheduler = Scheduler([limits(10, batch_wait_s=0.0, **bounds)], open_rows=PLENTY)
-        scheduler.stages[0].add_replica(0)
+        scheduler = run_of([limits(10, batch_wait_s=0.0, **bounds)])
+        add_replica(scheduler, 0, 0)
         assert scheduler.wants_block()
         submit(scheduler, 6, 0)
         assert not scheduler.wants_block()
-        call = scheduler.next_call(0.0)
+        call = next_call(scheduler, 0.0)
         ended(scheduler, call, result(range(6), [True] * 6), 0.0)
         assert scheduler.wants_block()
-    scheduler = Scheduler([limits(10)], open_rows=5)
+    scheduler = run_of([limits(10)], open_rows=5)
     submit(scheduler, 6, 0)
     assert not scheduler.wants_block()
 
 
 @pytest.mark.parametrize("bounds", [{"queue_rows": 10}, {"queue_bytes": 10}])
 def test_a_full_queue_holds_the_stage_before_it_back(bounds):
-    scheduler = Scheduler([limits(10), limits(10, **bounds)], open_rows=PLENTY)
-    scheduler.stages[0].add_replica(0)
+    scheduler = run_of([limits(10), limits(10, **bounds)])
+    add_replica(scheduler, 0, 0)
     submit(scheduler, 60, 0)
-    calls = [scheduler.next_call(0.0), scheduler.next_call(0.0)]
-    assert scheduler.next_call(0.0) is None  # one computes, one waits
+    calls = [next_call(scheduler, 0.0), next_call(scheduler, 0.0)]
+    assert next_call(scheduler, 0.0) is None  # one computes, one waits
     ended(scheduler, calls[0], result(range(10), [False] * 10), 0.0)
-    assert scheduler.next_call(0.0) is None  # ten rows wait for a second stage without a replica
+    assert next_call(scheduler, 0.0) is None  # ten rows wait for a second stage without a replica
     assert scheduler.wait_s(0.0) is None  # and no time will change that
-    scheduler.stages[1].add_replica(1)
-    assert [scheduler.next_call(0.0).stage for _ in range(2)] == [1, 0]
+    add_replica(scheduler, 1, 1)
+    assert [next_call(scheduler, 0.0).stage for _ in range(2)] == [1, 0]
 
 
 @pytest.mark.parametrize("prepares", [False, True])
 def test_what_may_have_killed_its_replica_is_isolated_and_what_waits_behind_it_is_not_blamed(prepares):
     scheduler = one_block([limits(4)], 16)
     scheduler.stages[0].take_facts(ModelFacts("", prepares=prepares))
-    ended(scheduler, scheduler.next_call(0.0), replace(result(range(4), [True] * 4), compute_s=1e-4), 0.0)
+    ended(scheduler, next_call(scheduler, 0.0), replace(result(range(4), [True] * 4), compute_s=1e-4), 0.0)
     # One is computed, one may be prepared; they are short, so one waits.
-    calls = [scheduler.next_call(0.0) for _ in range(3)]
-    scheduler.replica_lost(0, 0, "died", 1.0)
-    scheduler.stages[0].add_replica(1)
+    calls = [next_call(scheduler, 0.0) for _ in range(3)]
+    scheduler.update(ReplicaLost(0, 0, "died"), 1.0)
+    add_replica(scheduler, 0, 1)
     isolated, others = [], []
-    while (call := scheduler.next_call(1.0)) is not None:
+    while (call := next_call(scheduler, 1.0)) is not None:
         (isolated if call.isolated else others).append(call.rows[0].indices.tolist())
         if call.isolated:
-            assert scheduler.next_call(1.0) is None  # nothing joins it
+            assert next_call(scheduler, 1.0) is None  # nothing joins it
         ended(scheduler, call, result(range(len(call)), [True] * len(call)), 1.0)
     rows = [call.rows[0].indices.tolist() for call in calls]
     assert isolated == rows[: 1 + prepares]
@@ -444,9 +454,9 @@ def test_a_block_that_is_lost_again_and_again_is_failed():
     scheduler = one_block([limits(1)], 3)
     scheduler.end_input()
     for restart in range(RESTARTS + 1):
-        call = scheduler.next_call(float(restart))
-        waiting = scheduler.next_call(float(restart))
-        scheduler.rows_lost(call, "gone", float(restart))
+        call = next_call(scheduler, float(restart))
+        waiting = next_call(scheduler, float(restart))
+        scheduler.update(RowsLost(call, "gone"), float(restart))
         done = take(scheduler.done)
         ended(scheduler, waiting, result([7], [True]), float(restart))  # nobody wants its answer any more
         if restart < RESTARTS:
@@ -457,11 +467,11 @@ def test_a_block_that_is_lost_again_and_again_is_failed():
     assert block.failures == dict.fromkeys(range(3), (0, "gone"))
     assert scheduler.finished
     scheduler = one_block([limits(4)], 4)
-    scheduler.rows_lost(scheduler.next_call(0.0), "gone", 0.0)
+    scheduler.update(RowsLost(next_call(scheduler, 0.0), "gone"), 0.0)
     owner = Owner(0, 4, restarts=take(scheduler.lost)[0].restarts + 1)
     scheduler.end_input()
     scheduler.submit(owner, [Chunk(None, 1, 1)], 0.0, unreadable=dict.fromkeys((0, 2, 3), "unreadable"))
-    (block,) = ended(scheduler, scheduler.next_call(0.0), result([5], [True]), 0.0)
+    (block,) = ended(scheduler, next_call(scheduler, 0.0), result([5], [True]), 0.0)
     assert block.failures == dict.fromkeys((0, 2, 3), (-1, "unreadable"))
     assert block.predictions.tolist() == [-1, 5, -1, -1]
 
@@ -469,11 +479,11 @@ def test_a_block_that_is_lost_again_and_again_is_failed():
 def test_a_stage_that_is_down_is_left_out_and_the_rows_say_so():
     scheduler = one_block([limits(4)] * 2, 8)
     scheduler.end_input()
-    first = scheduler.next_call(0.0)
+    first = next_call(scheduler, 0.0)
     ended(scheduler, first, result([7, 8, 9, 10], [True, False, False, True], cost=2.0), 0.0)
-    waiting = scheduler.next_call(0.0)
+    waiting = next_call(scheduler, 0.0)
     assert waiting.stage == 0
-    scheduler.stage_down(1)
+    scheduler.update(StageDown(1), 0.0)
     (block,) = ended(scheduler, waiting, result([1, 2, 3, 4], [False] * 4), 0.0)
     assert block.predictions.tolist() == [7, 8, 9, 10, 1, 2, 3, 4]
     assert block.stages.tolist() == [0] * 8
@@ -484,19 +494,19 @@ def test_a_stage_that_is_down_is_left_out_and_the_rows_say_so():
 
 def test_a_replica_kept_free_for_a_suspect_takes_rows_again_once_the_suspect_is_gone():
     scheduler = one_block([limits(4)] * 2, 8, replicas=2)
-    for call in [scheduler.next_call(0.0), scheduler.next_call(0.0)]:
+    for call in [next_call(scheduler, 0.0), next_call(scheduler, 0.0)]:
         ended(scheduler, call, result(range(4), [False] * 4), 0.0)
-    calls = {call.replica: call for call in (scheduler.next_call(0.0), scheduler.next_call(0.0))}
+    calls = {call.replica: call for call in (next_call(scheduler, 0.0), next_call(scheduler, 0.0))}
     assert set(calls) == {10, 11}
-    scheduler.replica_lost(1, 10, "died", 0.0)
-    assert scheduler.next_call(0.0) is None  # what 10 died of waits until 11 has nothing else
-    scheduler.stage_down(1)
+    scheduler.update(ReplicaLost(1, 10, "died"), 0.0)
+    assert next_call(scheduler, 0.0) is None  # what 10 died of waits until 11 has nothing else
+    scheduler.update(StageDown(1), 0.0)
     ended(scheduler, calls[11], result(range(4), [True] * 4), 0.0)
-    scheduler.stages[1].add_replica(12)
+    add_replica(scheduler, 1, 12)
     submit(scheduler, 8, 1)
-    for call in [scheduler.next_call(0.0), scheduler.next_call(0.0)]:
+    for call in [next_call(scheduler, 0.0), next_call(scheduler, 0.0)]:
         ended(scheduler, call, result(range(4), [False] * 4), 0.0)
-    assert {scheduler.next_call(0.0).replica for _ in range(2)} == {11, 12}
+    assert {next_call(scheduler, 0.0).replica for _ in range(2)} == {11, 12}
 
 
 def test_a_stage_whose_calls_all_fail_is_given_up_after_its_replica_was_replaced():
@@ -505,14 +515,14 @@ def test_a_stage_whose_calls_all_fail_is_given_up_after_its_replica_was_replaced
     for replacement in (1, 2):
         assert not stage.never_succeeds
         while not (bad := stage.take_bad()) and not stage.never_succeeds:
-            call, now = scheduler.next_call(now), now + 10.0
+            call, now = next_call(scheduler, now), now + 10.0
             if call is not None:
                 ended(scheduler, call, failed("no device"), now)
                 n_failed += 1
             assert now < 10_000
         for replica in bad:
-            scheduler.replica_lost(0, replica, "bad", now, own_fault=False)
-            stage.add_replica(replacement)
+            scheduler.update(ReplicaLost(0, replica, "bad", False), now)
+            add_replica(scheduler, 0, replacement)
     assert stage.never_succeeds
     assert n_failed >= CALLS_TO_GIVE_UP
     assert not stage.failed  # no row is given up: nothing shows that it is to blame
@@ -520,12 +530,12 @@ def test_a_stage_whose_calls_all_fail_is_given_up_after_its_replica_was_replaced
 
 def test_a_bad_replica_is_replaced_at_once_however_many_rows_wait():
     scheduler = one_block([limits(4)], 4000, replicas=2)
-    good, bad = scheduler.next_call(0.0), scheduler.next_call(0.0)
+    good, bad = next_call(scheduler, 0.0), next_call(scheduler, 0.0)
     ended(scheduler, good, result(range(4), [True] * 4), 0.0)
     n_failed = 0
     at_bad = [bad]
     while not (replaced := scheduler.stages[0].take_bad()):
-        at_bad += [call for call in iter(lambda: scheduler.next_call(1.0), None) if call.replica == bad.replica]
+        at_bad += [call for call in iter(lambda: next_call(scheduler, 1.0), None) if call.replica == bad.replica]
         fault = "unknown" if scheduler.stages[0].known_good is None else "replica"
         ended(scheduler, at_bad.pop(0), failed("no device", fault), 1.0)
         n_failed += 1
@@ -540,26 +550,26 @@ def test_a_stage_is_given_up_after_deaths_with_one_call_at_a_time():
         assert scheduler.stages[0].never_succeeds is (isolated >= DEATHS_TO_GIVE_UP)
         if scheduler.stages[0].never_succeeds:
             break
-        isolated += scheduler.next_call(100.0 * death).isolated
-        scheduler.replica_lost(0, death, "died", 100.0 * death)
-        scheduler.stages[0].add_replica(death + 1)
+        isolated += next_call(scheduler, 100.0 * death).isolated
+        scheduler.update(ReplicaLost(0, death, "died"), 100.0 * death)
+        add_replica(scheduler, 0, death + 1)
     assert isolated == DEATHS_TO_GIVE_UP
 
 
 def test_deaths_of_many_replicas_at_once_or_with_their_nodes_accuse_no_call():
     n = 3 * DEATHS_TO_GIVE_UP
     scheduler = one_block([limits(1)], 60, replicas=n)
-    assert [scheduler.next_call(0.0).replica for _ in range(n)] == list(range(n))
+    assert [next_call(scheduler, 0.0).replica for _ in range(n)] == list(range(n))
     for replica in range(n):
-        scheduler.replica_lost(0, replica, "died", 0.0)
+        scheduler.update(ReplicaLost(0, replica, "died"), 0.0)
     assert not scheduler.stages[0].never_succeeds
 
     scheduler = one_block([limits(1)], 1, replicas=8)
     for replica in range(7):
-        assert scheduler.next_call(0.0).replica == replica
-        scheduler.replica_lost(0, replica, "its node died", 0.0, own_fault=False)
+        assert next_call(scheduler, 0.0).replica == replica
+        scheduler.update(ReplicaLost(0, replica, "its node died", False), 0.0)
         assert not scheduler.done
-    call = scheduler.next_call(0.0)
+    call = next_call(scheduler, 0.0)
     assert (call.replica, call.failed_on, call.isolated) == (7, (), False)
     (block,) = ended(scheduler, call, result([1], [True]), 0.0)
     assert not block.failures
@@ -568,20 +578,20 @@ def test_deaths_of_many_replicas_at_once_or_with_their_nodes_accuse_no_call():
 def test_the_backlog_is_in_seconds_of_work():
     scheduler = one_block([limits(4)], 40)
     assert scheduler.stages[0].backlog_s is None
-    call = scheduler.next_call(0.0)
+    call = next_call(scheduler, 0.0)
     ended(scheduler, call, result(range(4), [True] * 4), 0.0)  # one second for four rows
     assert scheduler.stages[0].backlog_s == pytest.approx(9.0)
-    scheduler.next_call(0.0)
+    next_call(scheduler, 0.0)
     assert scheduler.stages[0].backlog_s == pytest.approx(8.5)
 
 
 def test_a_replica_that_computes_for_too_long_is_overdue_and_one_that_was_idle_is_not():
     scheduler = one_block([limits(4)], 12)
-    first, _ = scheduler.next_call(100.0), scheduler.next_call(100.0)
-    assert scheduler.stages[0].overdue(10.0, 110.0) == []
+    first, _ = next_call(scheduler, 100.0), next_call(scheduler, 100.0)
+    assert scheduler.stages[0].replicas.overdue(10.0, 110.0) == []
     ended(scheduler, first, result(range(4), [True] * 4), 110.0)
-    assert scheduler.stages[0].overdue(10.0, 120.0) == []  # the second has had the replica since 110
-    assert scheduler.stages[0].overdue(10.0, 121.0) == [0]
+    assert scheduler.stages[0].replicas.overdue(10.0, 120.0) == []  # the second has had the replica since 110
+    assert scheduler.stages[0].replicas.overdue(10.0, 121.0) == [0]
 
 
 def test_more_are_expected_while_fewer_are_open_than_lately():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from synthetic import chain
 from virtual_time import run_virtually
 
-from cauc_ray.cascade import request_queue
+from cauc_ray.cascade.stage import PROBE_PAUSE_S
 from cauc_ray.models.answers import Answers
 from cauc_ray.policies.fitting import ThresholdRule, fit_rf
 from cauc_ray.protocol.tensors import RequestError
@@ -23,7 +23,7 @@ TIMEOUT_S = 2.0
 # Asked for when all is over; no model refuses them.
 WELL = np.arange(236, 240)
 # A stage is whole again so long after its trouble is over: after a probe that hangs, a pause, and the next probe.
-WHOLE_AFTER_S = TIMEOUT_S + request_queue.PAUSE_S + 0.1
+WHOLE_AFTER_S = TIMEOUT_S + PROBE_PAUSE_S + 0.1
 TROUBLES = ("hangs", "slow", "broken", "died", "down", "overloaded", "failed")
 
 
@@ -140,7 +140,7 @@ async def results_of(story):
 
     changes = [change(*one) for one in story.replicas]
     results = (await asyncio.gather(*(timed_answer(cascade, ask) for ask in story.asks), *changes))[: len(story.asks)]
-    left = [(at.n_waiting, [call for call in at.calls() if not call.probe]) for at in cascade.scheduler.stages]
+    left = [(at.n_waiting, [call for call in at.replicas.calls() if not call.probe]) for at in cascade.scheduler.stages]
     troubled.over = True
     for stage in troubled.stages:
         stage.tell(1)
