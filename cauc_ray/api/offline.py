@@ -42,6 +42,7 @@ from cauc_ray.policies.monitor import Watch, Watched, verdict, watch_report
 from cauc_ray.policies.notebook import Shown, SmallTable
 from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.policies.search import check_pool, search_chains
+from cauc_ray.policies.threshold import Compared
 from cauc_ray.policies.trace import Examples, may_flip, trace_policy
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def fit(
     budget: float | None = None,
     threshold: float | None = None,
     price: float | None = None,
+    rule: Compared = "confidence",
     objective: Objective = "accuracy",
     certify: str | None = None,
     search: bool = False,
@@ -89,11 +91,12 @@ def fit(
         example_ids: (N,), of arrays, each once; without them row i is "i", the position as text. Nothing depends on
             the order of rows, but of shares that are cut off where ids are positions.
         models: the chain, cheapest first; without them all models by rising cost.
-        method: "base", "rf", "stacked", which adds to RF what recalibrates each model, or "auto" for the best of the
-            three and of all sub-chains of the models, on validation at a budget. Else "single:MODEL", or a method that
+        method: "base", "rf", "stacked", which adds to RF what recalibrates each model, or "auto" for the best stacked
+            sub-chain of the models, on validation at a budget. Else "single:MODEL", or a method that
             compare() runs, for a policy that does the same.
-        embedding: an encoder of the table, which such a method, or auto, reads if it looks at one: the policy's first
-            stage. Its calls cost nothing unless costs has them by its name.
+        embedding: an encoder of the table, which such a method, stacked or auto, reads: the policy's first stage. The
+            last two leave it out where it says nothing of the labels. Its calls cost nothing unless costs has them by
+            its name.
         costs: of a call of each model, by name or in the order of models; without them the table's.
         cost_unit: of costs; without it the table's, else "cost units".
         calibration_split: what the policy is fitted on.
@@ -105,7 +108,10 @@ def fit(
         threshold: one to use as it is.
         price: of a unit of cost, in errors: the threshold is 1 - r - price x c, of the last model's error r on
             calibration and its cost c; of more than two models r is the error of the last stage's answers, and c the
-            cost of all calls after the first.
+            cost of all calls after the first. Of gains and of stacked: the expected gain per unit of cost at which a
+            row stops.
+        rule: what "rf" compares: its "confidence" with one threshold, or its expected "gain" per cost with a price,
+            which gives each stage a threshold of its own. A stacked cascade always goes by gains.
         objective: what a chosen threshold maximises, "accuracy" or "macro-f1".
         certify: "risk<=0.05@0.95" for the threshold of most coverage at which, with that confidence, answers given
             before the last stage are wrong at most so often, by validation's labels.
@@ -154,12 +160,12 @@ def fit(
     found = None
     if options.searches:
         found = search_chains(
-            options.method, *_pool(options, source), options.rule, validation_split, calibrator=calibrator
+            options.method, *_pool(options, source), options.threshold_rule, validation_split, calibrator=calibrator
         )
         # Read again: an example that only other models failed on counts here.
         source = source.of_models(found.chosen.models)
         options = options.model_copy(update={"method": found.chosen.method})
-    if options.is_ours:
+    if options.is_ours and options.embedding is None:
         splits = source.read(source.models, source.costs)
         policy = _with_prompts(fit_chains(options, *splits), logits)
         policy = _with_noise(policy, logits, splits[-1] or splits[0])
@@ -192,8 +198,8 @@ def _fit_method(options: FitOptions, source: Source, logits: Logits) -> Policy:
     """Fit a policy by a method of the comparison."""
     calibration, validation = _examples(options, source)
     fitting = Fitting(calibration, validation, options.seed, names=options.splits)
-    policy = _with_prompts(fit_method(options.method, fitting, options.rule), logits)
-    if options.embedding is not None and policy.encoder is None:
+    policy = _with_prompts(fit_method(options.method, fitting, options.threshold_rule), logits)
+    if options.embedding is not None and policy.encoder is None and not options.is_ours:
         raise ConfigError(f"method {options.method} looks at no embedding; leave embedding out")
     names = [stage.name for stage in policy.answering]
     policy = _with_noise(policy, logits, validation.own_chain(names, encoded=policy.encoder is not None))
@@ -233,7 +239,7 @@ def require_fit(options: FitOptions, n_models: int) -> None:
     """Raise ConfigError, before any reading, where so many models cannot be fitted by options."""
     require_calibrator(options.calibrator, options.method, n_models)
     if options.safe:
-        require_safe_rule(options.rule)
+        require_safe_rule(options.threshold_rule)
 
 
 def fit_chains(options: FitOptions, calibration: Chain, validation: Chain | None = None) -> Policy:
@@ -242,7 +248,7 @@ def fit_chains(options: FitOptions, calibration: Chain, validation: Chain | None
         options.method,
         calibration,
         validation,
-        options.rule,
+        options.threshold_rule,
         options.splits,
         calibrator=options.calibrator,
         safe=options.safe,

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,9 @@ from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.data.datasets import DatasetSpec, RunInput, open_input
 from cauc_ray.errors import CaucWarning, DataError
 from cauc_ray.execution.cluster import cpus_needed
-from cauc_ray.execution.ledger import new_record, parts_of, resumed_record
+from cauc_ray.execution.ledger import RunRecord, new_record, parts_of, resumed_record
 from cauc_ray.execution.progress import RunProgress
-from cauc_ray.execution.runner import block_rows, run_cascade
+from cauc_ray.execution.runner import CascadeRun, block_rows
 from cauc_ray.execution.session import ray_session, runs_here
 from cauc_ray.files.documents import new_folder, read_json, require_new, write_json
 from cauc_ray.files.parquet import parquet_below, read_parquet
@@ -82,15 +83,24 @@ def run(
     model_columns = pool.columns_read(stages)
     require_agreement(stages, policy)
     _warn_of_other_costs(stages, policy)
-    rows = _opened(input, pool, options.columns, model_columns)
-    require_usable(stages, rows.columns, str(rows.path), pool, runs_here(address))
-    folder = absolute(out)
+    here, folder = runs_here(address), absolute(out)
     costs = tuple(stage.cost for stage in policy.stages) if policy.costs == "per-model" else None
     models = {stage.name: stage.model.identity for stage in stages}
-    record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity, costs=costs, models=models)
+
+    @cache
+    def opened() -> tuple[RunInput, RunRecord]:
+        rows = _opened(input, pool, options.columns, model_columns)
+        require_usable(stages, rows.columns, str(rows.path), pool, here)
+        record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity, costs=costs, models=models)
+        return rows, resumed_record(folder, record) if resume else record
+
     resume = options.resume and folder.exists() and any(folder.iterdir())
+    location = absolute(input) if isinstance(input, str | Path | RemotePath) else None
+    if not resume and isinstance(location, RemotePath) and location.exists():
+        require_usable(stages, None, str(location), pool, here)  # it is opened while models load: that may take long
+    else:
+        opened()
     if resume:
-        record = resumed_record(folder, record)
         if (folder / "summary.json").is_file():
             summary: dict[str, Any] = read_json(folder / "summary.json")
             if not retry_failed or not summary["n_failed"]:
@@ -101,21 +111,19 @@ def run(
     started = time.perf_counter()
     with ray_session(address, cpus_needed(stages)), nullcontext() if resume else new_folder(folder):
         (folder / "summary.json").unlink(missing_ok=True)  # where failed rows are tried again, the run is unfinished
-        run_s = run_cascade(
+        run_s = CascadeRun(
             stages,
             policy,
-            rows,
+            opened,
             folder,
-            record,
-            on_progress,
             columns=model_columns,
             degrade=pool.on_failure == "degrade",
             max_failed=pool.max_failed,
             retry_failed=retry_failed,
             names=pool.label_names,
-        )
+        ).run(on_progress)
     summary = {
-        "run_id": record.run_id,
+        "run_id": opened()[1].run_id,
         "pool": pool.name,
         **summarise(folder, policy, {stage.name: stage.batch_size for stage in stages}),
         "run_s": run_s,
@@ -194,10 +202,10 @@ def summarise(out: AnyPath, policy: Policy, batch_sizes: Mapping[str, int]) -> d
     if len({*policy.ends.tolist()}) == len(policy.ends):
         calls = np.eye(len(policy.stages), dtype=np.int64)  # of rows that end at each stage, those they have been at
         calls[policy.ends] = policy.calls
-        reached_by = (answered + failed) @ calls
+        answered_reached, failed_reached = answered @ calls, failed @ calls
     else:  # there are several ways to a stage
-        reached_by = np.array([totals["called"][name] for name in policy.models]) + failed
-    for name, reached in zip(policy.models, reached_by.tolist(), strict=True):
+        answered_reached, failed_reached = np.array([totals["called"][name] for name in policy.models]), failed
+    for name, reached in zip(policy.models, (answered_reached + failed_reached).tolist(), strict=True):
         of = called.get(name, Counter[str]())
         at_work_s = max(
             of["replica_s"], of["compute_s"]
@@ -245,7 +253,7 @@ def summarise(out: AnyPath, policy: Policy, batch_sizes: Mapping[str, int]) -> d
         "expected_relative_cost": expected_relative,
         "saving": _rest(relative),
         "expected_saving": _rest(expected_relative),
-        "last_stage_avoided": 1 - stages[-1]["reached"] / n,
+        "last_stage_avoided": 1 - float(answered_reached[-1]) / n_answered if n_answered else None,
         "expected_last_stage_avoided": _rest(expected_reach),
         "stages": stages,
         "guards": [] if guard is None else [guard.model_dump()],

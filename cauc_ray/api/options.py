@@ -35,7 +35,7 @@ from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.policies.by_method import OURS, SINGLE
 from cauc_ray.policies.methods import METHODS
-from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.threshold import Compared, ThresholdRule
 
 # The folder into which Ray unpacks the working directory of a job, and which it removes afterwards.
 _RAY_COPY = "_ray_pkg_"
@@ -264,8 +264,8 @@ class FitOptions(ChainOptions, ShardOptions):
 
     GROUP = "fitting"
     method: str = option(
-        "base, rf, stacked (RF with terms that recalibrate each model), auto (the best of these and of all sub-chains "
-        "at a budget), single:MODEL, or a method of `cauc compare`",
+        "base, rf, stacked (RF with biases that recalibrate each model), auto (the best stacked sub-chain at a "
+        "budget), single:MODEL, or a method of `cauc compare`",
         "base",
     )
     embedding: str | None = option("an encoder of the table, which methods of `cauc compare` that look at one read")
@@ -273,9 +273,15 @@ class FitOptions(ChainOptions, ShardOptions):
     threshold: float | None = option("a threshold to use as it is")
     price: float | None = option(
         "what a unit of cost is worth, in errors: the threshold is 1 less the last model's error and the price of its "
-        "call; of more than two models, the last stage's error and the price of all calls after the first",
+        "call; of more than two models, the last stage's error and the price of all calls after the first; of gains "
+        "and stacked, what gains are compared with",
         ge=0,
         allow_inf_nan=False,
+    )
+    rule: Compared = option(
+        "what rf compares: confidence, with one threshold; or gain, what going on is expected to gain per cost, with a "
+        "price",
+        "confidence",
     )
     objective: Objective = option("what a chosen threshold maximises", "accuracy")
     certify: str | None = option("limit of the risk of early answers, as risk<=0.05@0.95")
@@ -288,15 +294,23 @@ class FitOptions(ChainOptions, ShardOptions):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        _ = self.rule
+        _ = self.threshold_rule
+        if self.rule == "gain" and (
+            self.method not in ("rf", "stacked", "auto") or self.safe or self.shards is not None
+        ):
+            raise ConfigError("the rule gain is for method rf, without safe and shards; stacked always follows it")
         if not self.is_ours:
             self._require_plain()
-        elif self.embedding is not None and self.method != "auto":
+        elif self.embedding is not None and self.method not in ("stacked", "auto"):
             raise ConfigError(f"method {self.method} looks at no embedding; leave embedding out")
         if self.searches and self.safe:
             raise ConfigError("a search measures chains without the checks of a safe policy; leave one of the two out")
         if self.searches and self.price is not None:
             raise ConfigError("a search chooses a chain by its best threshold; leave one of search and price out")
+        if self.search and self.rule == "gain" and self.method == "rf":
+            raise ConfigError(
+                "a search compares confidences of rf: search by method stacked, or leave the rule gain out"
+            )
         if self.searches and self.certify is not None:
             raise ConfigError(
                 "a chain that was chosen on validation cannot be certified there; leave one of search and certify out"
@@ -318,11 +332,9 @@ class FitOptions(ChainOptions, ShardOptions):
             raise ConfigError(unknown_name("method", self.method, METHODS))
         if self.method in METHODS and (why := METHODS[self.method].unpublished):
             raise ConfigError(f"method {self.method} {why}; `cauc compare` runs it")
-        if self.method in METHODS and METHODS[self.method].needs_embedding and self.embedding is None:
-            raise ConfigError(f"method {self.method} reads the queries' embeddings: give their encoder")
         plain = {"search": False, "safe": False, "calibrator": "temperature", "shards": None}
         # A price is one of confidences, which other methods do not compare with their threshold.
-        plain |= {} if self.method.startswith("stacked") else {"price": None}
+        plain |= {"price": None}
         given = next((name for name, default in plain.items() if getattr(self, name) != default), None)
         if given is not None:
             raise ConfigError(f"{given} is for methods base, rf and stacked, not for {self.method}; leave it out")
@@ -333,10 +345,11 @@ class FitOptions(ChainOptions, ShardOptions):
         return self.search or self.method == "auto"
 
     @property
-    def rule(self) -> ThresholdRule:
+    def threshold_rule(self) -> ThresholdRule:
         """Return what decides the threshold. Raises ConfigError where options contradict each other."""
         limit = None if self.certify is None else RiskLimit.parse(self.certify)
-        return ThresholdRule(self.threshold, self.budget, self.objective, limit, self.price)
+        compare: Compared = self.rule if self.method == "rf" else "confidence"
+        return ThresholdRule(self.threshold, self.budget, self.objective, limit, self.price, compare)
 
 
 class MeasureOptions(ChainOptions):

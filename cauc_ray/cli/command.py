@@ -63,8 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a dash shall not end the program
+    terminated = threading.Event()
     try:
-        with _stopped_by_sigterm():
+        with _stopped_by_sigterm(terminated):
             sys.exit(_run(options, is_process=arguments is None))
     except CaucError as error:
         if options.debug:
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _say("stopped", "interrupted")
         _end(130, is_process=arguments is None)
     except SystemExit as end:
-        if end.code == signal.SIGTERM:
+        if terminated.is_set() or end.code == signal.SIGTERM:
             _say("stopped", "terminated")
             _end(128 + signal.SIGTERM, is_process=arguments is None)
         raise
@@ -141,10 +142,11 @@ def _end(code: int, *, is_process: bool) -> NoReturn:
 
 
 @contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """End the block on SIGTERM as Ray does, which handles it once it has started: by SystemExit with its number."""
+def _stopped_by_sigterm(terminated: threading.Event) -> Iterator[None]:
+    """End the block on SIGTERM by SystemExit, and note it: where Ray waits, the exception loses its number."""
 
     def stop(number: int, frame: object) -> None:
+        terminated.set()
         sys.exit(number)
 
     if threading.current_thread() is not threading.main_thread():  # which alone can hear signals

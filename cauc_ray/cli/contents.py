@@ -222,7 +222,7 @@ def show_policy(policy: Policy) -> None:
     for stage in policy.stages:
         if stage.floor is not None:
             line(f"probabilities of {stage.name} below {stage.floor:.4g} count as {stage.floor:.4g}")
-    line(f"threshold {policy.threshold:.6g}: {how}")
+    line(f"threshold {policy.threshold_text(6)}: {how}")
     if choice.certificate is not None:
         line(_certified(choice.certificate))
     if whole is None:
@@ -282,11 +282,10 @@ def _fitted(stage: Any) -> dict[str, str]:
     if isinstance(stage, BaseStage):
         own = {"CR": percent(stage.complementarity_rate, sign=True), "fused": "yes" if stage.fused else "no"}
     elif isinstance(stage, StackedStage):
-        terms = {"biases": stage.biases, "matrix": stage.matrix, stage.answer: stage.answer != "none"}
         own = {
             "a": number(stage.state_weight),
             "c": number(stage.logit_weight),
-            "also": ", ".join(name for name, there in terms.items() if there) or "–",
+            "penalty": "none" if stage.penalty is None else number(stage.penalty),
         }
     elif isinstance(stage, RFStage):
         own = {"alpha": number(stage.alpha), "beta": number(stage.beta)}

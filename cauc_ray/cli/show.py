@@ -250,7 +250,7 @@ def run_summary(summary: Mapping[str, Any]) -> None:
     line(f"{summary['n']:,} rows: {accuracy}{cost}{relative(summary['relative_cost'])}")
     line(
         f"saved {percent(summary['saving'])} of the last model's cost ({percent(summary['expected_saving'])} "
-        f"expected); {percent(summary['last_stage_avoided'])} of rows never called {last} "
+        f"expected); {percent(summary['last_stage_avoided'])} of answered rows never called {last} "
         f"({percent(summary['expected_last_stage_avoided'])} expected)"
     )
     waiting_s, compute_s = (sum(stage[key] for stage in stages) for key in ("waiting_s", "compute_s"))

@@ -35,13 +35,13 @@ from cauc_ray.numbers.sweep import Objective, OperatingPoints
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies import by_method
 from cauc_ray.policies.by_method import SINGLE
+from cauc_ray.policies.candidates import Candidates
 from cauc_ray.policies.cauc import BasePolicy
 from cauc_ray.policies.fitting import fit_base
 from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method, Scheduled
 from cauc_ray.policies.recalibrated import fit_recalibrated
 from cauc_ray.policies.search import MOST_MODELS
 from cauc_ray.policies.trace import Answers, Examples, measure_replay
-from cauc_ray.policies.variants import Variants
 
 # Single models and other methods on recalibrated logits: recalibrated:<model>, recalibrated+<method>.
 RECALIBRATED = "recalibrated"
@@ -92,7 +92,7 @@ CONVENTIONS: Mapping[str, str] = {
 
 def recalibrates(method: Method) -> bool:
     """Return whether a method is also measured on recalibrated logits: not controls, nor what recalibrates itself."""
-    itself = method.name in ("rf-shared", "auto") or method.name.startswith("stacked")
+    itself = method.name in ("rf-shared", "stacked", "auto")
     return method.paradigm != "control" and not itself
 
 
@@ -243,7 +243,7 @@ class Bench:
             "note": fitted.note,
         }
         curve = fitted.points
-        if isinstance(fitted, Variants):  # of all its variants, what validation would choose of
+        if isinstance(fitted, Candidates):  # of all its candidates, what validation would choose of
             curve = curve.pareto(len(curve.cost))
         return row, fitted.curve(self._test, curve.settings), curve
 

@@ -103,9 +103,9 @@ def explained(error: RayError, who: str, timeout_s: float = 0.0) -> CaucError:
 
 def _last_words(error: RayActorError) -> str:
     """Return what Ray knows of how a process ended: its exit detail, without the guesses that follow."""
-    found = re.search(r"Worker exit detail: (.+?)(?: Some common causes|\n|$)", str(error))
-    if found:
-        return f": {found.group(1).rstrip('. ')}"
+    match = re.search(r"Worker exit detail: (.+?)(?: Some common causes|\n|$)", str(error))
+    if match:
+        return f": {match.group(1).rstrip('. ')}"
     if "creation task" in str(error):  # a traceback follows, whose last line is the error
         return f": {str(error).strip().splitlines()[-1]}"
     return ""
@@ -114,16 +114,16 @@ def _last_words(error: RayActorError) -> str:
 def kind_of(error: RayError) -> Literal["died", "lost", "full", "raised"]:
     """Return what ended a call: its process or node died, its objects are lost, the store is full, or it raised.
 
-    What a call needs may be found missing before it begins or while it runs: the error is the same, or the cause.
+    What a call needs may be found missing before it begins or while it runs: the error is the same, or the cause. A
+    death as the cause is that of whoever made what the call needs.
     """
-    for one in (error, getattr(error, "cause", None)):
-        if isinstance(one, _DEATHS):
-            return "died"
-        if isinstance(one, ObjectStoreFullError | OutOfDiskError):
-            return "full"
-        if isinstance(one, ObjectLostError):
-            return "lost"
-    return "raised"
+    is_task_error = isinstance(error, RayTaskError)
+    cause = error.cause if is_task_error else error
+    if isinstance(cause, _DEATHS):
+        return "lost" if is_task_error else "died"
+    if isinstance(cause, ObjectStoreFullError | OutOfDiskError):
+        return "full"
+    return "lost" if isinstance(cause, ObjectLostError) else "raised"
 
 
 class StageWorker(PreparingWorker):

@@ -96,7 +96,7 @@ def in_the_way(waiting: Resources, placed: Sequence[tuple[Resources, str]]) -> i
     if any(node.takes(waiting) for node in nodes.values()):
         return None
     for number, (needs, id) in enumerate(placed):
-        if id in nodes and any(node.takes(needs) for other, node in nodes.items() if other != id):
+        if id in nodes and any(node.takes(needs) for node_id, node in nodes.items() if node_id != id):
             without = _Node(nodes[id].labels, dict(nodes[id].free))
             without.give_back(needs)
             if without.takes(waiting):
@@ -141,44 +141,52 @@ def replicas_that_fit(stages: Sequence[StageSpec]) -> list[int]:
     return counts
 
 
-def _placed(wanted: Sequence[tuple[Resources, int, int]]) -> tuple[list[int], int | None, list[_Node]]:
+def _placed(requests: Sequence[tuple[Resources, int, int]]) -> tuple[list[int], int | None, list[_Node]]:
     """Place actors on the live nodes: the least number of each, then more in turn up to the most.
 
-    wanted: what each occupies, and how many at least and at most.   Returns how many of each are placed, the number of
-    the first whose least do not fit (then no others are tried), and the nodes as that leaves them.
+    Args:
+        requests: The resources of each kind of actor, and its least and greatest number.
+
+    Returns:
+        How many of each are placed, the number of the first kind whose least number does not fit (no others are tried
+        then), and the nodes as that leaves them.
     """
-    nodes, counts = _nodes(), [0] * len(wanted)
-    asked = {name for needs, _, _ in wanted for name, amount in needs.amounts.items() if amount} - {"CPU"}
+    nodes, counts = _nodes(), [0] * len(requests)
+    asked = {name for needs, _, _ in requests for name, amount in needs.amounts.items() if amount} - {"CPU"}
 
     def place(index: int) -> bool:
-        needs = wanted[index][0]
+        needs = requests[index][0]
         fitting = [node for node in nodes if node.takes(needs)]
         if not fitting:
             return False
         # The node with the least that others ask for: first GPUs and custom resources, then free CPUs.
-        others = [name for name in asked if not needs.amounts.get(name)]
-        min(fitting, key=lambda n: (sum(n.free.get(o, 0.0) > 0 for o in others), n.free.get("CPU", 0.0))).place(needs)
+        unused = [name for name in asked if not needs.amounts.get(name)]
+
+        def spare(node: _Node) -> tuple[int, float]:
+            return sum(node.free.get(name, 0.0) > 0 for name in unused), node.free.get("CPU", 0.0)
+
+        min(fitting, key=spare).place(needs)
         counts[index] += 1
         return True
 
-    for index in hardest_first([needs for needs, _, _ in wanted]):
-        while counts[index] < wanted[index][1]:
+    for index in hardest_first([needs for needs, _, _ in requests]):
+        while counts[index] < requests[index][1]:
             if not place(index):
                 return counts, index, nodes
-    growing = list(range(len(wanted)))
+    growing = list(range(len(requests)))
     while growing:
-        growing = [index for index in growing if counts[index] < wanted[index][2] and place(index)]
+        growing = [index for index in growing if counts[index] < requests[index][2] and place(index)]
     return counts, None, nodes
 
 
-def hardest_first(wanted: Sequence[Resources]) -> list[int]:
+def hardest_first(requests: Sequence[Resources]) -> list[int]:
     """Return the numbers of what is to be placed in the order in which to do so: what fewest nodes take comes first.
 
     Others would fill the only nodes that it has; Ray, too, places actors in the order in which they are asked for.
     """
     nodes = _nodes()
-    n_nodes = [sum(node.takes(needs) for node in nodes) for needs in wanted]
-    return sorted(range(len(wanted)), key=lambda index: (n_nodes[index], -wanted[index].num_cpus))
+    n_nodes = [sum(node.takes(needs) for node in nodes) for needs in requests]
+    return sorted(range(len(requests)), key=lambda index: (n_nodes[index], -requests[index].num_cpus))
 
 
 def _does_not_fit(stage: StageSpec, nodes: Sequence[_Node]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +23,6 @@ from cauc_ray.data.logits import FAILED
 from cauc_ray.data.writing import float_lists, logit_columns
 from cauc_ray.errors import ConfigError, DataError, ExecutionError
 from cauc_ray.execution import commits
-from cauc_ray.execution.actors import result_of
 from cauc_ray.execution.cluster import replicas_that_fit, require_fit
 from cauc_ray.execution.commits import Claim, Committed, Parts, PartWriter, failed_rows
 from cauc_ray.execution.plan import RunPlan
@@ -40,8 +39,6 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 
 # Rows that are read and done together.
 BLOCK_ROWS = 256
-# For a call's answers to arrive from the replica's node, which has them when the call has ended.
-ANSWERS_DEADLINE_S = 300.0
 FORMAT: Literal["cauc-collect/3"] = "cauc-collect/3"
 # Other readers of hive-partitioned Parquet pass over names that begin so.
 RECORD, MANIFEST, INPUTS, CARRIED = "_collect.json", "_manifest", "_inputs", "_carried.parquet"
@@ -125,7 +122,7 @@ class Collection:
         """Return what there is of a split.
 
         Raises:
-            ConfigError: It is of another model, or there is no record of what it is of.
+            ConfigError: It is of another model, or has no record.
         """
         parts = self.parts(split)
         if parts.rows.exists():
@@ -135,10 +132,37 @@ class Collection:
                 raise ConfigError(f"{parts.rows} belongs to {owner}; remove it or choose another -o")
         return parts.committed()
 
+    def require_whole(self) -> None:
+        """Raise ExecutionError if a split has fewer rows, failed ones included, than the dataset."""
+        for split, record in self.records.items():
+            totals = self.parts(split).committed().totals
+            n = int(totals.get("rows", Counter())["answered"] + totals.get("failed", Counter()).total())
+            if n != record.n_rows:
+                raise ExecutionError(
+                    f"the collection ended, but {self.parts(split).rows} has {n:,} of {record.n_rows:,} rows; continue "
+                    "it by the same command"
+                )
+
     def record(self, split: str) -> CollectRecord | None:
         """Return a collected split's record, None if nothing was collected."""
         path = self.parts(split).rows / RECORD
         return read_model(path, CollectRecord, FORMAT) if path.is_file() else None
+
+    @property
+    def present_records(self) -> dict[str, CollectRecord]:
+        """Return the record of each split as it was collected, else as it is to be."""
+        return {split: self.record(split) or record for split, record in self.records.items()}
+
+    @property
+    def stale_splits(self) -> list[str]:
+        """Return the splits whose answers are to rows of another dataset, or of an earlier state of this one."""
+        present = self.present_records
+        return [split for split, record in self.records.items() if record.fingerprint != present[split].fingerprint]
+
+    @property
+    def must_carry_over(self) -> bool:
+        """Return whether answers are to be taken over from an earlier state of the dataset."""
+        return bool(self.stale_splits) or (self.folder / CARRIED).is_file()
 
     def collected(self) -> list[CollectRecord]:
         """Return the records of all splits of which something was collected."""
@@ -159,7 +183,7 @@ class CollectedTables:
     """Writes a model's answers: each split's logits and failed rows in parts, once a row of the split is answered."""
 
     def __init__(self, work: Collection) -> None:
-        """Take what is collected, which goes on where an earlier attempt has answers."""
+        """Take what is collected. Where an earlier attempt has answers, only the rest is collected."""
         self.commit_s = commits.COMMIT_S
         self._work = work
         self._records = dict(work.records)
@@ -167,8 +191,9 @@ class CollectedTables:
         self._measured = False
         claims = {split: Claim(work.parts(split).rows) for split in work.records}
         for split, claim in claims.items():
-            if work.parts(split).rows.exists():  # before anything is looked at: an earlier attempt may be at work
+            if work.parts(split).rows.exists():  # before anything is removed: an earlier attempt may be at work
                 claim.make()
+                work.parts(split).clean()
         before = {split: work.parts(split).committed().totals for split in work.records}
         self._answered = {split for split, totals in before.items() if totals.get("rows", Counter())["answered"]}
         self._writers = {
@@ -204,19 +229,16 @@ class CollectedTables:
             params_b=facts.params_b,
         )
 
-    def _note(self, **known: object) -> None:
-        self._records = {split: record.model_copy(update=known) for split, record in self._records.items()}
+    def _note(self, **facts: object) -> None:
+        self._records = {split: record.model_copy(update=facts) for split, record in self._records.items()}
 
-    def add_call(self, call: Call, result: CallResult, extra: Any) -> None:
+    def add_call(self, call: Call, result: CallResult, collected: Collected | None) -> None:
         """Keep a call's answers until their blocks are finished.
 
         Raises ExecutionError at the first answers of a model whose cost is neither declared nor measured.
         """
-        if result.error is not None or call.probe:
+        if collected is None or call.probe:
             return
-        collected: Collected = result_of(
-            extra, ANSWERS_DEADLINE_S, f"the node that has answers of {self._work.stage.name!r}"
-        )
         answers = collected.answers
         if not self._measured and result.accepted.any():
             self._take_measure(collected)
@@ -275,7 +297,7 @@ class CollectedTables:
             costs = np.array([answers.costs[row] for row in rows]) if reported else None
             table = logit_columns(ids, labelled, vectors, costs)
             if labelled is not None:
-                right = sum(label == np.argmax(own) for label, own in zip(labelled, vectors, strict=True))
+                right = sum(label == np.argmax(vector) for label, vector in zip(labelled, vectors, strict=True))
                 sums |= {"labelled": int((labelled >= 0).sum()), "right": int(right)}
             if costs is not None:
                 sums |= {"paid": len(costs), "cost": float(costs.sum())}
@@ -322,12 +344,13 @@ def plan_collection(work: Collection, dataset: Dataset) -> RunPlan | None:
     """Return the run that a collection still needs, None where all is there. Raises as Collection.committed."""
     for split in work.records:
         work.committed(split)
-        work.parts(split).clean()
-    carry_over(work, dataset)
-    if not any(map(np.any, _left(work, dataset).values())):
+    if not work.must_carry_over and not any(map(np.any, _left(work, dataset).values())):
         return None
+    carry_over(work, dataset)
     sink = CollectedTables(work)
     left = _left(work, dataset)
+    if not any(map(np.any, left.values())):
+        return None
     n_rows, n_left = (sum(map(count, left.values())) for count in (len, np.count_nonzero))
     return RunPlan(
         run_id=work.name,
@@ -361,11 +384,9 @@ def carry_over(work: Collection, dataset: Dataset) -> None:
     Raises:
         ConfigError: Not one row is the same: it is another dataset.
     """
-    records = {split: work.record(split) or record for split, record in work.records.items()}
-    stale = [split for split, record in records.items() if record.fingerprint != work.records[split].fingerprint]
-    carried = work.folder / CARRIED
-    if not stale and not carried.is_file():
+    if not work.must_carry_over:
         return
+    records, stale, carried = work.present_records, work.stale_splits, work.folder / CARRIED
     answers = _answers(work, stale, carried)
     matches = list(_matches(work, dataset, stale, answers))
     if stale and not matches:
@@ -375,6 +396,7 @@ def carry_over(work: Collection, dataset: Dataset) -> None:
         )
     write_parquet(carried, answers)
     for split in stale:
+        Claim(work.parts(split).rows).make()
         work.parts(split).remove()
         facts = records[split].model_dump(include=MEASURED)
         records[split] = work.records[split].model_copy(update=facts)
@@ -479,18 +501,19 @@ def run_side_by_side(
                 chosen = {first.name: _with_replicas(first, first.replicas.min)}
             for name, stage in chosen.items():
                 work = replace(waiting.pop(name), stage=stage)
-                running[name] = (LiveRun(partial(plan_collection, work, dataset)), stage)
+                running[name] = (LiveRun((stage,), None, partial(plan_collection, work, dataset)), stage)
             for name, (run, _) in list(running.items()):
                 seconds = run.wait(POLL_S / len(running))
                 progress[name] = run.progress()
                 if seconds is not None:
-                    run.close()
+                    LiveRun.close([run])
                     del running[name]
+                    works[name].require_whole()
                     on_end(name, seconds)
             on_progress(progress)
     finally:
-        for run, _ in running.values():
-            run.close()
+        if running:
+            LiveRun.close([run for run, _ in running.values()])
 
 
 def _shared(dataset: Dataset) -> Dataset:
@@ -509,8 +532,8 @@ def _that_fit(waiting: Mapping[str, Collection], taken: Sequence[StageSpec]) -> 
         with suppress(ExecutionError):
             counts = replicas_that_fit([*taken, *chosen.values(), work.stage])
             chosen[name] = work.stage
-    own = zip(chosen.items(), counts[len(taken) :], strict=True)
-    return {name: _with_replicas(stage, n) for (name, stage), n in own}
+    of_chosen = zip(chosen.items(), counts[len(taken) :], strict=True)
+    return {name: _with_replicas(stage, n) for (name, stage), n in of_chosen}
 
 
 def _with_replicas(stage: StageSpec, n: int) -> StageSpec:

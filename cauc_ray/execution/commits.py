@@ -18,13 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
 
 from cauc_ray.cascade.rows import Call, CallResult, Owner
+from cauc_ray.cascade.worker import Collected
 from cauc_ray.errors import CaucError, DataError, ExecutionError
 from cauc_ray.files.documents import make_folder, read_model, write_json, write_text
 from cauc_ray.files.parquet import read_footer, read_parquet, write_parquet
@@ -48,8 +49,11 @@ _READ_AT_ONCE = 16
 
 # What is counted, and of what: {"failed": {"small": 3}}. Those of several parts add up.
 Totals: TypeAlias = dict[str, Counter[str]]
-# So many results may wait to be written before the controller waits, too.
+# So many results, and bytes of answers, may wait to be written before the controller waits, too.
 MOST_WAITING = 512
+MOST_BYTES = 64_000_000
+# The pauses before each further look at a table that lacks a part which its manifest names.
+WITHDRAWN_S = (0.1, 0.4, 1.5)
 # The pauses before each further try at a commit: a disk may be full, or a store out of reach, for a moment.
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 
@@ -57,9 +61,9 @@ PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 def add_totals(totals: Totals, more: Mapping[str, Mapping[str, float]]) -> None:
     """Add counts to totals."""
     for what, counts in more.items():
-        own = totals.setdefault(what, Counter())
+        sums = totals.setdefault(what, Counter())
         for key, n in counts.items():
-            own[key] += n  # type: ignore[assignment]  # seconds and costs add up as rows do
+            sums[key] += n  # type: ignore[assignment]  # seconds and costs add up as rows do
 
 
 class Entry(BaseModel):
@@ -117,13 +121,7 @@ class Parts:
         rows: dict[int, int] = {}
         ids: dict[int, str] = {}
         totals: Totals = {}
-        there = {file.stem for file in _files(self.rows)}
-        for name, entry in self._entries().items():
-            if name not in there:
-                raise DataError(
-                    f"{self.rows / name}.parquet is committed but missing; restore it, or remove "
-                    f"{self.manifest / name}.json to process its rows again"
-                )
+        for name, entry in self._whole_entries().items():
             add_totals(totals, entry.totals)
             for number, n, digest in entry.blocks:
                 if digest is None:
@@ -167,14 +165,14 @@ class Parts:
 
     def example_ids(self) -> pa.ChunkedArray:
         """Return the ids of all committed rows, failed ones too."""
-        files = [*_files(self.rows), *_files(self.failed)]
+        files = [*self._committed(self.rows), *self._committed(self.failed)]
         ids = [read_parquet(file, ("example_id",)).column("example_id") for file in files]
         return pa.chunked_array([chunk for column in ids for chunk in column.chunks], pa.string())
 
     def read(self) -> Iterator[tuple[pa.Table, pa.Array]]:
         """Yield the committed answered rows of each part, with the digests of what models read of them."""
         assert self.inputs is not None
-        for file in _files(self.rows):
+        for file in self._committed(self.rows):
             yield read_parquet(file), read_parquet(self.inputs / file.name).column("input").combine_chunks()
 
     def remove(self) -> None:
@@ -190,15 +188,38 @@ class Parts:
         numbers = [int(name.split("-")[1]) for name in self._names() if name.startswith(kind)]
         return f"{kind}-{1 + max(numbers, default=0):03d}"
 
+    def _committed(self, folder: AnyPath) -> list[AnyPath]:
+        """Return those files of a folder that the manifest names."""
+        names = {*self._names()}
+        return [file for file in _files(folder) if file.stem in names]
+
     def _names(self) -> list[str]:
         """Return the names of what is committed, retries last and in their order."""
-        there = visible(self.manifest) if self.manifest.is_dir() else []
-        return [file.stem for file in there if file.suffix == ".json"]
+        files = visible(self.manifest) if self.manifest.is_dir() else []
+        return [file.stem for file in files if file.suffix == ".json"]
 
     def _entries(self) -> dict[str, Entry]:
         names = self._names()
         with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
             return dict(zip(names, pool.map(self._entry, names), strict=True))
+
+    def _whole_entries(self) -> dict[str, Entry]:
+        """Return the entries; where a part is missing, once the attempt that has just written its entry has removed it.
+
+        An attempt does so when it finds that a newer one, which has removed the part, has claimed the table.
+        """
+        for pause_s in (*WITHDRAWN_S, None):
+            entries = self._entries()
+            missing = entries.keys() - {file.stem for file in _files(self.rows)}
+            if not missing:
+                break
+            if pause_s is None:
+                raise DataError(
+                    f"{self.rows / min(missing)}.parquet is committed but missing; restore it, or remove "
+                    f"{self.manifest / min(missing)}.json to process its rows again"
+                )
+            time.sleep(pause_s)
+        return entries
 
     def _entry(self, name: str) -> Entry:
         return read_model(self.manifest / f"{name}.json", Entry)
@@ -335,8 +356,8 @@ def common_reason(parts: Parts) -> str:
 
 
 def _files(folder: AnyPath) -> list[AnyPath]:
-    there = visible(folder) if folder.is_dir() else []
-    return [file for file in there if file.suffix == ".parquet"]
+    files = visible(folder) if folder.is_dir() else []
+    return [file for file in files if file.suffix == ".parquet"]
 
 
 def _failed_blocks(file: AnyPath) -> dict[int, list[int]]:
@@ -354,7 +375,7 @@ def _without(
 
 
 def _write_failed(path: AnyPath, table: pa.Table, positions: Mapping[int, Sequence[int]]) -> None:
-    """Write failed rows.   positions: in each block; there is no file where there are none."""
+    """Write failed rows with their positions in each block; without any, remove the file."""
     if positions:
         make_folder(path.parent)
         write_parquet(path, table.replace_schema_metadata({_FAILED_BLOCKS: json.dumps(positions)}))
@@ -380,8 +401,8 @@ class Sink(Protocol):
     def start(self, facts: ModelFacts) -> None:
         """Take the facts of the first stage's model, from each replica that has loaded it."""
 
-    def add_call(self, call: Call, result: CallResult, extra: Any) -> None:
-        """Take a call's result.   extra: a reference to the model's answers where these are collected, else None."""
+    def add_call(self, call: Call, result: CallResult, collected: Collected | None) -> None:
+        """Take a call's result, and the model's answers where these are collected."""
 
     def add_block(self, block: Owner, example_ids: pa.Array, labels: Ints | None) -> None:
         """Take a block that is done."""
@@ -402,6 +423,7 @@ class Committer:
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._todo: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)
+        self._taken_bytes = self._given_bytes = 0  # of answers; each is counted by one thread
         self._error: BaseException | None = None
         self.n_rows = 0
         self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
@@ -411,10 +433,19 @@ class Committer:
         """Pass the facts of the model to the sink."""
         self._put(lambda: self._sink.start(facts))
 
-    def add_call(self, call: Call, result: CallResult, extra: Any) -> None:
+    def add_call(self, call: Call, result: CallResult, collected: Collected | None = None) -> None:
         """Give the sink a call's result, without what holds the call's rows: its bytes would wait there uncounted."""
-        record = call.without_sources()
-        self._put(lambda: self._sink.add_call(record, result, extra))
+        record, n_bytes = call.without_sources(), 0 if collected is None else collected.answers.logits.nbytes
+        while self._taken_bytes - self._given_bytes > MOST_BYTES:
+            self.check()
+            time.sleep(0.01)
+        self._taken_bytes += n_bytes
+
+        def add() -> None:
+            self._sink.add_call(record, result, collected)
+            self._given_bytes += n_bytes
+
+        self._put(add)
 
     def add_block(self, block: Owner, example_ids: pa.Array, labels: Ints | None) -> None:
         """Give the sink a block that is done."""

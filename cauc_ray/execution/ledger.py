@@ -72,10 +72,10 @@ class RunRecord(BaseModel):
     models: dict[str, str] = {}
 
 
-def new_record(policy_id: str, block_rows: int, input_rows: dict[str, int], **others: Any) -> RunRecord:
+def new_record(policy_id: str, block_rows: int, input_rows: dict[str, int], **facts: Any) -> RunRecord:
     """Return the record of a run that starts now; its id is the time in UTC and a few random digits."""
     run_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
-    return RunRecord(run_id=run_id, policy_id=policy_id, block_rows=block_rows, input=input_rows, **others)
+    return RunRecord(run_id=run_id, policy_id=policy_id, block_rows=block_rows, input=input_rows, **facts)
 
 
 def read_record(out: AnyPath) -> RunRecord:
@@ -86,7 +86,7 @@ def read_record(out: AnyPath) -> RunRecord:
 def resumed_record(out: AnyPath, now: RunRecord) -> RunRecord:
     """Return the record of the run in a folder, which must be of the policy, input and models of now.
 
-    Its blocks are as they were. Raises ConfigError when there is no run, or one of something else.
+    Its blocks are as they were. Raises ConfigError without a run, and for one of something else.
     """
     if not (out / "run.json").is_file():
         raise ConfigError(f"{out} has no run to resume; remove --resume to start one")
@@ -111,7 +111,7 @@ def parts_of(out: AnyPath) -> Parts:
 def new_claim(out: AnyPath) -> Claim:
     """Return the claim of a run's next attempt, whose number is above those in its ledger."""
     files = visible(out / "ledger") if (out / "ledger").is_dir() else []
-    numbers = [int(found[1]) for file in files if (found := re.match(r"attempt-(\d+)-", file.name))]
+    numbers = [int(match[1]) for file in files if (match := re.match(r"attempt-(\d+)-", file.name))]
     return Claim(out, 1 + max(numbers, default=-1))
 
 
@@ -159,7 +159,7 @@ class RunTables:
     def start(self, facts: ModelFacts) -> None:
         """Ignore the models' facts."""
 
-    def add_call(self, call: Call, result: CallResult, extra: object) -> None:
+    def add_call(self, call: Call, result: CallResult, collected: object) -> None:
         """Note a batch of a call. A failed one, or a probe, accepted and deferred nothing and cost nothing."""
         self._write_record()
         # Calls have the controller's clock, which no one sets; started_at is the replica's time of day.
@@ -171,7 +171,7 @@ class RunTables:
             (
                 self._record.run_id,
                 self._stages[call.stage],
-                call.replica,
+                self._claim.number * ATTEMPT_REPLICAS + call.replica,
                 result.node,
                 int(1e6 * result.started_at),
                 len(call) if result.error is not None else len(result.accepted),
@@ -191,14 +191,14 @@ class RunTables:
         """Take a block that is done. One whose rows have all failed has a predictions table without rows."""
         self._write_record()
         answered = block.stages >= 0
-        known = None if labels is None else labels[answered]
+        answered_labels = None if labels is None else labels[answered]
         table = predictions_table(
             example_ids.filter(pa.array(answered)),
             block.predictions[answered],
             block.confidences[answered],
             block.stages[answered],
             block.costs[answered],
-            known,
+            answered_labels,
             self._names,
         )
         if self._degrade:
@@ -220,8 +220,8 @@ class RunTables:
             "failed": by_stage,
             "rows": {
                 "degraded": int(block.degraded[answered].sum()),
-                "labelled": 0 if known is None else int((known >= 0).sum()),
-                "right": 0 if known is None else int((block.predictions[answered] == known).sum()),
+                "labelled": 0 if answered_labels is None else int((answered_labels >= 0).sum()),
+                "right": 0 if answered_labels is None else int((block.predictions[answered] == answered_labels).sum()),
             },
             "cost": {"sum": float(costs.sum()), "squares": float(np.square(costs).sum())},
         }

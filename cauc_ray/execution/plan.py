@@ -11,8 +11,8 @@ from cauc_ray.execution.commits import FailedBlock, Sink
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.policy import Policy
 
-# What may wait before the first stage: so many blocks, at least.
-QUEUE_BLOCKS = 2
+# What may wait before the first stage, and be read at the same time: so many blocks, at least, where bytes allow.
+QUEUE_BLOCKS = 8
 # Rows that have no answer yet, in blocks: what a run that is ended has to do again, at most.
 OPEN_BLOCKS = 32
 # Of the object store, the share that waiting rows may fill; and bytes, where the store is large.
@@ -28,11 +28,18 @@ MOST_CHUNKS = 64
 class RunPlan:
     """The chain's stages, what decides, where rows come from and go to.
 
-    policy: None lets every row stop at the only stage and keeps the model's own answers.   n_rows: of the whole
-    input, None if unknown.   n_done: of those, rows that earlier attempts have committed.   block_rows: most
-    rows in a block of input.   done: blocks that are committed.   again: those of which failed rows are done again.
-    degrade: answer without a stage that is down.   first_replica: number of the first
-    replica, above those that the ledger has.
+    Attributes:
+        run_id: The run.
+        stages: The chain's stages.
+        policy: None lets every row stop at the only stage and keeps the model's own answers.
+        source: Where rows come from.
+        sink: Where results go.
+        n_rows: Rows of the whole input, None if unknown.
+        n_done: Of those, rows that earlier attempts have committed.
+        block_rows: The most rows of a block of input.
+        done: Blocks that are committed.
+        again: Those of which failed rows are done again.
+        degrade: Answer without a stage that is down.
     """
 
     run_id: str
@@ -46,7 +53,6 @@ class RunPlan:
     done: Seen
     again: Mapping[int, FailedBlock] = field(default_factory=dict)
     degrade: bool = False
-    first_replica: int = 0
 
     @property
     def chunk_rows(self) -> int:

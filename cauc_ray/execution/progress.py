@@ -15,11 +15,20 @@ ETA_WINDOW_S = 60.0
 class StageProgress:
     """Where a stage's rows are, since the run was started or resumed.
 
-    queued, in_flight: rows waiting, and at a replica.   accepted, deferred, failed, degraded: rows that ended so
-    (degraded: answered without a stage that was down, counted at that stage).   replicas, starting: copies of the
-    model that work, and that are being started.   quarantined: those that were replaced because they failed what
-    others answered.   busy_s: seconds that replicas computed, all together.   cost: what its calls cost, in the
-    policy's unit.   reason: the most common one of the failed rows.
+    Attributes:
+        name: The stage.
+        queued: Rows that wait.
+        in_flight: Rows at a replica.
+        accepted: Rows that it answered.
+        deferred: Rows that it sent on.
+        failed: Rows that it failed on.
+        degraded: Rows that were answered without it, because it was down.
+        replicas: Copies of the model that work.
+        starting: Copies that are being started.
+        quarantined: Copies that were replaced because they failed what others answered.
+        busy_s: Seconds that replicas computed, all together.
+        cost: What its calls cost, in the policy's unit.
+        reason: The most common one of the failed rows.
     """
 
     name: str
@@ -74,9 +83,11 @@ class RunProgress:
 class RunRates:
     """How fast a run goes; None where that is not known yet.
 
-    n_done: rows that ended, in earlier attempts too; the last of them may not be committed yet.
-    rows_per_s: of those, over the last ten seconds.   stage_rows_per_s: rows that each stage's models had, likewise.
-    eta_s: seconds to the end at the rate of the last minute.
+    Attributes:
+        n_done: Rows that ended, in earlier attempts too; the last of them may not be committed yet.
+        rows_per_s: Of those, over the last ten seconds.
+        stage_rows_per_s: Rows that each stage's models had, likewise.
+        eta_s: Seconds to the end at the rate of the last minute.
     """
 
     n_done: int

@@ -59,7 +59,7 @@ class DatasetInput:
             model_columns: The columns that models read, None for all.
 
         Raises:
-            DataError: The columns are known and have no ids, or there are no rows.
+            DataError: The columns are known and have no ids, or it is empty.
         """
         self._dataset = dataset
         self._planned = partial(_planned, task=task, renamed=columns or {}, labels=labels, model_columns=model_columns)
@@ -139,8 +139,8 @@ class DatasetBlocks:
             yield from self.dataset.iter_batches(batch_size=self.block_rows, batch_format="pyarrow")
         except Exception as error:  # a user's function and Ray Data's readers raise whatever they like
             text = str(error)  # for an error in a task, its traceback, where the user's own error comes first
-            own = re.search(r"^[\w.]+(?:Error|Exception)\b.*", text, re.MULTILINE)
-            reason = own[0] if own else f"{type(error).__name__}: {(text.splitlines() or [''])[0]}"
+            match = re.search(r"^[\w.]+(?:Error|Exception)\b.*", text, re.MULTILINE)
+            reason = match[0] if match else f"{type(error).__name__}: {(text.splitlines() or [''])[0]}"
             raise ExecutionError(f"{_SOURCE} cannot be computed: {reason}") from error
 
 
@@ -154,11 +154,11 @@ def _as_an_input(dataset: Dataset) -> Iterator[None]:
     context = dataset.context
     before = (context.execution_options, context.enable_progress_bars, context.target_max_block_size)
     part = int(STORE_SHARE * store_bytes())
-    own = copy.deepcopy(context.execution_options)
-    own.preserve_order = True
-    limits: ExecutionResources = own.resource_limits
-    own.resource_limits = limits.copy(object_store_memory=min(limits.object_store_memory, part))
-    context.execution_options, context.enable_progress_bars = own, False
+    ordered = copy.deepcopy(context.execution_options)
+    ordered.preserve_order = True
+    limits: ExecutionResources = ordered.resource_limits
+    ordered.resource_limits = limits.copy(object_store_memory=min(limits.object_store_memory, part))
+    context.execution_options, context.enable_progress_bars = ordered, False
     context.target_max_block_size = min(context.target_max_block_size or part, max(1, part // 8))
     try:
         yield

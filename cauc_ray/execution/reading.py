@@ -26,7 +26,7 @@ from cauc_ray.numbers.types import Ints
 # opened may be there again when its storage is. Of those, every block that stays away halves the patience.
 PAUSES_S = (0.2, 0.4)
 LONG_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-# So many tasks read on a node at most; another is started where the first stage has waited so long for rows.
+# The most tasks that read on a node; their number is doubled once the first stage has waited for rows for STARVED_S.
 MOST_TASKS = 8
 STARVED_S = 0.3
 # So often in a row may tasks die or hang at the same block before the run ends.
@@ -89,9 +89,13 @@ class Piece:
 
 
 def read_blocks(work: Work, piece: Piece, n_away: int, chunk_rows: int) -> Iterator[Any]:
-    """Yield, for each block: its header, its rows in chunks of at most so many, and None for its end.
+    """Yield, for each block: its header, its rows in chunks, and None for its end.
 
-    n_away: blocks that could not be opened so far.
+    Args:
+        work: What is read of the input.
+        piece: What of that this task reads.
+        n_away: Blocks that could not be opened so far.
+        chunk_rows: The most rows of a chunk.
     """
     for number, block, digest in _settled(work, piece, n_away):
         n = len(block.example_ids) - len(block.unreadable)
@@ -124,8 +128,8 @@ def _settled(work: Work, piece: Piece, n_away: int) -> Iterator[tuple[int, Input
     first = {**work.done, **seen}
     n_tries = 0
     blocks = source.blocks(piece.group, seen)
-    while (found := next(blocks, None)) is not None:
-        number, block = found
+    while (numbered := next(blocks, None)) is not None:
+        number, block = numbered
         digest = "" if block.unreadable else ids_digest(block.example_ids)
         if digest and first.get(number) and digest != first[number]:
             raise other_rows(source.name, f"its block {number} has other rows")
@@ -182,11 +186,11 @@ class Reading:
     A task goes on by itself until a block of its own waits to be taken, and is waited for once that is asked for.
     """
 
-    def __init__(self, plan: RunPlan, here: dict[str, str]) -> None:
+    def __init__(self, plan: RunPlan, node_label: dict[str, str]) -> None:
         """Take what is to be read, and the label of the node whose files are read where others may not have them."""
         self._plan, self._work = plan, ray.put(Work(plan.source, plan.done, plan.again))
         anywhere = plan.source.anywhere
-        place = {"scheduling_strategy": "SPREAD"} if anywhere else {"label_selector": here}
+        place = {"scheduling_strategy": "SPREAD"} if anywhere else {"label_selector": node_label}
         # Deaths are counted here: Ray would restart a group without knowing which blocks have been taken.
         self._remote = ray.remote(
             num_cpus=0,
@@ -196,6 +200,7 @@ class Reading:
             **place,
         )(read_blocks)
         self._n_begun, self._most = 0, 1
+        self._n_came = 0  # blocks, since there may be as many tasks
         self._limit = MOST_TASKS * (len(live_nodes()) if anywhere else 1)
         self._tasks: dict[Any, _Task] = {}  # by their streams
         self._again: list[Piece] = []
@@ -232,19 +237,29 @@ class Reading:
         """Return whether something must be read again and is not being read."""
         return bool(self._again)
 
+    @property
+    def owes_now(self) -> bool:
+        """Return whether some of that can be read now."""
+        return self._next_again() is not None
+
+    def _next_again(self) -> Piece | None:
+        """Return what is read again next; nothing of a group that is being read again: the rest is read at once."""
+        in_work = {task.piece.group for task in self._tasks.values() if task.piece.only is not None}
+        return next((piece for piece in self._again if piece.only is None or piece.group not in in_work), None)
+
     def reads(self, stream: Any) -> bool:
         """Return whether an awaited reference is one of its streams."""
         return stream in self._tasks
 
     def ask_again(self, block: BlockHeader) -> None:
-        """Note that a block must be read once more, with others of its group that wait to be: a group may be costly."""
+        """Note that a block must be read once more, with others of its group that wait to be."""
         waiting = next((piece for piece in self._again if piece.group == block.group and piece.only is not None), None)
-        only = frozenset({block.number})
+        only, n_deaths = frozenset({block.number}), 0
         if waiting is not None and waiting.only is not None:
             self._again.remove(waiting)
-            only |= waiting.only
-        others = {number: digest for number, digest in self._read[block.group].items() if number not in only}
-        self._again.append(Piece(block.group, others, only))
+            only, n_deaths = only | waiting.only, waiting.n_deaths
+        seen = {number: digest for number, digest in self._read[block.group].items() if number not in only}
+        self._again.append(Piece(block.group, seen, only, n_deaths))
 
     def forget(self, block: BlockHeader) -> None:
         """Note that a block is done."""
@@ -261,8 +276,9 @@ class Reading:
     def ask(self, now: float) -> bool:
         """Ask for a block more. Returns whether there may be one."""
         waiting = next((task for task in self._tasks.values() if task.asked_at is None), None)
-        if self._again:
-            self._start(self._again.pop(0), now)
+        if (again := self._next_again()) is not None:
+            self._again.remove(again)
+            self._start(again, now)
         elif waiting is not None:
             waiting.asked_at = now
         elif len(self._tasks) < self._most and self._n_begun < self._plan.source.n_groups:
@@ -278,8 +294,8 @@ class Reading:
         Raises RayError as failed() takes it; DataError where what is read again holds other rows than at first.
         """
         task = self._tasks[stream]
-        while stream.next_ready():
-            ref = next(stream)
+        # What is ready may be the end of the stream, which is found only when it is taken.
+        while stream.next_ready() and (ref := next(stream, None)) is not None:
             task.asked_at = now
             if task.header is None:
                 task.header = ray.get(ref)
@@ -322,25 +338,25 @@ class Reading:
             if limit_s is not None and task.asked_at is not None and now - task.asked_at > limit_s:
                 ray.cancel(stream, force=True)
                 self._lost(stream, ExecutionError(f"a task that reads it has not answered for {limit_s:.0f} s"))
-        # One that is still being started cannot help yet.
-        all_read = bool(self._tasks) and all(task.came for task in self._tasks.values())
-        self._starved_since = (self._starved_since or now) if starved and all_read else None
+        # Those that are still being started cannot help yet: each has to give a block before others are added.
+        self._starved_since = (self._starved_since or now) if starved and self._n_came >= self._most else None
         if self._starved_since is not None and now - self._starved_since > STARVED_S:
-            self._most, self._starved_since = min(len(self._tasks) + 1, self._limit), None
+            self._most, self._n_came, self._starved_since = min(2 * self._most, self._limit), 0, None
 
     def _start(self, piece: Piece, now: float) -> None:
         stream = self._remote.remote(self._work, piece, self._n_away, self._plan.chunk_rows)
         self._tasks[stream] = _Task(piece, now)
 
     def _whole(self, task: _Task, header: BlockHeader) -> ReadBlock:
-        known = self._read.setdefault(header.group, {})
-        if header.digest and known.get(header.number, header.digest) != header.digest:
+        digests = self._read.setdefault(header.group, {})
+        if header.digest and digests.get(header.number, header.digest) != header.digest:
             raise other_rows(self._plan.source.name, f"its block {header.number} has other rows")
-        known[header.number] = header.digest
+        digests[header.number] = header.digest
         self._n_open[header.group] += task.piece.only is None
         chunks, task.chunks = task.chunks, []
         task.header = None
         task.came.add(header.number)
+        self._n_came += 1
         if task.piece.only is None:  # what is read again is owed until all of it has come
             task.asked_at = None
         self._n_away += header.may_return

@@ -15,19 +15,20 @@ from ray.exceptions import RayError
 from cauc_ray.cascade.scheduler import Scheduler
 from cauc_ray.errors import ConfigError
 from cauc_ray.execution.actors import explained, kind_of, worker_class
-from cauc_ray.execution.cluster import autoscales, hardest_first, in_the_way
-from cauc_ray.execution.plan import RunPlan
+from cauc_ray.execution.cluster import autoscales, hardest_first, in_the_way, live_nodes
 from cauc_ray.models.answers import ModelFacts
+from cauc_ray.models.pool import StageSpec
+from cauc_ray.policies.policy import Policy
 
-# A replica more is started where each one there has so many seconds of work waiting, and one is let go where all
-# have had none for so long.
+# Another replica is started where each one has more than ENOUGH_S seconds of work waiting, and one is let go where all
+# have had none for IDLE_S.
 ENOUGH_S = 2.0
 IDLE_S = 20.0
 # A replica moves to another stage that has so many times as much waiting for each of its own.
 MORE = 4.0
 # A replica that takes longer than its process takes to start waits for a place on the cluster.
 BOOT_S = 4.0
-# A replica beyond the least number that finds no place for so long is given up, and not asked for again for a while.
+# A replica beyond the least number that finds no place within PLACE_S is given up, and asked for again after REFUSED_S.
 PLACE_S = 20.0
 REFUSED_S = 30.0
 # All these are longer by what a node may take to start where an autoscaler starts nodes for what waits.
@@ -49,11 +50,16 @@ DEATHS_LOADING = 4
 class StageLoad:
     """A stage's replicas and what waits for them.
 
-    live, starting: replicas that work, and that are being placed or are loading their model.   least, most: the
-    range of the pool file.   backlog_s: seconds of one replica's work that wait, None while unknown.
-    pressed: its queue, whose length is bounded, is half full or more, so that more may wait behind it.
-    held_back: it may send nothing on, whatever waits.   idle_s: for how long nothing has waited.
-    refused: a replica that could not be placed was lately given up.
+    Attributes:
+        live: Replicas that work.
+        starting: Replicas that are being placed or are loading their model.
+        least: The least number, of the pool file.
+        most: The greatest number, of the pool file.
+        backlog_s: Seconds of one replica's work that wait, None while unknown.
+        idle_s: For how long nothing has waited.
+        pressed: Its queue, whose length is bounded, is half full or more, so that more may wait behind it.
+        held_back: It may send nothing on, whatever waits.
+        refused: A replica that could not be placed was lately given up.
     """
 
     live: int
@@ -68,7 +74,7 @@ class StageLoad:
 
     @property
     def n(self) -> int:
-        """Return the replicas that there are or will be."""
+        """Return the replicas, those that are being started included."""
         return self.live + self.starting
 
     @property
@@ -134,8 +140,17 @@ def _donor(loads: Sequence[StageLoad], needy: int) -> int | None:
 class Replica:
     """One copy of a stage's model.
 
-    answer: its method for calls.   ref: what it has not answered yet of placing and loading.   since: when that
-    began.   node: where it is.
+    Attributes:
+        number: Its number, which no two share.
+        stage: Its stage.
+        handle: The actor.
+        answer: Its method for calls.
+        phase: What it does.
+        ref: What it has not answered yet of placing and loading.
+        loaded: What it answers once it has loaded its model.
+        since: When it began to be placed, or to load.
+        node: Where it is.
+        has_answered: Whether it has answered a row.
     """
 
     number: int
@@ -144,6 +159,7 @@ class Replica:
     answer: Any
     phase: Literal["placing", "loading", "live", "closing"]
     ref: Any
+    loaded: Any
     since: float
     node: str = ""
     has_answered: bool = False
@@ -177,20 +193,20 @@ class _Stage:
 class Replicas:
     """All replicas that a controller has on Ray."""
 
-    def __init__(self, plan: RunPlan, now: float) -> None:
+    def __init__(self, specs: Sequence[StageSpec], policy: Policy | None, now: float) -> None:
         """Start every stage's least number."""
-        self._plan = plan
-        self._stages = [_Stage(without_since=now, busy_at=now) for _ in plan.stages]
-        self._classes = [worker_class(stage) for stage in plan.stages]
+        self._specs, self._policy = specs, policy
+        self._stages = [_Stage(without_since=now, busy_at=now) for _ in specs]
+        self._classes = [worker_class(spec) for spec in specs]
         self._longest_load_s = self._no_move_before = self._look_for_way_at = 0.0
-        self._next = plan.first_replica
+        self._next = 0
         self.by_number: dict[int, Replica] = {}
         self.by_ref: dict[Any, Replica] = {}
         self._closing: dict[
             Any, tuple[Any, float]
         ] = {}  # actors that close their models, by reference, with a deadline
-        for stage in hardest_first([stage.resources for stage in plan.stages]):
-            for _ in range(plan.stages[stage].replicas.min):
+        for stage in hardest_first([spec.resources for spec in specs]):
+            for _ in range(specs[stage].replicas.min):
                 self._start(stage, now)
 
     def counts(self) -> list[tuple[int, int]]:
@@ -210,8 +226,8 @@ class Replicas:
         try:
             answer = ray.get(ref)
         except RayError as error:
-            fault = explained(error, f"stage {self._plan.stages[replica.stage].name!r}")
-            at, least = self._stages[replica.stage], self._plan.stages[replica.stage].replicas.min
+            fault = explained(error, f"stage {self._specs[replica.stage].name!r}")
+            at, least = self._stages[replica.stage], self._specs[replica.stage].replicas.min
             if kind_of(error) == "raised" and not at.was_live:
                 at.failed_loads += 1
                 # One node's device may be at fault: as many others are tried as the stage needs.
@@ -220,8 +236,8 @@ class Replicas:
             self.lost(replica, str(fault), now)
             return None
         if replica.phase == "placing":
-            replica.phase, replica.node, replica.since = "loading", answer, now
-            self._await(replica, replica.handle.load.remote())
+            replica.phase, replica.node, replica.since, replica.ref = "loading", answer, now, replica.loaded
+            self.by_ref[replica.ref] = replica
             return None
         self._longest_load_s = max(self._longest_load_s, now - replica.since)
         replica.phase, at = "live", self._stages[replica.stage]
@@ -232,7 +248,10 @@ class Replicas:
         """Give a replica up that died, hangs or fails. Another takes its place, after a pause if it never worked."""
         at = self._stages[replica.stage]
         at.why = why
-        at.deaths_in_row = 0 if replica.has_answered else at.deaths_in_row + 1
+        if replica.has_answered:
+            at.deaths_in_row = 0
+        elif not replica.node or replica.node in live_nodes():  # a node that dies is nothing of its replicas
+            at.deaths_in_row += 1
         pause_s = FIRST_PAUSE_S * 2 ** min(at.deaths_in_row - 1, 20) if at.deaths_in_row else 0.0
         self.let_go(replica, now)
         others_work = any(r.stage == replica.stage and r.has_answered for r in self.by_number.values())
@@ -241,8 +260,7 @@ class Replicas:
     def let_go(self, replica: Replica, now: float) -> None:
         """End a replica; one that has no more calls closes its model first."""
         del self.by_number[replica.number]
-        if replica.ref is not None:
-            self.by_ref.pop(replica.ref, None)
+        self.by_ref.pop(replica.ref, None)
         if replica.phase == "closing":
             self._closing[replica.handle.close.remote()] = (replica.handle, now + CLOSE_S)
         else:
@@ -275,15 +293,13 @@ class Replicas:
         at, why = self._stages[stage], self._stages[stage].why
         placing = [r for r in self.by_number.values() if r.stage == stage and r.phase == "placing"]
         if any(now - replica.since > BOOT_S for replica in placing):
-            why = f"no node has free resources for {self._plan.stages[stage].resources}" + (
-                f"; before: {why}" if why else ""
-            )
+            why = f"no node has free resources for {self._specs[stage].resources}" + (f"; before: {why}" if why else "")
         return (0.0 if at.without_since is None else now - at.without_since), why
 
     def dies_loading(self, stage: int) -> str | None:
         """Return what the replicas of a stage die of that has never had a live one, once that has been often enough."""
         at = self._stages[stage]
-        often = at.deaths_in_row >= DEATHS_LOADING + self._plan.stages[stage].replicas.min
+        often = at.deaths_in_row >= DEATHS_LOADING + self._specs[stage].replicas.min
         return at.why if often and not at.was_live else None
 
     def rescale(self, scheduler: Scheduler, now: float) -> list[Replica]:
@@ -302,11 +318,11 @@ class Replicas:
                 else:
                     n_unplaced += 1
                     stuck = stuck if self._is_spare(replica.stage) else replica
-            limit_s = self._plan.stages[replica.stage].down_after_s
+            limit_s = self._specs[replica.stage].down_after_s
             if replica.phase == "loading" and now - replica.since > limit_s:
                 self.lost(replica, f"its model was not loaded within {limit_s:g} s", now)
         for stage, ((live, starting), queue) in enumerate(zip(self.counts(), scheduler.stages, strict=True)):
-            at, replicas = self._stages[stage], self._plan.stages[stage].replicas
+            at, replicas = self._stages[stage], self._specs[stage].replicas
             if queue.in_work:
                 at.busy_at = now
             loads.append(
@@ -347,28 +363,23 @@ class Replicas:
     def _in_the_way_of(self, stuck: Replica) -> Replica | None:
         """Return a live replica that can move to another node, and has the place of one that finds no other."""
         live = [r for r in self.by_number.values() if r.stage != stuck.stage and r.phase == "live"]
-        needs = [stage.resources for stage in self._plan.stages]
-        found = in_the_way(needs[stuck.stage], [(needs[r.stage], r.node) for r in live])
-        return None if found is None else live[found]
+        needs = [spec.resources for spec in self._specs]
+        number = in_the_way(needs[stuck.stage], [(needs[r.stage], r.node) for r in live])
+        return None if number is None else live[number]
 
     def _is_spare(self, stage: int) -> bool:
-        return sum(self.counts()[stage]) > self._plan.stages[stage].replicas.min
+        return sum(self.counts()[stage]) > self._specs[stage].replicas.min
 
     def _start(self, stage: int, now: float) -> None:
-        plan = self._plan
-        handle = self._classes[stage].remote(plan.stages[stage], stage, plan.policy)
+        handle = self._classes[stage].remote(self._specs[stage], stage, self._policy)
         # A new one of these for every call would cost more than the call's sending.
-        if plan.policy is None:
+        if self._policy is None:
             answer = handle.collect.options(num_returns=2)
-        elif stage == len(plan.stages) - 1 and plan.policy.in_turn:
+        elif stage == len(self._specs) - 1 and self._policy.in_turn:
             answer = handle.decide_last.options(num_returns=1)
         else:
             answer = handle.decide.options(num_returns=2)
-        replica = Replica(self._next, stage, handle, answer, "placing", None, now)
+        placed, loaded = handle.place.remote(), handle.load.remote()  # it loads also while nobody looks
+        replica = Replica(self._next, stage, handle, answer, "placing", placed, loaded, now)
         self._next += 1
-        self.by_number[replica.number] = replica
-        self._await(replica, handle.place.remote())
-
-    def _await(self, replica: Replica, ref: Any) -> None:
-        replica.ref = ref
-        self.by_ref[ref] = replica
+        self.by_number[replica.number] = self.by_ref[placed] = replica

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +17,7 @@ from cauc_ray.cascade.patience import RunPatience
 from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
 from cauc_ray.cascade.stage import Stage
+from cauc_ray.cascade.worker import Collected
 from cauc_ray.errors import CaucError, ConfigError, ExecutionError
 from cauc_ray.execution.actors import explained, in_group, kind_of
 from cauc_ray.execution.cluster import draining_nodes, live_nodes, store_bytes
@@ -26,6 +28,7 @@ from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.execution.reading import Reading
 from cauc_ray.execution.replicas import Replica, Replicas
 from cauc_ray.models.pool import StageSpec
+from cauc_ray.policies.policy import Policy
 
 # The pause after the object store was found full, and for how long it may be.
 FULL_PAUSE_S = 2.0
@@ -42,38 +45,58 @@ FAILING_S = 60.0
 class RunController:
     """Runs a run to its end."""
 
-    def __init__(self, plan: RunPlan, here: dict[str, str]) -> None:
-        """Take the plan, and the label of the node that the controller is on, whose files are read."""
-        self._plan = plan
-        self._here = here
-        limits, open_rows = plan.limits(store_bytes())
-        self._names = [stage.name for stage in plan.stages]
-        self._scheduler = Scheduler(limits, RunPatience(), Blame("row"), open_rows)
-        self._counts = [(0, 0)] * len(plan.stages)
-        self._n_finished = 0
-        # By the reference to the result; a call's handle is that, and the reference to what comes with it.
+    def __init__(self, stages: Sequence[StageSpec], policy: Policy | None, node_label: dict[str, str]) -> None:
+        """Start the stages, whose models load until there is a plan.
+
+        Args:
+            stages: The chain's.
+            policy: What decides, as the plan has it.
+            node_label: That of the node that the controller is on, whose files are read.
+        """
+        self._node_label = node_label
+        self._names = [stage.name for stage in stages]
+        self._replicas = Replicas(stages, policy, time.monotonic())
+        self._counts = [(0, 0)] * len(stages)
+        # By the reference that is waited for; a call's handle is that, and those to the result and what comes with it.
         self._sent: dict[Any, Call] = {}
         self._restarts: dict[int, int] = {}  # of blocks that are read again
         self._full_since: float | None = None
         self._read_from = 0.0
         self._first_call: float | None = None
         self._watched, self._reported = time.monotonic(), 0.0
+        self._begun = self._stops = False
 
     @in_group("watch")
-    def progress(self) -> RunProgress:
-        """Return how far the run is, and when the controller last looked after everything."""
+    def stop(self) -> None:
+        """Have the run end early, once what is finished is committed."""
+        self._stops = True
+
+    @in_group("watch")
+    def progress(self) -> RunProgress | None:
+        """Return how far the run is, and when the controller last looked after everything; None before it has begun."""
+        return self._progress() if self._begun else None
+
+    def _progress(self) -> RunProgress:
         stages = tuple(map(_stage_progress, self._names, self._scheduler.stages, self._counts))
         return RunProgress(self._watched, self._plan.n_rows, self._n_finished, stages)
 
-    def run(self) -> float:
-        """Run to the end. Returns the seconds from the first call to the last commit."""
-        self._replicas = Replicas(self._plan, time.monotonic())
-        self._reading = Reading(self._plan, self._here)
-        self._committer = Committer(self._plan.sink)
-        self._metrics = RunMetrics(self._plan.run_id, self._names)
-        self._n_finished = self._plan.n_done
+    def run(self, plan: RunPlan | None) -> float:
+        """Run to the end, at once without a plan. Returns the seconds from the first call to the last commit."""
+        if plan is None:
+            self._replicas.close()
+            return 0.0
+        self._plan = plan
+        limits, open_rows = plan.limits(store_bytes())
+        self._scheduler = Scheduler(limits, RunPatience(), Blame("row"), open_rows)
+        self._reading = Reading(plan, self._node_label)
+        self._committer = Committer(plan.sink)
+        self._n_finished = plan.n_done
+        self._metrics = RunMetrics(plan.run_id, self._names)
+        self._begun = True
         try:
             while not self._scheduler.finished or self._reading.owes:
+                if self._stops:
+                    raise ExecutionError("the run was stopped")
                 self._ask_for_blocks()
                 self._send_calls()
                 for ref in self._events():
@@ -131,7 +154,7 @@ class RunController:
             self._restarts[lost.block] = lost.restarts + 1
             self._reading.ask_again(lost.names)
         if now >= self._read_from:  # the object store has not just been found full
-            while (self._reading.owes or self._scheduler.wants_block()) and self._reading.ask(now):
+            while (self._reading.owes_now or self._scheduler.wants_block()) and self._reading.ask(now):
                 self._scheduler.n_reads = self._reading.n_asked
         if self._reading.exhausted:
             self._scheduler.end_input()
@@ -168,13 +191,16 @@ class RunController:
             parts = [Part.of(sources.index(rows.source), rows.positions) for rows in pieces]
             good = parts.pop() if call.good_row is not None else None
             refs = self._replicas.by_number[call.replica].answer.remote(parts, good, *sources)
-            call.handle = refs if isinstance(refs, list) else (refs, None)
+            result, onward = refs if isinstance(refs, list) else (refs, None)
+            # To wait for a model's answers brings them here: a call has ended once no other node can lose them.
+            call.handle = (onward if self._plan.policy is None else result), result, onward
             self._sent[call.handle[0]] = call
 
     def _call_ready(self, ref: Any, now: float) -> None:
         call = self._sent[ref]
         try:
-            results: list[CallResult] = ray.get(ref)
+            results: list[CallResult] = ray.get(call.handle[1])
+            collected: Collected | None = ray.get(call.handle[2]) if self._plan.policy is None else None
         except RayError as error:
             self._call_broken(call, error, now)
             return
@@ -183,18 +209,19 @@ class RunController:
         result = CallResult.joined(results)
         self._replicas.by_number[call.replica].has_answered |= result.n_answered > 0
         for batch in results if result.error is None else [result]:
-            self._note_call(call, batch)
+            self._committer.add_call(call, batch, collected)
         self._call_ended(call, result, now)
 
     def _call_ended(self, call: Call, result: CallResult, now: float) -> None:
         """Hand a call's result on; replace the replicas that it shows to be bad."""
-        goes_on = None if call.handle is None else call.handle[1]
+        goes_on = None if call.handle is None else call.handle[2]
         self._scheduler.update(CallEnded(call, result, goes_on), now)
         if result.n_answered:
             return
         at, name = self._scheduler.stages[call.stage], self._names[call.stage]
         for number, why in at.take_bad().items():
-            self._replica_lost(self._replicas.by_number[number], why, now, own_fault=False)
+            if number in self._replicas.by_number:
+                self._replica_lost(self._replicas.by_number[number], why, now, own_fault=False)
         if at.never_succeeds:
             why = result.error or next(iter(result.failures.values()), "")
             self._stage_fails(call.stage, ExecutionError(f"stage {name!r} has failed on every row so far: {why}"))
@@ -229,10 +256,12 @@ class RunController:
     def _replica_lost(self, replica: Replica, why: str, now: float, *, own_fault: bool = True) -> None:
         """Give a replica up; take first what it has answered already."""
         calls_at = self._scheduler.stages[replica.stage].replicas.calls_at
-        others = [call.handle[0] for call in calls_at(replica.number)]
-        for ref in ray.wait(others, num_returns=len(others), timeout=0)[0] if others else []:
-            if _is_well(ref):
+        refs = [call.handle[0] for call in calls_at(replica.number)]
+        for ref in ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []:
+            if ref in self._sent and _is_well(ref):
                 self._call_ready(ref, now)
+        if replica.number not in self._replicas.by_number:  # what it had answered has shown that it is bad
+            return
         for call in calls_at(replica.number):
             self._note_broken(call, why, now)
         self._scheduler.update(ReplicaLost(replica.stage, replica.number, why, own_fault), now)
@@ -247,15 +276,11 @@ class RunController:
                 self._replicas.let_go(replica, now)
 
     def _note_broken(self, call: Call, why: str, now: float) -> CallResult:
-        """Forget a call of which nothing will come, and note it for the ledger."""
+        """Forget a call of which nothing will come, and have it written down."""
         del self._sent[call.handle[0]]
         broken = CallResult.broken(time.time(), self._replicas.by_number[call.replica].node, why)
-        self._note_call(call, broken)
+        self._committer.add_call(call, broken)
         return broken
-
-    def _note_call(self, call: Call, result: CallResult) -> None:
-        """Have a call written down. What goes on to the next stage stays out: its bytes would wait there uncounted."""
-        self._committer.add_call(call, result, call.handle[1] if self._plan.policy is None else None)
 
     def _note_full(self, now: float, fault: CaucError) -> None:
         """End the run if the object store has been full for too long."""
@@ -310,7 +335,7 @@ class RunController:
         if now - self._reported >= REPORT_S:
             self._reported = now
             self._leave(draining_nodes(), now)
-            self._metrics.report(self.progress())
+            self._metrics.report(self._progress())
 
     def _check_answers(self, stage: int, spec: StageSpec, now: float) -> None:
         """Give a stage up whose replicas, one after the other and new ones among them, fail or die over their calls."""

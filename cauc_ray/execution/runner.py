@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import ray
 from ray.exceptions import RayError
@@ -15,8 +17,8 @@ from cauc_ray.data.datasets import RunInput
 from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, explained, kind_of, make_actor, result_of
 from cauc_ray.execution.cluster import require_fit
-from cauc_ray.execution.commits import Committed, FailedBlock, common_reason
-from cauc_ray.execution.ledger import ATTEMPT_REPLICAS, RunRecord, RunTables, new_claim, parts_of
+from cauc_ray.execution.commits import Claim, Committed, FailedBlock, common_reason
+from cauc_ray.execution.ledger import RunRecord, RunTables, new_claim, parts_of
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.execution.run_controller import RunController
@@ -25,6 +27,8 @@ from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.policy import Policy
 
 POLL_S = 0.5
+# A run that is ended early may take so long to commit what is finished.
+STOP_S = 10.0
 # So often a controller whose process dies is started again; what was committed is not done again.
 RESTARTS = 3
 # A block has so many rows at most, and fewer where they are large.
@@ -41,23 +45,28 @@ class LiveRun:
     It starts the stages itself, so that they end with it.
     """
 
-    def __init__(self, plan: Callable[[], RunPlan | None]) -> None:
+    def __init__(self, stages: Sequence[StageSpec], policy: Policy | None, plan: Callable[[], RunPlan | None]) -> None:
         """Start a run on the current Ray session.
 
-        plan: called here, and again if the controller has died: returns what is still to be done, None if nothing.
+        Args:
+            stages: The chain's.
+            policy: What decides, None for collections.
+            plan: Called here while models load, and again if the controller has died. Returns what is still to be done,
+                None if nothing.
         """
-        self._plan = plan
+        self._stages, self._policy, self._plan = stages, policy, plan
         self._restarts = RESTARTS
-        self._spent_s = 0.0
-        self._started = time.perf_counter()
-        first = plan()
-        assert first is not None
-        self._start(first)
+        self._spent_s, self._started = 0.0, time.perf_counter()
+        self._start()
 
     def wait(self, timeout_s: float) -> float | None:
-        """Wait so long for the end. Returns the seconds from the first call to the last commit, None before it.
+        """Wait for the end, as long as the timeout.
 
-        Raises ExecutionError when the stages do not start or cannot go on; what was finished stays committed.
+        Returns:
+            The seconds from the first call to the last commit, None before the end.
+
+        Raises:
+            ExecutionError: The stages do not start or cannot go on; what was finished stays committed.
         """
         if not ray.wait([self._seconds], timeout=timeout_s)[0]:
             if time.monotonic() - self._last.at > START_DEADLINE_S:
@@ -69,36 +78,44 @@ class LiveRun:
             fault = explained(error, "the controller")
             if kind_of(error) != "died" or not self._restarts:
                 raise fault from error
-            return self._start_again()
+            self._restarts -= 1
+            self._spent_s = time.perf_counter() - self._started
+            self._start()
+            return None
         return self._spent_s + seconds
 
     def progress(self) -> RunProgress:
         """Return how far the run is; how far it was, where its controller has died."""
         with suppress(ExecutionError):
-            at: RunProgress = result_of(self._actor.progress.remote(), START_DEADLINE_S, "the controller")
-            self._last = at
+            at: RunProgress | None = result_of(self._actor.progress.remote(), START_DEADLINE_S, "the controller")
+            if at is not None:
+                self._last = at
         return self._last
 
-    def close(self) -> None:
-        """End the run and its stages."""
-        ray.kill(self._actor)
+    @staticmethod
+    def close(runs: Sequence[LiveRun]) -> None:
+        """End runs and their stages. Those that are at work commit first what is finished, if that takes no longer."""
+        try:
+            for run in runs:
+                run._actor.stop.remote()
+            ray.wait([run._seconds for run in runs], num_returns=len(runs), timeout=STOP_S)
+        finally:
+            for run in runs:
+                ray.kill(run._actor)
 
-    def _start(self, plan: RunPlan) -> None:
-        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-        controller = make_actor(RunController, num_cpus=0, label_selector=here, concurrency_groups={"watch": 1})
-        self._actor = controller.remote(plan, here)
-        waiting = tuple(StageProgress(stage.name) for stage in plan.stages)
-        self._last = RunProgress(time.monotonic(), plan.n_rows, plan.n_done, waiting)
-        self._seconds = self._actor.run.remote()
-
-    def _start_again(self) -> float | None:
-        self._restarts -= 1
-        self._spent_s = time.perf_counter() - self._started
-        plan = self._plan()
-        if plan is None:
-            return self._spent_s
-        self._start(plan)
-        return None
+    def _start(self) -> None:
+        label = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+        controller = make_actor(RunController, num_cpus=0, label_selector=label, concurrency_groups={"watch": 1})
+        self._actor = controller.remote(self._stages, self._policy, label)
+        try:
+            plan = self._plan()
+        except BaseException:
+            ray.kill(self._actor)
+            raise
+        waiting = tuple(StageProgress(stage.name) for stage in self._stages)
+        n_rows, n_done = (None, 0) if plan is None else (plan.n_rows, plan.n_done)
+        self._last = RunProgress(time.monotonic(), n_rows, n_done, waiting)
+        self._seconds = self._actor.run.remote(plan)
 
 
 def follow(run: LiveRun, on_progress: Callable[[RunProgress], None]) -> float:
@@ -110,7 +127,7 @@ def follow(run: LiveRun, on_progress: Callable[[RunProgress], None]) -> float:
             if seconds is not None:
                 return seconds
     finally:
-        run.close()
+        LiveRun.close([run])
 
 
 def block_rows(row_bytes: float) -> int:
@@ -138,10 +155,10 @@ class FailureLimit:
             limits.append(max(MIN_FAILED, self.share * self.n_rows))
         if n_failed <= min(limits):
             return
-        where = ", ".join(f"{n:,} at stage {name!r}" for name, n in failed.items() if n)
+        places = ", ".join(f"{n:,} at stage {name!r}" for name, n in failed.items() if n)
         of = f"{n_done:,} rows" if at_end or n_done == self.n_rows else f"{n_done:,} rows so far"
         raise ExecutionError(
-            f"models failed on {n_failed:,} of {of} ({where}), more than max_failed allows; most often: {why()}; fix "
+            f"models failed on {n_failed:,} of {of} ({places}), more than max_failed allows; most often: {why()}; fix "
             "the cause and continue with --resume --retry-failed, or raise max_failed in the pool file and continue "
             "with --resume"
         )
@@ -169,78 +186,98 @@ class _Before:
         return {stage: n for stage, n in left.items() if stage}
 
 
-def run_cascade(
-    stages: tuple[StageSpec, ...],
-    policy: Policy,
-    inputs: RunInput,
-    out: AnyPath,
-    record: RunRecord,
-    on_progress: Callable[[RunProgress], None],
-    *,
-    columns: frozenset[str] | None,
-    degrade: bool,
-    max_failed: float,
-    retry_failed: bool = False,
-    names: Sequence[str] | None = None,
-) -> float:
-    """Run a policy's chain over an input on the current Ray session, leaving out what is committed in out.
+@dataclass(frozen=True, slots=True)
+class CascadeRun:
+    """A run of a policy's chain over an input, which leaves out what is committed in its folder.
 
-    columns: of the input, those that are read, None for all.   degrade: answer without a stage that is down.
-    max_failed: the share of rows that models may fail on.
-    retry_failed: do rows again that failed.   names: of the options, for predictions.
-    Returns the seconds from the first call to the last commit. Raises ExecutionError when the stages do not fit on
-    the cluster, do not start or cannot go on, or models fail on too many rows; what was finished before stays in
-    the output.
+    Attributes:
+        stages: The chain's.
+        policy: The policy.
+        opened: Returns the input and the run's record. It is first called while models load.
+        out: The folder.
+        columns: Those of the input that are read, None for all.
+        degrade: Answer without a stage that is down.
+        max_failed: The share of rows that models may fail on.
+        retry_failed: Do rows again that failed.
+        names: Names of the options, for predictions.
     """
-    require_fit(stages)
-    parts, limit = parts_of(out), FailureLimit(max_failed, inputs.n_rows)
 
-    def look(*, retry: bool) -> _Before:
-        return _Before(parts.committed(), parts.failed_blocks() if retry else {})
+    stages: tuple[StageSpec, ...]
+    policy: Policy
+    opened: Callable[[], tuple[RunInput, RunRecord]]
+    out: AnyPath
+    columns: frozenset[str] | None
+    degrade: bool
+    max_failed: float
+    retry_failed: bool = False
+    names: Sequence[str] | None = None
 
-    def plan() -> RunPlan | None:
-        claim = new_claim(out)
-        if claim.number:  # before anything is looked at: an earlier attempt may still be at work
+    def run(self, on_progress: Callable[[RunProgress], None]) -> float:
+        """Run on the current Ray session. Returns the seconds from the first call to the last commit.
+
+        Raises:
+            ExecutionError: The stages do not fit on the cluster, do not start or cannot go on, or models fail on too
+                many rows. What was finished before stays in the folder.
+        """
+        require_fit(self.stages)
+        parts, first = parts_of(self.out), self._begin()
+        before, attempts = first[1], chain([first], iter(self._begin, None))
+        start = partial(LiveRun, self.stages, self.policy, partial(self._plan, attempts))
+        live = None if before.n_done else start()
+        inputs, _ = self.opened()
+        limit, failed_before = FailureLimit(self.max_failed, inputs.n_rows), before.failed
+
+        def watch(progress: RunProgress) -> None:
+            on_progress(progress)
+            failed = {stage.name: failed_before.get(stage.name, 0) + stage.failed for stage in progress.stages}
+            worst = max(progress.stages, key=lambda stage: stage.failed)
+            limit.check(failed, before.n_done + progress.n_ended, lambda: worst.reason)
+
+        limit.check(failed_before, before.n_done, lambda: common_reason(parts))
+        seconds = 0.0
+        if before.n_done != inputs.n_rows:
+            seconds = follow(live or start(), watch)
+            parts.clean()
+        after = _Before(parts.committed(), {})
+        is_whole = [*range(len(after.committed.rows))] == sorted(after.committed.rows)
+        if not is_whole or inputs.n_rows not in (None, after.n_done):
+            n_rows = "rows" if inputs.n_rows is None else f"of {inputs.n_rows:,} rows"
+            raise ExecutionError(f"the run ended, but {self.out} has {after.n_done:,} {n_rows}; continue with --resume")
+        limit.check(after.failed, after.n_done, lambda: common_reason(parts), at_end=True)
+        return seconds
+
+    def _begin(self) -> tuple[Claim, _Before]:
+        """Begin an attempt. Returns its claim, and what earlier ones have left."""
+        claim, parts = new_claim(self.out), parts_of(self.out)
+        if claim.number:  # before anything is removed or looked at: an earlier attempt may still be at work
             claim.make()
         parts.clean()
-        there = look(retry=retry_failed)
-        if there.n_done == inputs.n_rows:
+        return claim, _Before(parts.committed(), parts.failed_blocks() if self.retry_failed else {})
+
+    def _plan(self, attempts: Iterator[tuple[Claim, _Before]]) -> RunPlan | None:
+        """Return what the next attempt has to do, None where that is nothing."""
+        (inputs, record), (claim, before) = self.opened(), next(attempts)
+        if before.n_done == inputs.n_rows:
             return None
+        sink = RunTables(
+            self.out,
+            record,
+            self.policy.models,
+            degrade=self.degrade,
+            names=self.names,
+            claim=claim,
+            retried=before.again,
+        )
         return RunPlan(
             run_id=record.run_id,
-            stages=stages,
-            policy=policy,
-            source=inputs.blocks(record.block_rows, columns),
-            done=there.committed.ids,
-            again=there.again,
-            sink=RunTables(out, record, policy.models, degrade=degrade, names=names, claim=claim, retried=there.again),
+            stages=self.stages,
+            policy=self.policy,
+            source=inputs.blocks(record.block_rows, self.columns),
+            done=before.committed.ids,
+            again=before.again,
+            sink=sink,
             n_rows=inputs.n_rows,
-            n_done=there.n_done,
+            n_done=before.n_done,
             block_rows=record.block_rows,
-            degrade=degrade,
-            first_replica=claim.number * ATTEMPT_REPLICAS,
+            degrade=self.degrade,
         )
-
-    parts.clean()
-    before = look(retry=retry_failed)
-    failed_before = before.failed
-
-    def watch(progress: RunProgress) -> None:
-        on_progress(progress)
-        failed = {stage.name: failed_before.get(stage.name, 0) + stage.failed for stage in progress.stages}
-        n_done = before.n_done + progress.n_ended
-        worst = max(progress.stages, key=lambda stage: stage.failed)
-        limit.check(failed, n_done, lambda: worst.reason)
-
-    limit.check(failed_before, before.n_done, lambda: common_reason(parts))
-    seconds = 0.0
-    if before.n_done != inputs.n_rows:
-        seconds = follow(LiveRun(plan), watch)
-        parts.clean()
-    after = look(retry=False)
-    if inputs.n_rows is not None and after.n_done != inputs.n_rows:
-        raise ExecutionError(
-            f"the run ended, but {out} has {after.n_done:,} of {inputs.n_rows:,} rows; continue with --resume"
-        )
-    limit.check(after.failed, after.n_done, lambda: common_reason(parts), at_end=True)
-    return seconds

@@ -6,7 +6,9 @@ import logging
 import math
 import os
 import re
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -67,11 +69,14 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
         options |= {"num_cpus": claimed, "include_dashboard": False}
     else:
         _require_reachable(address)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, **options)
     except Exception as error:  # of many types: a node that is late raises Exception itself
         what = "Ray does not start on this machine" if address == "local" else f"no Ray cluster at {address!r}"
         raise ExecutionError(f"{what}: {first_line(error)}") from error
+    if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own prints a stack and ends all processes at once
     try:
         if address != "local":
             _require_tokens_there(address)
@@ -86,12 +91,12 @@ def _require_same(address: str | None) -> None:
     """Raise ConfigError if an address is not that of the session that this process has."""
     if address in (None, "local", "auto"):
         return
-    own = ray.get_runtime_context().gcs_address
-    if _resolved(address) & _resolved(own):
+    joined = ray.get_runtime_context().gcs_address
+    if _resolved(address) & _resolved(joined):
         return
     raise ConfigError(
-        f"this process is connected to the Ray cluster at {own!r}, not to {address!r}: call ray.shutdown() first, or "
-        "leave out the address"
+        f"this process is connected to the Ray cluster at {joined!r}, not to {address!r}: call ray.shutdown() first, "
+        "or leave out the address"
     )
 
 
@@ -99,12 +104,12 @@ def _resolved(address: str) -> set[tuple[str, str]]:
     """Return the IP addresses that a host has, each with the port; this machine's own also stand for its loopback."""
     host, _, port = address.rpartition(":")
     try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host.strip("[]"), None)}
+        hosts = {str(info[4][0]) for info in socket.getaddrinfo(host.strip("[]"), None)}
     except (OSError, UnicodeError):
-        found = {host}
-    if found & {"127.0.0.1", "::1"}:
-        found |= {"127.0.0.1", "::1", ray.util.get_node_ip_address()}
-    return {(each, port) for each in found}
+        hosts = {host}
+    if hosts & {"127.0.0.1", "::1"}:
+        hosts |= {"127.0.0.1", "::1", ray.util.get_node_ip_address()}
+    return {(name, port) for name in hosts}
 
 
 def keep_store_free() -> None:
@@ -219,4 +224,4 @@ def log_output(batch: Mapping[str, Any]) -> None:
 
 def _plain(line: str) -> str:
     """Return a line without colours and other terminal control sequences."""
-    return "".join(each for each in re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", line) if each.isprintable() or each == "\t")
+    return "".join(sign for sign in re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", line) if sign.isprintable() or sign == "\t")

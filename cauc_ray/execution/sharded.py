@@ -40,9 +40,11 @@ T = TypeVar("T")
 class Sharding:
     """How chains are cut.
 
-    n_shards: into how many actors, None for as many as the cluster has room for.   resources: what each occupies and
-    where it may stand.   deadline_s: for one answer of all shards, reading included.
-    on_pass: called with how often all shards have answered.
+    Attributes:
+        n_shards: The number of actors, None for as many as the cluster has room for.
+        resources: The resources and the place of each.
+        deadline_s: For one answer of all shards, reading included.
+        on_pass: Called with how often all shards have answered.
     """
 
     n_shards: int | None
@@ -55,8 +57,12 @@ class Sharding:
 class ShardsWatched:
     """What is noted while shards answer.
 
-    nodes: where each has started.   start_s: seconds until all had.   open_s: seconds until all had read their rows.
-    n_passes: answers of all shards.   peak_bytes: the most memory that each shard's process has had.
+    Attributes:
+        nodes: Where each has started.
+        start_s: Seconds until all had.
+        open_s: Seconds until all had read their rows.
+        n_passes: Answers of all shards.
+        peak_bytes: The most memory that each shard's process has had.
     """
 
     nodes: list[str] = field(default_factory=list)
@@ -83,12 +89,12 @@ class ShardRows:
 
 def cut_rows(chain: ChainHeads, n_shards: int) -> list[ShardRows]:
     """Cut a chain's rows into shards of about equal size, none empty, along the first model's files."""
-    order, known = np.argsort(chain.heads[0].positions), chain.arguments
-    models = list(zip(known["models"], chain.heads, known["logit_kind"], strict=True))
+    order, arguments = np.argsort(chain.heads[0].positions), chain.arguments
+    models = list(zip(arguments["models"], chain.heads, arguments["logit_kind"], strict=True))
     return [
         ShardRows(
             ranks,
-            known["labels"][ranks],
+            arguments["labels"][ranks],
             tuple(ShardFiles(model, head.files, head.positions[ranks], kind) for model, head, kind in models),
         )
         for ranks in np.array_split(order, min(n_shards, len(order)))
@@ -134,11 +140,11 @@ class ShardFacts:
 def facts_of(models: Sequence[str], part: ChainPart) -> ShardFacts:
     """Return what is known of a shard's rows.   models: names."""
     spools = cast("tuple[SpooledLogits, ...]", part.logits)
-    widest = max(own.width for own in spools)
-    for own in spools:
-        own.width = widest
-    unfit = unfit_row(models, [own.n_options for own in spools], part, gaps=any(own.has_gaps for own in spools))
-    return ShardFacts(widest, tuple(own.sums for own in spools), unfit)
+    widest = max(spool.width for spool in spools)
+    for spool in spools:
+        spool.width = widest
+    unfit = unfit_row(models, [spool.n_options for spool in spools], part, gaps=any(spool.has_gaps for spool in spools))
+    return ShardFacts(widest, tuple(spool.sums for spool in spools), unfit)
 
 
 def of_models(places: Sequence[int], width: int, question: Callable[[ChainPart], T], part: ChainPart) -> T:
@@ -170,16 +176,17 @@ class Shards:
 
         Raises DataError for rows that cannot be used, ExecutionError where a shard has no answer in time.
         """
-        started, known = time.perf_counter(), heads.arguments
-        facts = self.ask(number, partial(facts_of, known["models"]))
-        require_fit_rows(known, (own.unfit for own in facts))  # it names the example that one process would name
-        for place, model in enumerate(known["models"]):
-            sums = sum((own.sums[place] for own in facts), SumsToOne())
-            require_no_probabilities(f"{known['source']}: model {model!r}", sums)
+        started, arguments = time.perf_counter(), heads.arguments
+        facts = self.ask(number, partial(facts_of, arguments["models"]))
+        # The error names the example that one process would name.
+        require_fit_rows(arguments, (shard.unfit for shard in facts))
+        for place, model in enumerate(arguments["models"]):
+            sums = sum((shard.sums[place] for shard in facts), SumsToOne())
+            require_no_probabilities(f"{arguments['source']}: model {model!r}", sums)
         self.watched.nodes = self.ask(number, lambda part: ray.get_runtime_context().get_node_id())
         self.watched.open_s += time.perf_counter() - started
-        width, places = max(own.width for own in facts), tuple(range(len(known["models"])))
-        return ShardedChain(**known, shards=self, number=number, width=width, places=places)
+        width, places = max(shard.width for shard in facts), tuple(range(len(arguments["models"])))
+        return ShardedChain(**arguments, shards=self, number=number, width=width, places=places)
 
     def ask(self, number: int, question: Callable[[ChainPart], T]) -> list[T]:
         """Ask all shards about their rows of a chain, and other holders in place of those that die.

@@ -17,19 +17,23 @@ from cauc_ray.execution.actors import START_DEADLINE_S, explained
 
 # Ray sets this number of threads for a task's libraries (OMP_NUM_THREADS), unless the cluster sets its own.
 N_CPUS = 1
-# A task is begun so often at most: its worker or node may die, its files may be out of reach for a while.
+# The most attempts at a task: its worker or node may die, its files may be out of reach for a while.
 ATTEMPTS = 4
 # Before an attempt, times the number of those before it.
 PAUSE_S = 0.5
-# So many are Ray's to place at a time; more would only make each look at them longer.
+# The most that Ray has to place at a time; more would only make each look at them longer.
 MOST_PENDING = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something to measure.   part: what it is for, such as a table.   name: of its entry there.
+    """Something to measure.
 
-    identity: all that its value depends on, in one text, so that a kept value is known to be that of the same task.
+    Attributes:
+        part: What the value belongs to, such as a table.
+        name: The name of its entry there.
+        measure: Returns the value.
+        identity: All that its value depends on, in one text, by which a stored value is that of the same task.
     """
 
     part: str
@@ -45,7 +49,14 @@ class Task:
 class Outcome:
     """The outcome of a task: its value, or the error in one line; and its warnings.
 
-    attempts: how often it was begun.   seconds: that the last of them took.
+    Attributes:
+        task: The task.
+        value: Its value.
+        error: Its error, None where it has a value.
+        warnings: Its warnings.
+        seconds: How long the last attempt took.
+        attempts: How often it was begun.
+        may_pass: Whether another attempt may succeed.
     """
 
     task: Task
@@ -54,7 +65,7 @@ class Outcome:
     warnings: tuple[str, ...] = ()
     seconds: float = 0.0
     attempts: int = 1
-    may_pass: bool = False  # whether another attempt may succeed
+    may_pass: bool = False
 
 
 def run_tasks(tasks: Sequence[Task], deadline_s: float) -> Iterator[Outcome]:
@@ -98,7 +109,7 @@ class _Runner:
         while self.ready and len(self.running) < MOST_PENDING:
             attempt = self.ready.popleft()
             self.running[remote.remote(attempt.task, attempt.number)] = attempt
-        begun = [each.begun_at + self.deadline_s for each in self.running.values() if each.begun_at is not None]
+        begun = [task.begun_at + self.deadline_s for task in self.running.values() if task.begun_at is not None]
         next_look = min(*begun, self.heard_at + START_DEADLINE_S, math.inf)
         news, _ = ray.wait(list(self.running), num_returns=1, timeout=max(0.0, next_look - time.monotonic()))
         for stream in news:
@@ -131,7 +142,7 @@ class _Runner:
 
     def _late(self) -> Iterator[Outcome]:
         now = time.monotonic()
-        idle = all(each.begun_at is None for each in self.running.values())
+        idle = all(attempt.begun_at is None for attempt in self.running.values())
         given_up = idle and now > self.heard_at + START_DEADLINE_S
         for stream, attempt in list(self.running.items()):
             if attempt.begun_at is not None and now >= attempt.begun_at + self.deadline_s:

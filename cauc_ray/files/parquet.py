@@ -276,6 +276,7 @@ def _reopened(footer: ParquetFooter) -> Any:
         raise UnopenedError(f"{footer.path} cannot be read: {first_line(error)}") from error
     if not same:
         source.close()
+        read_footer(footer.path)  # what is in its place may be no Parquet file, such as half a copy of it
         raise changed_file(footer.path)
     return source
 

@@ -41,6 +41,7 @@ _SAMPLED_ROWS, _SAMPLE_ROWS = 3_000, 512
 _FLOAT32_ELEMENTS = 4_000_000
 # Relative rounding error of the NLL: steps may seem to raise it by this much.
 _NOISE = 1e-7
+_SMALLEST = 1e-290
 
 
 class FitStatus(StrEnum):
@@ -149,13 +150,11 @@ class Parts:
 
     each: asks every part the same question, and returns the answers in the order of the parts.   n: rows of all parts.
     units: weights of comparable effect, (P,).   lowest, highest: bounds of the weights, (P,).
-    flat: which arrays are constant, (P,).   free: which weights may be negative, (P,).
+    flat: which arrays are constant, (P,).
     """
 
-    def __init__(
-        self, each: Callable[[Callable[[ChainPart], Any]], list[Any]], n: int, free: Sequence[bool] | None = None
-    ) -> None:
-        """Ask the parts for some rows.   free: which weights may be negative, none without it."""
+    def __init__(self, each: Callable[[Callable[[ChainPart], Any]], list[Any]], n: int) -> None:
+        """Ask the parts for some rows."""
         self.each, self.n = each, n
         self.some = gathered(each, n, _SAMPLE_ROWS)
         arrays = tuple(source[:] for source in self.some.logits)
@@ -167,14 +166,13 @@ class Parts:
         # Constant logits have neither spread nor margin.
         self.flat = spreads <= 0
         self.units = 1.0 / np.where(self.flat, 1.0, spreads)
-        self.free = np.zeros(len(arrays), dtype=bool) if free is None else np.array(free)
         self.highest = _HIGHEST / np.where(self.flat, 1.0, np.minimum(margins, spreads))
-        self.lowest = np.where(self.free, -self.highest, _LOWEST * self.units)
+        self.lowest = _LOWEST * self.units
 
     @classmethod
-    def of(cls, part: ChainPart, free: Sequence[bool] | None = None) -> Parts:
+    def of(cls, part: ChainPart) -> Parts:
         """Return rows in memory as one part."""
-        return cls(lambda ask: [ask(part)], len(part), free)
+        return cls(lambda ask: [ask(part)], len(part))
 
     def means(self, at: Floats) -> Sums:
         """Return the means over all rows at these weights and biases, in one pass."""
@@ -296,55 +294,6 @@ def solve_bias_corrected(
     return replace(fit, biases=tuple(found.at[1:].tolist()))
 
 
-@dataclass(frozen=True, slots=True)
-class LinearFit:
-    """Weights of P logit arrays and biases that are linear in F features: softmax(w_1 S_1 + ... + w_P S_P + f B).
-
-    weights: float64 (P,), at least 0 but for those that were free.   biases: float64 (F, K).   nll: mean, in nats,
-    without the priors' part.
-    """
-
-    weights: Floats
-    biases: Floats
-    nll: float
-
-
-def fit_linear(
-    sources: Sequence[Floats],
-    labels: Ints,
-    features: Floats | None = None,
-    precisions: Sequence[float] = (),
-    *,
-    free: Sequence[bool] | None = None,
-    start: LinearFit | None = None,
-) -> LinearFit:
-    """Fit weights and biases by the likelihood and a normal prior of every bias.
-
-    sources: P arrays, float64 (N, K), -inf in the first where a row has no such option.   labels: int (N,).
-    features: float64 (N, F).   precisions: of the priors of each feature's biases, F numbers above 0.
-    free: which weights may be negative.   start: a fit of the same shape to begin at.
-    Raises DataError as fit_temperature does.
-    """
-    n, p = len(labels), len(sources)
-    parts = Parts.of(ChainPart(tuple(sources), labels, np.arange(n), features), free)
-    k, n_features = parts.n_options, len(precisions)
-    strength = np.repeat(np.asarray(precisions, dtype=np.float64), k) / n
-
-    def means(at: Floats) -> Sums:
-        found, biases = parts.means(at), at[p:]
-        found.gradient[p:] += strength * biases
-        found.curvature[p:, p:] += np.diag(strength)
-        return replace(found, value=found.value + float(biases @ (strength * biases)) / 2)
-
-    initial = np.concatenate([np.where(parts.free, 0.0, 1.0 / p), np.zeros(n_features * k)])
-    if start is not None:
-        initial = np.concatenate([start.weights, start.biases.ravel()])
-    found = _newton(means, parts.clipped(initial), parts)
-    weights, biases = found.at[:p], found.at[p:]
-    prior = float(biases @ (strength * biases)) / 2
-    return LinearFit(weights, biases.reshape(n_features, k), found.means.value - prior)
-
-
 def _fit(found: _Minimum, parts: Parts, squares: Floats, nll_before: float, nll_after: float) -> TemperatureFit:
     """Return a minimum as a fit.   squares: n times the weights' variances, (P,)."""
     p = len(parts.lowest)
@@ -390,9 +339,8 @@ def _newton(means_at: Callable[[Floats], Sums], at: Floats, parts: Parts, *, can
         if means.value < perfect:
             break
         step = _step(at, means, parts)
-        # Relative for weights, but for those that may be 0; biases are log odds.
-        sizes = np.where(parts.free, np.maximum(np.abs(at[:p]), parts.units), at[:p])
-        size = float((np.abs(step) / np.append(sizes, np.ones(len(at) - p))).max())
+        # Relative for weights; biases are log odds.
+        size = float((np.abs(step) / np.append(at[:p], np.ones(len(at) - p))).max())
         target = parts.clipped(at + step)
         if size < parts.last_step:
             return _Minimum(target, means, first_value)
@@ -403,7 +351,7 @@ def _newton(means_at: Callable[[Floats], Sums], at: Floats, parts: Parts, *, can
             trial = means_at(target)
         at, means = target, trial
     # A safeguarded Newton iteration only takes this long if the minimum is at infinity.
-    at = np.append(at[:p] * (parts.highest / np.abs(at[:p])).min(), at[p:])
+    at = np.append(at[:p] * (parts.highest / at[:p]).min(), at[p:])
     return _Minimum(at, means_at(at), first_value, separable=True)
 
 
@@ -436,7 +384,7 @@ def _step(at: Floats, means: Sums, parts: Parts) -> Floats:
         step[free] = 0.0
         step[furthest] = lowest[furthest] - weights[furthest]
         held[furthest] = True
-    step = np.minimum(np.where(held, step, step * factor), np.maximum((_LARGEST_GROWTH - 1) * np.abs(weights), unit))
+    step = np.minimum(np.where(held, step, step * factor), np.maximum((_LARGEST_GROWTH - 1) * weights, unit))
     return np.append(step, by_slopes + by_weights @ (np.clip(weights + step, lowest, highest) - weights))
 
 
@@ -452,7 +400,8 @@ def _step_factor(weights: Floats, slope: Floats, curvature: Floats) -> float:
 def _inverse(means: Sums, p: int) -> Floats:
     """Return the P weights' rows of the inverse of the curvature, (P, D)."""
     _, curvature, _, by_weights = _eliminated(means, p)
-    own = np.linalg.pinv(curvature, hermitian=True)
+    # Of separable rows, whose weights are clamped, the curvature may be too small to invert.
+    own = np.linalg.pinv(curvature if np.abs(curvature).max() > _SMALLEST else np.zeros_like(curvature), hermitian=True)
     return np.concatenate([own, own @ by_weights.T], axis=1)
 
 

@@ -123,13 +123,11 @@ class ChainPart:
     """A subset of a chain's examples with their logits, read in blocks.
 
     logits: of each of M models, (n, K).   labels: int32 (n,).   ranks: int (n,), the examples' positions among all.
-    features: float64 (n, F), what fitted biases are linear in; None for a constant.
     """
 
     logits: tuple[Rows, ...]
     labels: Ints
     ranks: Ints
-    features: Floats | None = None
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -1,8 +1,7 @@
 """The negative log likelihood of weighted logits, with its derivatives, in one pass over the rows.
 
 With P arrays of logits S_1..S_P of shape (N, K), weights w and biases b, the scores of a row are
-w_1 S_1 + ... + w_P S_P + b; with features f of the rows, float (N, F), b is f B, biases that are linear in them. A pass
-visits blocks of rows that stay in the processor's cache and keeps only sums over
+w_1 S_1 + ... + w_P S_P + b. A pass visits blocks of rows that stay in the processor's cache and keeps only sums over
 the rows, in float64: the NLL, its gradient E[S] - S_y and its curvature Cov[S] under the softmax. Sums over the parts
 of a table add up to those of the whole table. Terms are computed in float64 too, except for large float32 logits,
 whose own rounding is as large as that of float32 arithmetic: it changes a fitted weight by about 1e-7 of its value.
@@ -105,9 +104,7 @@ def sums(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Sums:
                 curvature[j, i] = curvature[i, j]
         gradient[:p] += means.sum(axis=1)
         scatter += means @ means.T
-        if d > p and block.features is not None:
-            _add_of_features(block, means, gradient, curvature)
-        elif d > p:
+        if d > p:
             probabilities = np.divide(block.terms, block.sums[:, None], out=block.terms)
             of_options = probabilities.sum(axis=0)
             gradient[p:] += of_options - np.bincount(block.labels, minlength=d - p)
@@ -118,28 +115,6 @@ def sums(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Sums:
             curvature[p:, p:][np.diag_indices(d - p)] += of_options
     curvature[p:, :p] = curvature[:p, p:].T
     return Sums(value, gradient, curvature, scatter)
-
-
-def _add_of_features(block: _Block, means: Floats, gradient: Floats, curvature: Floats) -> None:
-    """Add a block's part of the derivatives in B, (F, K) row by row, to the sums of all.   means: (P, rows)."""
-    features, p = block.features, len(block.gaps)
-    assert features is not None
-    probabilities = block.terms / block.sums[:, None]
-    residuals = probabilities.copy()
-    residuals[np.arange(len(residuals)), block.labels] -= 1
-    gradient[p:] += (features.T @ residuals).ravel()
-    for i in range(p):
-        centred = probabilities * (block.gaps[i] - means[i][:, None])
-        curvature[i, p:] += (features.T @ centred).ravel()
-    n_features, k = features.shape[1], probabilities.shape[1]
-    joint = (features[:, :, None] * probabilities[:, None, :]).reshape(len(features), -1)
-    own = (joint.T @ joint).reshape(n_features, k, n_features, k)
-    np.negative(own, out=own)
-    squared = (features[:, :, None] * features[:, None, :]).reshape(len(features), -1)
-    of_options = (probabilities.T @ squared).reshape(k, n_features, n_features)
-    options = np.arange(k)
-    own[:, options, :, options] += of_options
-    curvature[p:, p:] += own.reshape(len(curvature) - p, -1)
 
 
 def nll(part: ChainPart, at: Floats, dtype: type[np.floating]) -> float:
@@ -164,7 +139,7 @@ class _Block:
 
     gaps: logits less their label's, P arrays (rows, K).   terms: exp of their scores less their label's, or less their
     peak where that is far above it, (rows, K).   spare: a buffer of that shape.   sums: of the terms, (rows,).
-    labels: (rows,).   nll: summed over the rows.   features: (rows, F), None for a constant.
+    labels: (rows,).   nll: summed over the rows.
     """
 
     gaps: list[Floats]
@@ -173,7 +148,6 @@ class _Block:
     sums: Floats
     labels: Ints
     nll: float
-    features: Floats | None
 
     def means(self) -> Floats:
         """Return the mean gap of each array under the softmax, float64 (P, rows)."""
@@ -212,11 +186,9 @@ def _blocks(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Iterator[_
         scores = np.multiply(gaps[0], dtype(weights[0]), out=spare)
         for gap, weight in zip(gaps[1:], weights[1:], strict=True):
             scores += np.multiply(gap, dtype(weight), out=terms)
-        features = None if part.features is None else part.features[rows]
         if biased:
-            own = biases if features is None else features @ biases.reshape(-1, k)
-            scores += own
-            scores -= biases[labels][:, None] if features is None else own[np.arange(len(labels)), labels][:, None]
+            scores += biases
+            scores -= biases[labels][:, None]
         peaks = 0.0
         with np.errstate(over="ignore", invalid="ignore"):
             np.exp(scores, out=terms)
@@ -227,4 +199,4 @@ def _blocks(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Iterator[_
             sums = row_dot(np.exp(scores - highest, out=terms), ones)
             peaks = float(highest.sum(dtype=np.float64))
         nll = float(np.log(sums).sum(dtype=np.float64)) + peaks
-        yield _Block(gaps, terms, spare, sums, labels, nll, features)
+        yield _Block(gaps, terms, spare, sums, labels, nll)

@@ -189,10 +189,10 @@ def _reachable(values: Floats, cost: Floats, quality: Floats, unit: str) -> Fron
     if not real.all():
         points = np.append(values > -np.inf, True) & np.append(True, values < np.inf)
         values, cost, quality = values[real], cost[points], quality[points]
-    return Frontier(_thresholds(values), cost, quality, unit, values)
+    return Frontier(midpoints(values), cost, quality, unit, values)
 
 
-def _thresholds(confidences: Floats) -> Floats:
+def midpoints(confidences: Floats) -> Floats:
     """Return the threshold to publish for each of P points, float64 (P,).   confidences: as in Frontier.
 
     Thresholds lie midway between neighbours, so rounding flips no example. If confidences are probabilities, the ends

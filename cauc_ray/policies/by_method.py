@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+
+import numpy as np
 
 from cauc_ray.errors import ConfigError, PolicyError, unknown_name
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.policies.baselines.routing import fit_single
+from cauc_ray.policies.candidates import fit_stacked
 from cauc_ray.policies.fitting import Fit, fit_base, fit_rf, fit_safe
 from cauc_ray.policies.methods import Fitted, Fitting, Method, Publishable, method_named
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.stacking import fit_stacked
 from cauc_ray.policies.threshold import ThresholdRule
 
 # Every model of a chain by itself: methods that are named single:<model>.
@@ -77,16 +80,18 @@ def refit(policy: Policy, calibration: Chain, validation: Chain | None) -> Polic
         raise PolicyError(
             f"{calibration.source} has other calibration examples than the policy was fitted on; fit a new policy"
         )
-    if policy.scored:
+    if policy.scored or policy.encoder is not None:
         raise PolicyError(f"a policy of method {policy.method} is fitted anew, not refitted: use cauc_ray.fit")
     choice = policy.threshold_choice
+    by_gain = policy.method == "rf" and isinstance(policy.threshold, tuple)
     rule = ThresholdRule(budget=policy.budget, objective=choice.objective or "accuracy")
     if choice.rule == "given":
-        rule = ThresholdRule(threshold=policy.threshold)
+        rule = ThresholdRule(threshold=float(np.max(policy.threshold, initial=0.0)))
     elif choice.price is not None:
         rule = ThresholdRule(price=choice.price)
     elif choice.certificate is not None:
         rule = ThresholdRule(certify=RiskLimit(choice.certificate.risk, choice.certificate.confidence))
+    rule = replace(rule, compare="gain" if by_gain else "confidence")
     names = (policy.calibration.split, policy.validation.split if policy.validation else "validation")
     kind: CalibratorKind = "temperature" if policy.method == "stacked" else policy.calibrator_kind
     safe = policy.safe is not None

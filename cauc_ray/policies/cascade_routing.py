@@ -21,7 +21,6 @@ from cauc_ray.numbers.logits import log_softmax, real_options
 from cauc_ray.numbers.products import products
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.cauc import same_width
-from cauc_ray.policies.experts import Experts
 from cauc_ray.policies.features import LOWEST_LOG_PROBABILITY
 from cauc_ray.policies.policy import Step
 from cauc_ray.policies.routers import ChoosingPolicy, RoutedStage, sigmoid
@@ -91,7 +90,7 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
 
     A row carries the log probabilities of the models called, option by option: S = E + K M, E = M numbers that an
     embedding tells where there is one, else 0. Arrays: weights of each set's estimators, (M, F + 1), the last of them
-    offsets, by the set; and those of the experts on embeddings.
+    offsets, by the set; and of log odds that each model is right by the embedding, (M, d), with offsets.
     """
 
     method: Literal["cascade-routing"] = "cascade-routing"
@@ -124,7 +123,9 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
         """Return what embeddings, float (n, d), tell of the models' competence, float64 (n, E)."""
         if self.encoder is None:
             return np.zeros((len(embeddings), 0))
-        return Experts(self.arrays["of_models"], self.arrays["model_offsets"]).tell(embeddings)
+        odds = products(np.asarray(embeddings, dtype=np.float64), self.arrays["of_models"])
+        odds += self.arrays["model_offsets"]
+        return odds
 
     def qualities(self, logs: Sequence[Floats], called: Called, told: Floats) -> Floats:
         """Return q of all models after some calls, float64 (n, M). Arguments are those of features_of."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -47,6 +47,7 @@ class BasePolicy(Policy):
     """
 
     method: Literal["base"] = "base"
+    threshold: float = Field(ge=0)
     stages: tuple[BaseStage, ...] = Field(min_length=1)
 
     def contradictions(self) -> Iterator[str]:
@@ -130,9 +131,13 @@ class RFStage(Stage):
 
 
 class RFPolicy(Policy):
-    """CAUC-RF. A row's state is the accumulated score vector r over the K options: S = K."""
+    """CAUC-RF. A row's state is the accumulated score vector r over the K options: S = K.
+
+    threshold: of all confidences, or of each stage but the last where gains chose them.
+    """
 
     method: Literal["rf"] = "rf"
+    threshold: Annotated[float, Field(ge=0)] | tuple[float, ...]
     stages: tuple[RFStage, ...] = Field(min_length=1)
 
     def contradictions(self) -> Iterator[str]:
@@ -150,7 +155,7 @@ class RFPolicy(Policy):
         r = numbers.fold(numbers.scores(logits), state)
         predictions, confidences = top_option(r)
         last = stage == len(self.stages) - 1
-        accepted = np.full(len(r), True) if last else confidences >= self.threshold
+        accepted = np.full(len(r), True) if last else confidences >= self.threshold_of(stage)
         return Step(predictions, confidences, accepted, state=r, scores=r)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,6 @@ from cauc_ray.policies.cauc import BasePolicy, RFStage
 from cauc_ray.policies.evidence import FittedOn, Guard, GuardName, Measures
 from cauc_ray.policies.policy import Policy, Stage
 from cauc_ray.policies.scored import DuoPolicy
-from cauc_ray.policies.stacked import StackedPolicy
 from cauc_ray.policies.trace import Trace, answers_alone, replay
 
 # With fewer, accuracies are not known to 5 points with 95 % confidence: (1.96 / 0.05) ** 2 / 4 = 384.1.
@@ -109,12 +109,11 @@ def _worse_than_part(policy: Policy, expected: Measures, chain: Chain, correct: 
     """Compare the policy with the best of the policies without one of its stages that cost no more.
 
     The threshold and all numbers of the other stages stay; a new fit of fewer models, or `--search`, may be better
-    still. None for chains of one or two models, which below-single-model covers, and where what decides at a stage is
-    what later ones gain, or another score, or an embedding tells of the models.
+    still. None for chains of one or two models, which below-single-model covers, and where another score decides, or
+    an embedding is read.
     """
     indices, cost, split = range(len(policy.stages)), expected.cost, expected.split
-    gains = isinstance(policy, StackedPolicy) and policy.variant == "stacked-gain"
-    if len(indices) < 3 or gains or policy.scored or policy.encoder is not None:
+    if len(indices) < 3 or policy.scored or policy.encoder is not None:
         return None
     parts = [
         replay(_without(policy, index), chain.of_models([other for other in indices if other != index]))
@@ -142,7 +141,11 @@ def _without(policy: Policy, index: int) -> Policy:
     stages = [stage for other, stage in enumerate(policy.stages) if other != index]
     if isinstance(policy, BasePolicy):
         stages[-1] = stages[-1].model_copy(update={"fused": True})
-    return policy.model_copy(update={"stages": tuple(stages)})
+    changes: dict[str, Any] = {"stages": tuple(stages)}
+    if isinstance(policy.threshold, tuple):
+        at = min(index, len(policy.threshold) - 1)
+        changes["threshold"] = policy.threshold[:at] + policy.threshold[at + 1 :]
+    return policy.model_copy(update=changes)
 
 
 def _fusing(policy: Policy) -> list[int]:

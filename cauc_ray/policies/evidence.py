@@ -245,10 +245,25 @@ class Reference(FrozenModel):
                 yield f"the counts in the reference of {stage.name!r} contradict each other"
 
 
-class CurvePoint(FrozenModel):
-    """A threshold with the mean cost per example and the quality that it had on the validation split."""
+class Decision(FrozenModel):
+    """What chose the thresholds of the stages: a price of a unit of cost, in accuracy."""
 
-    threshold: float
+    compare: Literal["price"] = "price"
+    at: float
+
+
+class CurvePoint(FrozenModel):
+    """A threshold, or one for each stage, with mean cost per example and quality on the validation split.
+
+    Attributes:
+        threshold: The threshold, or those of the stages but the last.
+        price: Which chose them; null for one threshold.
+        cost: Mean per example.
+        quality: Of the objective.
+    """
+
+    threshold: float | tuple[float, ...]
+    price: float | None = None
     cost: float = Field(ge=0)
     quality: float = Field(ge=0, le=1)
 

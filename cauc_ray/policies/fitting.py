@@ -31,6 +31,7 @@ from cauc_ray.policies.calibrated import (
 from cauc_ray.policies.cauc import BasePolicy, BaseStage, PairDiagnostics, RFPolicy, RFStage
 from cauc_ray.policies.evidence import FittedOn, Guard, SafeChoice, TemperatureDiagnostics, ThresholdChoice
 from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.stacking import PLAIN, Stacking
 from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_threshold
 from cauc_ray.policies.trace import answers_alone, replay, trace_policy
 
@@ -142,8 +143,12 @@ def fit_rf(
     """Fit CAUC-RF on a chain of any length (paper, algorithm 2).
 
     Arguments and errors are those of fit_base; validation is needed unless the rule gives a threshold. A safe
-    policy fuses a stage only if that is a significant gain over its own answers on validation.
+    policy fuses a stage only if that is a significant gain over its own answers on validation. Where the rule compares
+    gains, each stage but the last has a threshold of its own.
     """
+    by_gain = rule.compare == "gain"
+    if by_gain and (safe or not isinstance(calibration, ChainLogits)):
+        raise ConfigError("gains are fitted on all logits in one process, of fused stages: leave safe and shards out")
     require_calibrator(calibrator, "rf", len(calibration.models))
     _require_labels(calibration)
     of_splits = split_entries(calibration, validation, names, rule)
@@ -164,7 +169,15 @@ def fit_rf(
             so_far = RFPolicy(**of_splits, stages=tuple(stages))
             if not _fusion_gains(so_far, validation.of_models(range(index + 1))):
                 stages[index] = stage.model_copy(update={"fused": False})
-    return choose_threshold(RFPolicy(**of_splits, stages=tuple(stages)), calibration, validation, rule)
+    gains = None
+    if by_gain:
+        assert isinstance(calibration, ChainLogits)
+        of_splits["threshold"] = (STOP_NONE,) * (len(stages) - 1)
+        scores = [stage.scores(logits) for stage, logits in zip(stages, calibration.logits, strict=True)]
+        stacking = Stacking(scores, calibration.labels)
+        gains = stacking.gains(stacking.chain(range(len(stages)), PLAIN), calibration.costs.means)
+    policy = RFPolicy(**of_splits, stages=tuple(stages))
+    return choose_threshold(policy, calibration, validation, rule, gains=gains)
 
 
 def _require_labels(calibration: Chain) -> None:
@@ -205,6 +218,15 @@ def model_entries(calibration: Chain, index: int, fit: CalibratorFit, sums: Answ
             logits_fingerprint=calibration.logits_fingerprint(index),
         ),
     }
+
+
+def calibrated_models(calibration: ChainLogits) -> list[dict[str, Any]]:
+    """Return the entries of all models of a chain, with a warning of each that is clamped or has a floor."""
+    entries = []
+    for index in range(len(calibration.models)):
+        fit = _calibrate(calibration, index, "temperature")
+        entries.append(model_entries(calibration, index, fit, sum_answers(calibration, {index: fit.calibrator})[index]))
+    return entries
 
 
 def split_entries(

@@ -283,7 +283,6 @@ _OURS = "cauc_ray.policies.methods"
 _OTHERS = "cauc_ray.policies.baselines"
 _HIDDEN: dict[str, Any] = {"needs_hidden": True, "unpublished": "reads models' hidden states, which no stage gives"}
 _FULL = "cauc_ray.text_routers.full_forms"
-_EXPERT = f"{_OTHERS}.label_expert:fit_embedding"
 _SKLEARN: dict[str, Any] = {"packages": ("sklearn",), "extra": "baselines"}
 _TORCH: dict[str, Any] = {"packages": ("torch", "sklearn"), "extra": "baselines"}
 _TEXTS: dict[str, Any] = {
@@ -302,9 +301,7 @@ METHODS: Mapping[str, Method] = {
         Method("base", "ours", f"{_OURS}:fit_cauc_base"),
         Method("rf", "ours", f"{_OURS}:fit_cauc_rf"),
         Method("rf-shared", "ours", f"{_OURS}:fit_cauc_rf_shared", unpublished="is rf at the threshold of base"),
-        Method("stacked", "ours", "cauc_ray.policies.stacking:fit_method"),
-        Method("stacked-competence", "ours", "cauc_ray.policies.stacking:fit_with_competences", needs_embedding=True),
-        Method("stacked-both", "ours", "cauc_ray.policies.stacking:fit_with_experts", needs_embedding=True),
+        Method("stacked", "ours", "cauc_ray.policies.candidates:fit_method"),
         Method("auto", "ours", "cauc_ray.policies.search:fit_auto"),
         Method("duo", "ensemble", f"{_OTHERS}.simple:fit_duo"),
         Method("frugalgpt", "cascade", f"{_OTHERS}.frugalgpt:fit_frugalgpt", **_SKLEARN),
@@ -322,7 +319,13 @@ METHODS: Mapping[str, Method] = {
         Method("routellm-causal", "router", "cauc_ray.text_routers.routellm:fit_routellm_causal", **_TEXTS),
         Method("graphrouter", "router", f"{_OTHERS}.graphrouter:fit_graphrouter", **_TORCH),
         Method("embedllm", "router", f"{_OTHERS}.model_vectors:fit_embedllm", **_TORCH),
-        Method("embedding", "control", _EXPERT, needs_embedding=True, unpublished="calls no model of the chain"),
+        Method(
+            "embedding",
+            "control",
+            f"{_OTHERS}.simple:fit_embedding",
+            needs_embedding=True,
+            unpublished="calls no model of the chain",
+        ),
         Method("random", "control", f"{_OTHERS}.simple:fit_random", spends_budget=True),
         Method("shuffled", "control", f"{_OTHERS}.simple:fit_shuffled", spends_budget=True, unpublished=_SHUFFLED),
         Method("max-probability", "control", f"{_OTHERS}.simple:fit_max_probability"),

@@ -29,6 +29,7 @@ from cauc_ray.policies.evidence import (
     N_LIKELIEST,
     ChainSearch,
     CurvePoint,
+    Decision,
     FittedOn,
     FrozenModel,
     Guard,
@@ -143,8 +144,9 @@ class Policy(Shown, FrozenModel):
     by_id: whether a row's first stage depends on its id.   one_threshold: whether its one threshold decides at every
     stage who goes on.   spends_budget: whether a budget is for the most expensive point within it, not the best.
     format: name, version.   method: by which it was fitted.   cost_unit: of all costs.   costs: whether calls of a
-    model cost the same or each has its own.   threshold: the confidence at which an answer is accepted.   budget: what
-    the threshold was chosen for, null where there was none.   threshold_choice: how it was chosen.   logit_kind: what
+    model cost the same or each has its own.   threshold: the confidence at which an answer is accepted, or those of all
+    stages but the last.   decision: the price that chose them; null without one.   budget: what the threshold was
+    chosen for, null where there was none.   threshold_choice: how it was chosen.   logit_kind: what
     the models give.   calibration: what numbers were fitted on.   validation: what the threshold was chosen on.
     stages: the chain.
     expected: results on validation, of a threshold that was chosen there on the half without a row; null if they were
@@ -169,7 +171,8 @@ class Policy(Shown, FrozenModel):
     method: str
     cost_unit: str
     costs: Literal["per-model", "per-call"]
-    threshold: float = Field(ge=0)
+    threshold: float | tuple[float, ...]
+    decision: Decision | None = None
     budget: float | None
     threshold_choice: ThresholdChoice
     logit_kind: str
@@ -217,6 +220,10 @@ class Policy(Shown, FrozenModel):
         kinds = [stage.logit_kind for stage in self.answering]
         if joint_kind(kinds) != self.logit_kind:
             yield f"the policy's logit_kind {self.logit_kind!r} contradicts its stages', {', '.join(kinds)}"
+        if isinstance(self.threshold, tuple) and len(self.threshold) != len(self.answering) - 1:
+            yield f"threshold must have a number for each model but the last, it has {len(self.threshold)}"
+        if self.lowest_threshold > np.min(self.threshold, initial=np.inf):
+            yield f"threshold: a number of at least {self.lowest_threshold:g} is needed, got {self.threshold}"
         if self.expected is not None:
             if self.expected.accuracy is None:
                 yield "expected needs an accuracy"
@@ -364,9 +371,28 @@ class Policy(Shown, FrozenModel):
         Raises DataError if a row's options differ from those at earlier stages.
         """
 
-    def worth(self, stage: int, confidences: Floats) -> Floats:
-        """Return what a stage compares with the threshold: the confidences, or what a method makes of them, (n,)."""
-        return confidences
+    def threshold_of(self, stage: int) -> float:
+        """Return the confidence at which a stage but the last accepts its answer."""
+        if isinstance(self.threshold, tuple):
+            return self.threshold[stage - len(self.stages) + len(self.answering)]
+        return self.threshold
+
+    @property
+    def schedule(self) -> Floats | None:
+        """Return the thresholds of the stages at every price of the curve, float64 (P, S - 1), rising in each column.
+
+        None with one threshold for all stages.
+        """
+        if not isinstance(self.threshold, tuple):
+            return None
+        return np.unique(np.array([self.threshold, *(point.threshold for point in self.curve)]), axis=0)
+
+    @property
+    def setting(self) -> float:
+        """Return what a trace's `compared` reaches where a row stops: the threshold, or the place in the schedule."""
+        if isinstance(self.threshold, float) or self.schedule is None:
+            return float(np.asarray(self.threshold))
+        return float(np.flatnonzero((self.schedule == self.threshold).all(axis=1))[0])
 
     def every_step(self, logits: Sequence[Floats], ids: Sequence[str] | None) -> list[Step]:
         """Return all S steps at which rows may stop, each as if it were the last; a threshold chooses among them.
@@ -391,6 +417,11 @@ class Policy(Shown, FrozenModel):
     def require_threshold(self, threshold: float) -> None:
         """Raise ConfigError unless a threshold is a finite number that the method can take."""
         check_threshold(threshold)
+        if isinstance(self.threshold, tuple) and len(self.threshold) > 1:
+            raise ConfigError(
+                f"this policy of method {self.method} has {len(self.threshold)} thresholds, one for each model but the "
+                f"last, which a price or a budget chooses: give one of these in place of the threshold {threshold:g}"
+            )
         if threshold < self.lowest_threshold:
             raise ConfigError(f"a threshold must be a number of at least {self.lowest_threshold:g}, got {threshold}")
 
@@ -413,7 +444,12 @@ class Policy(Shown, FrozenModel):
         objective = self.threshold_choice.objective
         still_said = None if objective == "accuracy" else objective
         choice = ThresholdChoice(rule="given", objective=still_said, split=None)
-        return self._at(threshold, budget=None, choice=choice)
+        return self._at(self.each_stage(threshold), budget=None, choice=choice)
+
+    def each_stage(self, threshold: float) -> float | tuple[float, ...]:
+        """Return a threshold of all stages as the policy's file has it."""
+        threshold = float(threshold)
+        return (threshold,) * len(self.threshold) if isinstance(self.threshold, tuple) else threshold
 
     def with_budget(self, budget: float) -> Self:
         """Return the policy at the best threshold of its curve within a budget, the mean cost per example.
@@ -426,16 +462,24 @@ class Policy(Shown, FrozenModel):
                 "the policy has no accuracy-cost curve to choose a threshold from; "
                 "fit it again with a labelled validation split, or give a threshold"
             )
-        thresholds, costs, quality = np.array([(at.threshold, at.cost, at.quality) for at in self.curve]).T
-        best = OperatingPoints(thresholds, costs, quality, self.cost_unit).index_of_best(budget)
+        costs, quality = np.array([(at.cost, at.quality) for at in self.curve]).T
+        points = OperatingPoints(np.arange(float(len(costs))), costs, quality, self.cost_unit)
+        best = points.index_of_best(budget)
         objective = self.threshold_choice.objective or "accuracy"
         choice = ThresholdChoice(rule="budget", objective=objective, split=self.validation.split)
-        return self._at(self.curve[best].threshold, budget=budget, choice=choice)
+        return self._at(self.curve[best].threshold, budget, choice, self.curve[best].price)
 
-    def _at(self, threshold: float, budget: float | None, choice: ThresholdChoice) -> Self:
+    def _at(
+        self,
+        threshold: float | tuple[float, ...],
+        budget: float | None,
+        choice: ThresholdChoice,
+        price: float | None = None,
+    ) -> Self:
         """Return the policy at a threshold, without measurements of another threshold."""
         changes: dict[str, Any] = {
-            "threshold": float(threshold),
+            "threshold": threshold,
+            "decision": None if price is None else Decision(at=price),
             "budget": None if budget is None else float(budget),
             "threshold_choice": choice,
         }
@@ -456,6 +500,12 @@ class Policy(Shown, FrozenModel):
 
         return predict(self, logits, example_ids)
 
+    def threshold_text(self, digits: int = 4) -> str:
+        """Return the threshold, or those of the stages and the price that chose them, as people read it."""
+        text = ", ".join(f"{one:.{digits}g}" for one in np.atleast_1d(self.threshold))
+        price = "" if self.decision is None else f" (price {self.decision.at:.{digits}g} per {self.cost_unit})"
+        return f"{text or 'none'}{price}"
+
     def small_table(self) -> SmallTable:
         """Return a display of the chain, the threshold and the expected results."""
         budget = "" if self.budget is None else f", budget {self.budget:g} {self.cost_unit}"
@@ -467,7 +517,7 @@ class Policy(Shown, FrozenModel):
         for index, stage in enumerate(self.stages):
             answered = None if expected is None else expected.stages[index].answered / max(1, expected.n)
             rows.append([stage.name, f"{stage.cost:g}", f"{stage.temperature:.3f}", share_text(answered)])
-        caption = f"Policy {self.id}: {self.method}, threshold {self.threshold:.4f}{budget}{outlook}"
+        caption = f"Policy {self.id}: {self.method}, threshold {self.threshold_text()}{budget}{outlook}"
         return SmallTable(caption, ["stage", f"cost ({self.cost_unit})", "temperature", "answers"], rows)
 
 

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.types import Floats
+from cauc_ray.policies.candidates import StackedFits
 from cauc_ray.policies.methods import Curve, Fitted, Fitting
-from cauc_ray.policies.stacking import variants_of
 from cauc_ray.policies.trace import Answers, Examples
 
 Recalibration: TypeAlias = Callable[[Examples], Examples]
@@ -58,9 +58,10 @@ def fit_recalibrated(fit: Callable[[Fitting], Fitted], fitting: Fitting) -> Fitt
 
 
 def _recalibration(fitting: Fitting) -> Recalibration:
-    """Fit each model alone with the terms beyond CAUC-RF that cross-validation gives it."""
+    """Fit each model alone with the biases that cross-validation gives it."""
     chain = fitting.calibration.chain
-    alone = [variants_of(chain.of_models([model]), None)[-1].stages[0] for model in range(len(chain.models))]
+    fits = StackedFits(Examples(chain), None)
+    alone = [fits.candidates([model])[0].policy.stages[0] for model in range(len(chain.models))]
 
     def recalibrate(examples: Examples) -> Examples:
         by_model = zip(alone, examples.chain.logits, strict=True)

@@ -30,6 +30,7 @@ class MethodPolicy(ArraysPolicy):
     """A policy of a method that CAUC is compared with."""
 
     scored: ClassVar[bool] = True
+    threshold: float = Field(ge=0)
 
     def contradictions(self) -> Iterator[str]:
         """Yield the contradictions in the policy."""

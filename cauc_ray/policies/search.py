@@ -7,29 +7,27 @@ its models would be, by the steps of fits and replays.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
 from cauc_ray.errors import BudgetError, CaucWarning, ConfigError, unknown_name
 from cauc_ray.numbers.calibration import fit_pair
 from cauc_ray.numbers.calibrators import CalibratorKind
-from cauc_ray.numbers.chain import Chain, ChainLogits
+from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.logits import top_option
-from cauc_ray.numbers.sweep import STOP_NONE, Frontier, Objective, OperatingPoint, OperatingPoints, most_within, pareto
+from cauc_ray.numbers.sweep import Frontier, OperatingPoint, OperatingPoints, most_within, pareto
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.calibrated import calibrator_of, require_calibrator
+from cauc_ray.policies.candidates import Candidate, Candidates, StackedFits
 from cauc_ray.policies.cauc import BasePolicy, fold
 from cauc_ray.policies.evidence import ChainSearch, ChosenChain, FoundChain
-from cauc_ray.policies.fitting import fit_base, fit_rf, require_base_rule
-from cauc_ray.policies.methods import Fitting, cascade_of
-from cauc_ray.policies.policy import Policy, Step
-from cauc_ray.policies.stacking import variants_by_name
+from cauc_ray.policies.fitting import fit_base, require_base_rule
+from cauc_ray.policies.methods import Fitting
+from cauc_ray.policies.policy import Step
 from cauc_ray.policies.threshold import ThresholdRule, random_halves
 from cauc_ray.policies.trace import Examples, Trace
-from cauc_ray.policies.variants import Variants
 
 MOST_MODELS = 12
 N_RUNNERS_UP = 5
@@ -40,14 +38,13 @@ class SubChain:
     """A fitted chain of S of a pool's models, with its answers on validation.
 
     indices: of the models in the pool.   trace: its calls are of the pool's models.   reference: the default threshold;
-    None for the best on validation.   policy: what was fitted; None for base and rf, which are fitted again at once.
+    None for the best on validation.
     """
 
     method: str
     indices: tuple[int, ...]
     trace: Trace
     reference: float | None = None
-    policy: Policy | None = None
 
 
 def sub_chains_of_rf(calibration: ChainLogits, validation: ChainLogits, kind: CalibratorKind) -> Iterator[SubChain]:
@@ -118,11 +115,9 @@ def _ending(
 
 
 _METHODS = {"base": sub_chains_of_base, "rf": sub_chains_of_rf}
-# What method auto chooses among; what also reads embeddings, where there are some.
-AUTO, WITH_EMBEDDINGS = ("base", "rf", "stacked"), ("stacked-competence", "stacked-both")
-# A stacked cascade takes seconds to fit, of a thousand options half a minute: of a pool's sub-chains, those that are
-# best as CAUC-RF are, as many as the numbers say, and fewer where there are more options.
-N_STACKED, LEAST_STACKED, MOST_OPTIONS = 8, 2, 200
+_SEARCHED = (*_METHODS, "stacked", "auto")
+# Stacked cascades take longer to fit: of a pool's sub-chains, those that are best as CAUC-RF are, so many at most.
+N_STACKED = 8
 
 
 def check_pool(models: Sequence[str]) -> None:
@@ -144,22 +139,22 @@ def search_chains(
 
     calibration, validation: of all models of the pool, at most MOST_MODELS, in any order; chains are ordered by mean
     cost on calibration, ties as given.   split: validation's name.
-    method: base, rf, stacked, or auto for the best of the three at the rule's budget, with embeddings stacked cascades
-    that read them, too. Each of the 2^M - 1 sub-chains is measured as a fit of its models would be; stacked cascades,
-    which take longer to fit, on those that are best as CAUC-RF. Among equals the cheapest is chosen, then the shortest.
+    method: base, rf or stacked; auto is stacked at a budget, with embeddings where there are some. Each of the 2^M - 1
+    sub-chains is measured as a fit of its models would be; stacked cascades, which take longer to fit, on those that
+    are best as CAUC-RF. Among equals the cheapest is chosen, then the shortest.
     Raises ConfigError for a pool that is too large or a rule that the method does not support, DataError if labels are
     missing, BudgetError if no model is within the budget.
     """
     check_pool(calibration.chain.models)
-    if method not in (*AUTO, "auto"):
-        raise ConfigError(unknown_name("method", method, (*AUTO, "auto")))
-    methods = _auto(calibration) if method == "auto" else (method,)
-    for name in methods:
-        require_calibrator(calibrator, name, len(calibration.chain.models))
+    if method not in _SEARCHED:
+        raise ConfigError(unknown_name("method", method, _SEARCHED))
+    require_calibrator(calibrator, method, len(calibration.chain.models))
     if method == "base":
         require_base_rule(rule)
     if method == "auto" and rule.budget is None:
-        raise ConfigError("method auto compares methods at a budget; give one")
+        raise ConfigError("method auto chooses a chain at a budget; give one")
+    if method == "stacked" and rule.threshold is not None:
+        raise ConfigError("stacked cascades have a threshold for each stage: search them by a budget, not a threshold")
     if validation is None:
         raise ConfigError("a search chooses the chain on a validation split; give one")
     calibration.chain.require_labels("calibration")
@@ -167,30 +162,32 @@ def search_chains(
     calibration, validation = _by_cost(calibration, validation)
     _require_affordable(validation.chain, rule)
     halves = random_halves(len(validation)) if len(validation) > 1 else ()
-    found = _measured(methods, calibration, validation, rule, halves=halves, calibrator=calibrator)
-    return _report([one for one in found if one.method in methods], validation.chain, rule, split)
+    chains = calibration.chain, validation.chain
+    subs = _METHODS["rf" if method in ("stacked", "auto") else method](*chains, calibrator)
+    found = _measured(subs, validation, rule, halves)
+    if method in ("stacked", "auto"):
+        shortlist = _shortlist(found, (), len(calibration.chain.models))
+        stacked = (
+            SubChain("stacked", indices, candidate.trace)
+            for indices, candidate in _stacked(calibration, validation, shortlist)
+        )
+        found = _measured(stacked, validation, rule, halves)
+    return _report(found, validation.chain, rule, split)
 
 
-class Searched(Variants):
-    """The best of CAUC's own policies and of all sub-chains, which validation chooses at each budget."""
+def fit_auto(fitting: Fitting) -> Candidates:
+    """Fit stacked cascades to the sub-chains that are best as CAUC-RF, for a comparison.
 
-    def __init__(self, calibration: Examples, validation: Examples, objective: Objective) -> None:
-        """Measure all of them.   objective: what chains are chosen by."""
-        costs, rule = validation.chain.costs.means, ThresholdRule(objective=objective)
-        budgets = np.linspace(costs.min(), costs.max(), N_STACKED).tolist()
-        found = _measured(_auto(calibration), calibration, validation, rule, budgets)
-        super().__init__(cache(lambda index: found[index].fitted(calibration.chain)), [one.points for one in found])
-        self.note = calibration.embedding_note
-
-
-def fit_auto(fitting: Fitting) -> Searched:
-    """Fit all sub-chains by all of CAUC's own methods for a comparison. Raises ConfigError for too many models."""
+    Raises ConfigError for too many models.
+    """
     check_pool(fitting.calibration.chain.models)
-    return Searched(*_by_cost(fitting.calibration, fitting.validation), fitting.objective)
-
-
-def _auto(calibration: Examples) -> tuple[str, ...]:
-    return AUTO if calibration.embeddings is None else (*AUTO, *WITH_EMBEDDINGS)
+    calibration, validation = _by_cost(fitting.calibration, fitting.validation)
+    costs, rule = validation.chain.costs.means, ThresholdRule(objective=fitting.objective)
+    budgets = np.linspace(costs.min(), costs.max(), N_STACKED).tolist()
+    as_rf = _measured(sub_chains_of_rf(calibration.chain, validation.chain, "temperature"), validation, rule)
+    fits = list(_stacked(calibration, validation, _shortlist(as_rf, budgets, len(calibration.chain.models))))
+    fits.sort(key=lambda fit: (len(fit[0]), fit[0]))  # among equals the shortest
+    return Candidates([candidate for _, candidate in fits], calibration.embedding_note)
 
 
 def _by_cost(calibration: Examples, validation: Examples) -> tuple[Examples, Examples]:
@@ -199,54 +196,33 @@ def _by_cost(calibration: Examples, validation: Examples) -> tuple[Examples, Exa
 
 
 def _measured(
-    methods: Sequence[str],
-    calibration: Examples,
-    validation: Examples,
-    rule: ThresholdRule,
-    budgets: Sequence[float] = (),
-    *,
-    halves: tuple[Ints, ...] = (),
-    calibrator: CalibratorKind = "temperature",
+    subs: Iterable[SubChain], validation: Examples, rule: ThresholdRule, halves: tuple[Ints, ...] = ()
 ) -> list[_Found]:
-    """Fit and measure sub-chains, of models by rising cost; those of rf, too, where one of the methods is stacked.
-
-    budgets: for which stacked cascades' chains are chosen, as CAUC-RF; without them by the rule.
-    """
-    rows = np.arange(len(validation)), *halves
-    parts = [(own, validation.chain.of_rows(own)) for own in rows]
-    found: list[_Found] = []
-    for name in dict.fromkeys((*["rf"] * ("stacked" in methods), *methods)):
-        if name in _METHODS:
-            subs = _METHODS[name](calibration.chain, validation.chain, calibrator)
-        else:
-            as_rf, chain = [one for one in found if one.method == "rf"], calibration.chain
-            most = max(LEAST_STACKED, min(N_STACKED, N_STACKED * MOST_OPTIONS // chain.logits[0].shape[1]))
-            promising = _promising(as_rf, budgets, len(chain.models), most)
-            subs = _stacked(name, calibration, validation, promising)
-        found += [_measure(one, parts, rule) for one in subs]
-    return found
+    parts = [(rows, validation.chain.of_rows(rows)) for rows in (np.arange(len(validation)), *halves)]
+    return [_measure(sub, parts, rule) for sub in subs]
 
 
 def _stacked(
-    name: str, calibration: Examples, validation: Examples, chains: Sequence[tuple[int, ...]]
-) -> Iterator[SubChain]:
-    """Fit stacked cascades to some sub-chains: every variant of each."""
-    for indices in chains:
-        policies = variants_by_name(name, calibration.of_models(indices), validation.of_models(indices))
-        for policy in policies if name == "stacked" else policies[1:]:  # the first is the same with and without
-            yield SubChain(name, indices, cascade_of(policy)(validation), policy=policy)
+    calibration: Examples, validation: Examples, chains: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[tuple[int, ...], Candidate]]:
+    """Fit stacked cascades to some sub-chains: the candidates of each."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaucWarning)  # the final fit of the chosen chain issues the warnings
+        fits = StackedFits(calibration, validation)
+    for indices in sorted(chains):  # those that begin alike follow each other, and share fits
+        for candidate in fits.candidates(indices):
+            yield indices, candidate
 
 
-def _promising(found: Sequence[_Found], budgets: Sequence[float], n_models: int, most: int) -> list[tuple[int, ...]]:
+def _shortlist(found: Sequence[_Found], budgets: Sequence[float], n_models: int) -> list[tuple[int, ...]]:
     """Return the chains that stacked cascades are fitted to: the best, the best on each half, and the whole one.
 
-    found: CAUC-RF's, of all sub-chains.   budgets: each of which has its best; without them the rule has.   most: of
-    the best.
+    found: CAUC-RF's, of all sub-chains.   budgets: each of which has its best; without them the rule has.
     """
     ranked = [sorted(found, key=lambda one: _rank(one, one.within(budget))) for budget in budgets or (None,)]
     firsts = [next(one for one in ranked[-1] if len(one.indices) == size) for size in (1, 2) if size <= n_models]
     on_halves = [min(found, key=lambda one: _rank(one, one.halves[half])) for half in range(len(found[0].halves))]
-    best = list(dict.fromkeys(one.indices for place in zip(*ranked, strict=True) for one in place))[:most]
+    best = list(dict.fromkeys(one.indices for place in zip(*ranked, strict=True) for one in place))[:N_STACKED]
     return list(dict.fromkeys([*best, *(one.indices for one in (*firsts, *on_halves)), tuple(range(n_models))]))
 
 
@@ -274,7 +250,6 @@ class _Found:
 
     method: str
     indices: tuple[int, ...]
-    policy: Policy | None
     points: OperatingPoints
     whole: OperatingPoint
     halves: tuple[OperatingPoint, ...]
@@ -291,13 +266,6 @@ class _Found:
         return OperatingPoint(
             *(float(of[best]) for of in (self.points.settings, self.points.cost, self.points.quality))
         )
-
-    def fitted(self, calibration: Chain) -> Policy:
-        """Return the fitted chain without a threshold."""
-        if self.policy is not None:
-            return self.policy
-        own = calibration.of_models(self.indices)
-        return fit_base(own) if self.method == "base" else fit_rf(own, rule=ThresholdRule(threshold=STOP_NONE))
 
 
 def _measure(one: SubChain, parts: Sequence[tuple[Ints, ChainLogits]], rule: ThresholdRule) -> _Found:
@@ -317,7 +285,7 @@ def _measure(one: SubChain, parts: Sequence[tuple[Ints, ChainLogits]], rule: Thr
     held_out = tuple(_UNAFFORDABLE if of is _UNAFFORDABLE else other.at(of.threshold) for other, of in pairs)
     accuracy = whole if rule.objective == "accuracy" else traces[0][0].frontier(parts[0][1])
     points = accuracy.some(pareto(whole.cost, whole.quality))
-    return _Found(one.method, one.indices, one.policy, points, chosen(whole), own, held_out)
+    return _Found(one.method, one.indices, points, chosen(whole), own, held_out)
 
 
 def _rank(found: _Found, on: OperatingPoint) -> tuple[float, float, int, tuple[int, ...]]:

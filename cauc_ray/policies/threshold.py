@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
 from cauc_ray.errors import BudgetError, ConfigError
 from cauc_ray.numbers.chain import Chain
+from cauc_ray.numbers.gains import Gains
 from cauc_ray.numbers.guarantees import CertifiedThreshold, EarlyAnswers, RiskLimit, certify, early_answers
 from cauc_ray.numbers.sweep import Frontier, Objective, OperatingPoints
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.checks import look
-from cauc_ray.policies.evidence import MOST_CURVE_POINTS, CurvePoint, RiskCertificate, ThresholdChoice
+from cauc_ray.policies.evidence import MOST_CURVE_POINTS, CurvePoint, Decision, RiskCertificate, ThresholdChoice
 from cauc_ray.policies.monitor import reference_of
 from cauc_ray.policies.policy import Policy, check_budget, check_threshold
 from cauc_ray.policies.trace import Trace, answers_alone, measure, measure_offline, trace_policy
 
 AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
+
+# What a stage compares: its confidence with one threshold, or the gain of going on per cost with a price.
+Compared: TypeAlias = Literal["confidence", "gain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +33,9 @@ class ThresholdRule:
 
     price: of a unit of cost, in errors: the threshold is 1 less the last model's error on calibration and the price of
     its call (paper, tau* = 1 - r - lambda c). Of more than two models, the error is that of the last stage's answers,
-    which may be fused, and the price that of all calls after the first.   With none, Base stops at the last model's
-    calibration accuracy and RF at its best on validation.
+    which may be fused, and the price that of all calls after the first. Where gains decide, they are compared with it.
+    With none, Base stops at the last model's calibration accuracy and RF at its best on validation.
+    compare: what decides who goes on; of RF, since Base has no choice, nor has a stacked cascade.
     """
 
     threshold: float | None = None
@@ -37,6 +43,7 @@ class ThresholdRule:
     objective: Objective = "accuracy"
     certify: RiskLimit | None = None
     price: float | None = None
+    compare: Compared = "confidence"
 
     def __post_init__(self) -> None:
         if self.threshold is not None and self.budget is not None:
@@ -66,31 +73,25 @@ def choose_threshold(
     validation: Chain | None,
     rule: ThresholdRule,
     reference: float | None = None,
+    gains: Gains | None = None,
 ) -> AnyPolicy:
     """Set the threshold that the rule gives, certifies, or that is best on validation (paper, eq. 11).
 
     policy: fitted on these splits, at any threshold.   reference: the threshold if the rule leaves it open; None for
-    the best on validation. Returns the policy with the expected results at its threshold, and at others. A threshold
-    that validation has chosen looks better there than elsewhere: what to expect is then measured on each half of
-    validation at the threshold that the other half chooses.
+    the best on validation.   gains: which decide who goes on, if the policy has a threshold for each stage.
+    Returns the policy with the expected results at its threshold, and at others. A threshold that validation has chosen
+    looks better there than elsewhere: what to expect is then measured on each half at the threshold of the other half.
     Raises ConfigError without a validation split to choose on, DataError if labels are missing, BudgetError if no
     operating point is within the budget, RiskError if no threshold is certified.
     """
     given = reference if rule == BY_DEFAULT else rule.threshold
-    if rule.price is not None:
-        of_paper = len(policy.stages) <= 2
-        last = answers_alone(policy, calibration) if of_paper else trace_policy(policy, calibration).predictions
-        accuracy = float(np.mean(last[:, -1] == calibration.labels))
-        given = max(0.0, accuracy - rule.price * sum(stage.cost for stage in policy.stages[-1 if of_paper else 1 :]))
+    if rule.price is not None and gains is None:
+        given = _of_price(policy, calibration, rule.price)
+    by_price = rule.price is not None and gains is not None
     if given is not None:
         policy.require_threshold(given)
-    else:
-        if validation is None:
-            raise ConfigError(
-                "choosing a threshold needs a validation split; give one, or a share of the calibration split "
-                "(--validation 0.5), or give the threshold"
-            )
-        validation.require_labels("choosing a threshold")
+    elif not by_price:
+        _require_labelled(validation)
     measured_on, split = calibration, policy.calibration.split
     if validation is not None and validation.labelled.any():
         assert policy.validation is not None
@@ -99,18 +100,16 @@ def choose_threshold(
     # Used to choose a threshold, to measure others, and as the reference for later answers.
     chosen_on = measured_on is validation and bool(measured_on.labelled.all())
     trace = trace_policy(policy, measured_on, likeliest=chosen_on)
+    if gains is not None:
+        trace = replace(trace, worth=gains.worth(trace.confidences))
     frontier = trace.frontier(measured_on, rule.objective) if chosen_on else None
 
     held_out: Floats | None = None
-    if given is not None:
-        threshold = given
-        choice = ThresholdChoice(rule="given", objective=None, split=None)
-        if rule.price is not None:
-            choice = ThresholdChoice(rule="price", objective=None, split=policy.calibration.split, price=rule.price)
-        elif rule.threshold is None:
-            choice = ThresholdChoice(rule="reference-accuracy", objective=None, split=policy.calibration.split)
+    if given is not None or by_price:
+        threshold = -(rule.price or 0.0) if given is None else given
+        choice = _without_validation(rule, policy.calibration.split)
     elif rule.certify is not None:
-        threshold, certificate = _certify(policy, calibration, trace, measured_on, rule.certify)
+        threshold, certificate = _certify(policy, calibration, trace, measured_on, rule.certify, gains)
         choice = ThresholdChoice(rule="certified", objective=None, split=split, certificate=certificate)
     else:
         assert frontier is not None
@@ -123,9 +122,48 @@ def choose_threshold(
             rule="best" if rule.budget is None else "budget", objective=rule.objective, split=split
         )
 
-    decided = type(policy)(**dict(policy) | {"threshold": threshold, "threshold_choice": choice})
-    curve = () if frontier is None else curve_points(frontier.pareto(MOST_CURVE_POINTS))
+    decided = _decided(policy, threshold, choice, trace if chosen_on else None, gains if given is None else None)
+    curve = () if frontier is None else curve_points(frontier.pareto(MOST_CURVE_POINTS), trace, gains)
     return measured(decided, trace, measured_on, split, calibration, curve, held_out)
+
+
+def _decided(
+    policy: AnyPolicy, setting: float, choice: ThresholdChoice, trace: Trace | None, gains: Gains | None
+) -> AnyPolicy:
+    """Return a policy at a setting.   gains: where that is minus a price; trace is then as for thresholds_at."""
+    changes: dict[str, Any] = {"threshold_choice": choice}
+    if gains is None:
+        changes["threshold"] = policy.each_stage(setting)
+    else:
+        (changes["threshold"],) = thresholds_at([setting], trace, gains)
+        changes["decision"] = Decision(at=-setting)
+    return type(policy)(**dict(policy) | changes)
+
+
+def _require_labelled(validation: Chain | None) -> None:
+    if validation is None:
+        raise ConfigError(
+            "choosing a threshold needs a validation split; give one, or a share of the calibration split "
+            "(--validation 0.5), or give the threshold"
+        )
+    validation.require_labels("choosing a threshold")
+
+
+def _without_validation(rule: ThresholdRule, calibration: str) -> ThresholdChoice:
+    """Return how a threshold came about that validation has not chosen.   calibration: name of the split."""
+    if rule.price is not None:
+        return ThresholdChoice(rule="price", objective=None, split=calibration, price=rule.price)
+    if rule.threshold is None:
+        return ThresholdChoice(rule="reference-accuracy", objective=None, split=calibration)
+    return ThresholdChoice(rule="given", objective=None, split=None)
+
+
+def _of_price(policy: Policy, calibration: Chain, price: float) -> float:
+    """Return the confidence below which going on is worth its price (paper, tau* = 1 - r - lambda c)."""
+    of_paper = len(policy.stages) <= 2
+    last = answers_alone(policy, calibration) if of_paper else trace_policy(policy, calibration).predictions
+    accuracy = float(np.mean(last[:, -1] == calibration.labels))
+    return max(0.0, accuracy - price * sum(stage.cost for stage in policy.stages[-1 if of_paper else 1 :]))
 
 
 def _point(policy: Policy, frontier: Frontier, budget: float | None) -> int:
@@ -178,10 +216,29 @@ def random_halves(n: int) -> tuple[Ints, Ints]:
     return np.sort(order[: n // 2]), np.sort(order[n // 2 :])
 
 
-def curve_points(points: OperatingPoints) -> tuple[CurvePoint, ...]:
-    """Return operating points as a policy's file has them."""
-    rows = zip(points.settings.tolist(), points.cost.tolist(), points.quality.tolist(), strict=True)
-    return tuple(CurvePoint(threshold=setting, cost=cost, quality=quality) for setting, cost, quality in rows)
+def thresholds_at(settings: Sequence[float], trace: Trace | None, gains: Gains) -> list[tuple[float, ...]]:
+    """Return the thresholds of the stages at settings, which are minus prices.
+
+    trace: on validation, between whose confidences they lie; None for the least confidences that stop at the prices.
+    """
+    if trace is None:
+        return [gains.thresholds(-setting) for setting in settings]
+    return [tuple(row) for row in gains.between(np.array(settings), trace.confidences).tolist()]
+
+
+def curve_points(
+    points: OperatingPoints, trace: Trace | None = None, gains: Gains | None = None
+) -> tuple[CurvePoint, ...]:
+    """Return operating points as a policy's file has them.   trace, gains: where thresholds are of prices."""
+    settings = points.settings.tolist()
+    prices: list[float | None] = [None] * len(settings)
+    thresholds: list[Any] = settings
+    if gains is not None:
+        prices, thresholds = [-setting for setting in settings], thresholds_at(settings, trace, gains)
+    rows = zip(thresholds, prices, points.cost.tolist(), points.quality.tolist(), strict=True)
+    return tuple(
+        CurvePoint(threshold=own, price=price, cost=cost, quality=quality) for own, price, cost, quality in rows
+    )
 
 
 def measured(
@@ -222,7 +279,7 @@ def measured(
 
 
 def _certify(
-    policy: Policy, calibration: Chain, trace: Trace, validation: Chain, limit: RiskLimit
+    policy: Policy, calibration: Chain, trace: Trace, validation: Chain, limit: RiskLimit, gains: Gains | None
 ) -> tuple[float, RiskCertificate]:
     """Return the certified threshold of most coverage. Calibration determines what is tested, and in which order."""
     if len(policy.stages) < 2:
@@ -235,7 +292,10 @@ def _certify(
     on_validation = _early(trace, validation)
     if not on_validation.n_accepted.any():
         raise ConfigError(f"method {policy.method} answers nothing before the last model; leave certify out")
-    found = certify(_early(trace_policy(policy, calibration), calibration), on_validation, limit)
+    on_calibration = trace_policy(policy, calibration)
+    if gains is not None:
+        on_calibration = replace(on_calibration, worth=gains.worth(on_calibration.confidences))
+    found = certify(_early(on_calibration, calibration), on_validation, limit)
     return found.threshold, certificate_of(limit, found, on_validation.plug_in(limit.risk))
 
 

@@ -21,6 +21,7 @@ from cauc_ray.policies.evidence import Measures, OfflineAccuracy, StageShare
 from cauc_ray.policies.policy import Policy, Stage, Step, joined_states
 
 Array: TypeAlias = npt.NDArray[Any]
+AnyThreshold: TypeAlias = float | Floats | tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,9 @@ class Trace:
         predictions: Ints = self.predictions.T.take(rows, axis=1).T
         compared: Floats = self.compared.T.take(rows, axis=1).T
         paid = self.other_costs[rows] if isinstance(self.other_costs, np.ndarray) else self.other_costs
-        return Trace(predictions, compared, self.calls, other_costs=paid, ends=self.ends)
+        worth = None if self.worth is None else compared
+        confidences = compared if worth is None else self.confidences[rows]
+        return Trace(predictions, confidences, self.calls, other_costs=paid, worth=worth, ends=self.ends)
 
     def frontier(self, chain: Chain, objective: Objective = "accuracy", rows: Ints | None = None) -> Frontier:
         """Return all operating points on the chain's examples, which have labels.   rows: int (n,), on these alone."""
@@ -170,17 +173,23 @@ class Trace:
         found = sweep(trace.compared[:, :-1], trace.predictions, labels, costs, objective, self.calls)
         return replace(found, cost=found.cost + np.mean(trace.other_costs))
 
-    def stops(self, threshold: float | Floats) -> Ints:
-        """Return the step at which each example stops, int (N,).   threshold: one for all, or (N,)."""
+    def stops(self, threshold: AnyThreshold) -> Ints:
+        """Return the step at which each example stops, int (N,).
+
+        threshold: of what is compared with one, for all examples or for each, (N,); or confidences of all steps but the
+        last.
+        """
+        if isinstance(threshold, tuple):
+            return stops_of(self.confidences - np.array([*threshold, 0.0]), 0.0)
         return stops_of(self.compared, threshold)
 
-    def answers(self, threshold: float) -> Answers:
+    def answers(self, threshold: AnyThreshold) -> Answers:
         """Return the answers at a threshold."""
         stops = self.stops(threshold)
         return Answers(self.predictions[np.arange(len(stops)), stops], self.calls[stops], self.other_costs)
 
-    def at(self, threshold: float | Floats, chain: Chain) -> Answered:
-        """Return what a policy of all of the chain's models answers at a threshold, one for all or (N,)."""
+    def at(self, threshold: AnyThreshold, chain: Chain) -> Answered:
+        """Return what a policy of all of the chain's models answers at a threshold."""
         stops = self.stops(threshold)
         at = np.arange(len(stops)), stops
         codes = None if self.likeliest is None else self.likeliest[at]
@@ -263,12 +272,20 @@ def trace_policy(policy: Policy, chain: Chain, *, likeliest: bool = False) -> Tr
     ids = chain.example_ids if policy.by_id else None
     arrays = of_rows(chain, partial(_trace_block, policy, wanted, ids))
     found: dict[str, Array | None] = dict(zip(wanted, arrays, strict=True))
-    if not policy.scored:
-        confidences = arrays[1]
-        steps = zip(policy.ends.tolist(), confidences.T, strict=True)
-        worth = np.stack([policy.worth(stage, own) for stage, own in steps], axis=1)
-        found["worth"] = None if np.array_equal(worth, confidences) else worth
+    if policy.schedule is not None:
+        found["worth"] = places_in(policy.schedule, arrays[1])
     return Trace(calls=policy.calls, ends=None if policy.in_turn else policy.ends, **found)  # type: ignore[arg-type]
+
+
+def places_in(schedule: Floats, confidences: Floats) -> Floats:
+    """Return the last row of a schedule at which rows stop at each step, float64 (N, S); -1 for none.
+
+    schedule: float64 (P, S - 1), rising in each column.   confidences: float64 (N, S), those of the last are returned.
+    """
+    places = confidences.copy()
+    for step, thresholds in enumerate(schedule.T):
+        places[:, step] = np.searchsorted(thresholds, confidences[:, step], side="right") - 1.0
+    return places
 
 
 def _ids_of(ids: Sequence[str] | None, part: ChainPart, rows: slice) -> Sequence[str] | None:
@@ -430,7 +447,7 @@ def measure_replay(policy: Policy, chain: Chain) -> tuple[Answered, Measures]:
     return answered, measure(answered, chain, chain.source)
 
 
-def measure_offline(trace: Trace, threshold: float, chain: Chain) -> tuple[OfflineAccuracy, ...]:
+def measure_offline(trace: Trace, threshold: float | tuple[float, ...], chain: Chain) -> tuple[OfflineAccuracy, ...]:
     """Measure what a cascade answers where only its first stages can be reached: the first, the first two, ….
 
     An example that would go on to others keeps the answer that it has, as in a service that degrades.
@@ -461,8 +478,8 @@ def measure_guarantees(policy: Policy, chain: Chain) -> tuple[StageGuarantees | 
         return (None,) * len(policy.stages)
     trace = trace_policy(policy, chain)
     stops = trace.stops(policy.threshold)
-    accepted = trace.compared >= policy.threshold
-    accepted[:, last] = True
+    thresholds = [policy.threshold_of(end) for end in ends[:-1].tolist()]
+    accepted = trace.confidences >= [*thresholds, 0.0]
     correct = trace.predictions == chain.labels[:, None]
     found: list[StageGuarantees | None] = []
     for stage in range(last):
@@ -474,5 +491,5 @@ def measure_guarantees(policy: Policy, chain: Chain) -> tuple[StageGuarantees | 
         extra = chain.costs.of_stops(ends[onward]) - chain.costs.of_stops(np.full(len(chain), ends[stage]))
         confidences, right = trace.confidences[rows, stage], correct[rows, stage]
         fallback = correct[rows, onward[rows]], extra[rows]
-        found.append(stage_guarantees(confidences, right, *fallback, policy.threshold))
+        found.append(stage_guarantees(confidences, right, *fallback, thresholds[stage]))
     return (*(None,) * n_silent, *found, None)

@@ -22,6 +22,7 @@ from cauc_ray.numbers.sweep import COST_TOLERANCE, OperatingPoints, most_within
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.evidence import Measures
 from cauc_ray.policies.methods import METHODS, Fitted, Fitting, Thresholded, cascade_of
+from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.scored import SolvedPolicy
 from cauc_ray.policies.threshold import Halves
 from cauc_ray.policies.trace import EmbeddingCall, Examples, measure, trace_policy
@@ -106,8 +107,8 @@ def find_budgets(measured: Measured) -> Budgets | None:
     frontier = on_validation.frontier(validation, objective)
     best = frontier.pareto(max(2, len(frontier.settings)))
     points = tuple(map(point, best.settings.tolist(), best.cost.tolist(), best.quality.tolist()))
-    at_own = frontier.at(policy.threshold)
-    own = point(policy.threshold, at_own.cost, at_own.quality)
+    at_own = frontier.at(policy.setting)
+    own = point(policy.setting, at_own.cost, at_own.quality)
     as_good = next((point for point in points if point.quality >= own.quality - _ROUNDING), None)
     return Budgets(
         objective=objective,
@@ -132,7 +133,7 @@ def _figures(threshold: float, expected: Measures, test: Measures, measured: Mea
     chosen_on, of_unit = policy.validation.split, f"({policy.cost_unit})"
     relative = test.relative_cost
     figures: dict[str, Figure] = {
-        "threshold": (threshold, f"{threshold:.6g}"),
+        **_thresholds(policy, threshold),
         f"{chosen_on} accuracy, expected": (expected.accuracy.value, percent(expected.accuracy.value)),
         f"{chosen_on} cost, expected {of_unit}": (expected.cost, number(expected.cost)),
         f"{split} accuracy (95 % interval)": (test.accuracy.value, share_text(test.accuracy)),
@@ -143,6 +144,15 @@ def _figures(threshold: float, expected: Measures, test: Measures, measured: Mea
     for stage, (name, n) in enumerate(zip(policy.models, test.answered, strict=True), start=1):
         figures[f"answered by stage {stage}, {name}"] = (n, f"{percent(n / test.n)} ({n:,})")
     return figures
+
+
+def _thresholds(policy: Policy, setting: float) -> dict[str, Figure]:
+    """Return the threshold of all stages, or that of each."""
+    if policy.schedule is None:
+        return {"threshold": (setting, f"{setting:.6g}")}
+    row = min(max(math.ceil(setting), 0), len(policy.schedule) - 1)
+    of_stages = zip(policy.answering, policy.schedule[row].tolist(), strict=False)
+    return {f"threshold of {stage.name}": (own, f"{own:.6g}") for stage, own in of_stages}
 
 
 def share_text(share: Share | None) -> str:
@@ -209,7 +219,7 @@ def trace_methods(measured: Measured) -> tuple[MethodCurve, ...]:
     if measured.validation is None:
         return ()
     validation, test = _examples(measured, measured.validation), _examples(measured, measured.test)
-    own_method, threshold = measured.policy.method, measured.policy.threshold
+    own_method, threshold = measured.policy.method, measured.policy.setting
     own: Fitted = Thresholded(cascade_of(measured.policy), validation, given=threshold)
     fitted: dict[str, Fitted] = {own_method: own}
     if len(test.chain.models) > 1:

@@ -236,6 +236,8 @@ def _fit_command(found: Found, *, for_budget: bool) -> list[str]:
     }
     if not policy.scored:
         given["models"] = policy.models
+    if policy.method == "rf" and policy.schedule is not None:
+        given["rule"] = "gain"
     if policy.costs == "per-model" and any(declared.get(stage.name, 0.0) != stage.cost for stage in policy.stages):
         given["costs"] = tuple(f"{stage.name}={stage.cost!r}" for stage in policy.stages)
     if not for_budget:
@@ -249,7 +251,8 @@ def _fit_command(found: Found, *, for_budget: bool) -> list[str]:
         elif choice.price is not None:
             given["price"] = choice.price
         else:
-            given |= {"threshold": policy.threshold} if choice.rule == "given" else {"budget": policy.budget}
+            same = policy.threshold if isinstance(policy.threshold, float) else max(policy.threshold, default=0.0)
+            given |= {"threshold": same} if choice.rule == "given" else {"budget": policy.budget}
     words = ["cauc", "fit", str(found.logits), "-o", "policy.json" if for_budget else found.policy_name]
     for name, value in given.items():
         if value is not None and value != FitOptions.model_fields[name].get_default():

@@ -129,8 +129,7 @@ class Feedback:
         accepted = self.stages == len(policy.stages) - 1
         for stage in range(len(policy.stages) - 1):
             at_stage = self.stages == stage
-            near = [policy.worth(stage, self.confidences[at_stage] + off) for off in (-_ROUNDING, 0.0, _ROUNDING)]
-            accepted[at_stage] = np.max(near, axis=0) >= policy.threshold
+            accepted[at_stage] = self.confidences[at_stage] + _ROUNDING >= policy.threshold_of(stage)
         return self.at(accepted)
 
     def at(self, mask: Bools) -> Feedback:

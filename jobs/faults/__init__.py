@@ -1,8 +1,10 @@
-"""Faults put into runs and services at seeded moments: what was lost, doubled, different or wrongly failed.
+"""Faults put into runs, collections and services at seeded moments: rows lost, doubled, different or wrongly failed.
 
 One cascade whose every answer is known, of a model that misbehaves where it is ordered to (`cascade`), one small real
-Ray cluster (`cluster`), one list of kinds (`kinds`), one trial of a run and of a service (`trial`).
-`python -m jobs.bench faults` makes trials of every kind with ten seeds.
+Ray cluster (`cluster`), one list of kinds (`kinds`), one trial of a run or collection and of a service (`trial`), one
+object store at a distance (`store`). `python -m jobs.faults` makes trials of every kind with ten seeds; `--seed N
+--seeds 1` repeats one. Of five trials or more of a kind, some must show what it sometimes brings about: a call that is
+made again, an attempt that goes on.
 
 | kinds | run | service |
 | --- | --- | --- |
@@ -21,6 +23,9 @@ Ray cluster (`cluster`), one list of kinds (`kinds`), one trial of a run and of 
 | stage-down-resumed: a stage is gone, the run ends, and is resumed | yes | – |
 | reader-killed, driver-killed (and resumed), input-away, input-damaged | yes | – |
 | store-full, store-full-no-spilling: an object store that others fill | yes | – |
+| driver-doubled: a second process resumes the run while the first is at work | yes | – |
+| reader-node-killed: a node with a task that reads from a store at a distance | yes | – |
+| answers-node-killed, collection-controller-killed: with large logits on their way to a far store | collection | – |
 | router-killed, proxy-killed | – | yes |
 
 The network kinds have every node in a Linux network namespace of its own and take its link off their bridge: both

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 import cauc_ray
+from cauc_ray.files.parquet import parquet_below, read_parquet
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Floats
 from jobs.bench.planted import planted_logits, write_input, write_pool, write_split
@@ -25,6 +26,8 @@ from jobs.bench.planted import planted_logits, write_input, write_pool, write_sp
 N_OPTIONS = 4
 # Where in a row's payload its number is, behind the logits of three stages.
 NUMBER = 3 * N_OPTIONS
+# Options of a model whose answers are so large that they stay on its node, and the logits of all but a few of them.
+WIDE, FILLER = 2000, np.float32(-9.0)
 # A model that hangs does so for longer than any deadline of a trial.
 HANGS_S = 600.0
 # How likely each call is to be one of a few.
@@ -41,21 +44,26 @@ Row = dict[str, Any]
 
 
 def give_order(notes: Path, stage: int, **order: Any) -> bool:
-    """Order what the models of a stage do from now on, in all of its processes.
+    """Order what the models of a stage do from now on, in all of its processes. Returns True.
 
-    does: "nan", "shape", "length", "raises", "hangs" or "dies".   calls: in this many of the next ones, at random.
-    replicas: in all calls of this many processes.   until: in all calls before this time.   rows: whenever a batch has
-    one of these numbers.   loads: this many of the next processes die while they load. Returns True.
+    Args:
+        notes: The folder of their notes.
+        stage: The stage.
+        order: `does` ("nan", "shape", "length", "raises", "hangs" or "dies"), and when. `calls`: in this many of
+            the next ones, at random. `replicas`: in all calls of this many processes. `until`: in all calls before this
+            time. `rows`: whenever a batch has one of these numbers. `loads`: this many of the next processes die
+            while they load.
     """
     written = notes / f".order-{stage}"
     written.write_text(json.dumps(order))
     return written.rename(notes / f"order-{stage}").exists()
 
 
-def planted(stage: int, seconds: float, notes: str) -> Callable[[Batch], object]:
+def planted(stage: int, seconds: float, notes: str, n_options: int = N_OPTIONS) -> Callable[[Batch], object]:
     """Answer with a stage's logits, from the input's payload, after some seconds.
 
-    notes: a folder with orders, where every process notes itself and each fault.
+    notes: a folder with orders, where every process notes itself and each fault.   n_options: of a row; those beyond
+    the planted ones are as unlikely as FILLER.
     """
     folder = Path(notes)
     order = _order(folder, stage)
@@ -79,7 +87,8 @@ def planted(stage: int, seconds: float, notes: str) -> Callable[[Batch], object]
         order = _order(folder, stage)
         due = is_due(order, batch["payload"][:, NUMBER])
         time.sleep(seconds)
-        logits = np.array(batch["payload"][:, N_OPTIONS * stage : N_OPTIONS * (stage + 1)])
+        logits = np.full((len(batch["payload"]), n_options), FILLER, dtype=np.float32)
+        logits[:, :N_OPTIONS] = batch["payload"][:, N_OPTIONS * stage : N_OPTIONS * (stage + 1)]
         return _misbehaved(order["does"], logits) if due else logits
 
     return answer
@@ -117,10 +126,14 @@ def _claim(path: Path, times: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
-    """What runs and services are of, and what they must answer.
+    """What runs, collections and services are of, and what they must answer.
 
-    expected: every row's answer, of the offline replay, by example_id.   at: the answer of every row that stops at
-    each stage.   heads: the beginning of each row's payload, with all that models look at.
+    Attributes:
+        input: The folder of the input.
+        policy: The policy's file.
+        expected: Every row's answer, of the offline replay, by example_id.
+        at: The answer of every row that stops at each stage.
+        heads: The beginning of each row's payload, with all that models look at.
     """
 
     input: Path
@@ -149,8 +162,8 @@ def write_cascade(folder: Path, n: int, *, files: int = 5) -> Cascade:
     write_input(folder / "input", columns, files=files, **groups)
     expected = {row["example_id"]: row for row in cauc_ray.evaluate(table, policy).to_arrow().to_pylist()}
     state, cost, at = None, 0.0, []
-    for stage, own in enumerate(logits):
-        step = policy.step(stage, own, state)
+    for stage, stage_logits in enumerate(logits):
+        step = policy.step(stage, stage_logits, state)
         state, cost = step.state, cost + policy.stages[stage].cost
         confidences = np.asarray(step.confidences, np.float32).tolist()
         answers = zip(ids, step.predictions.tolist(), confidences, strict=True)
@@ -159,17 +172,18 @@ def write_cascade(folder: Path, n: int, *, files: int = 5) -> Cascade:
     return Cascade(folder / "input", folder / "policy.json", expected, at, heads)
 
 
-def pool_file(path: Path, notes: Path, *, on_failure: str, **options: Any) -> Path:
+def pool_file(path: Path, notes: Path, *, on_failure: str, n_options: int = N_OPTIONS, **options: Any) -> Path:
     """Write the pool whose models note what they do in a folder.   options: of one stage (by its name), else of all."""
     of_one = {name: options.pop(name, {}) for name in COSTS}
     whole = {"batch_size": BATCH_ROWS, "batch_wait_s": 0.3, "replicas": {"min": 2}, "resources": {"num_cpus": 0.5}}
     stages = []
     for stage, name in enumerate(COSTS):
-        kwargs = {"stage": stage, "seconds": SECONDS[stage], "notes": str(notes)}
+        kwargs = {"stage": stage, "seconds": SECONDS[stage], "notes": str(notes), "n_options": n_options}
         model = {"kind": "python", "factory": "jobs.faults.cascade:planted", "kwargs": kwargs}
-        stages.append({"name": name, "model": model, **whole, **options, **of_one[name]})
+        cost = {"seconds": COSTS[name]}
+        stages.append({"name": name, "model": model, "cost": cost, **whole, **options, **of_one[name]})
     serving = {"router": {"replicas": {"min": 2}, "resources": {"num_cpus": 0.1}}}
-    return write_pool(path, stages, name="faults", on_failure=on_failure, serving=serving)
+    return write_pool(path, stages, "classification", name="faults", on_failure=on_failure, serving=serving)
 
 
 def compare(
@@ -203,7 +217,20 @@ def compare(
     }
 
 
-def read_rows(folder: Path) -> list[Row]:
-    """Return the rows of a run's predictions or failures, if there are any."""
-    found: list[Row] = pq.read_table(folder).to_pylist() if any(folder.glob("*.parquet")) else []
-    return found
+def compare_logits(cascade: Cascade, stage: int, answers: Sequence[Row], failed: Collection[str]) -> dict[str, int]:
+    """Hold the collected logits of a stage against the planted ones, and count as compare does."""
+    ended = Counter(row["example_id"] for row in answers) + Counter(failed)
+    options = slice(N_OPTIONS * stage, N_OPTIONS * (stage + 1))
+    different = sum(
+        row["logits"] != [*cascade.heads[row["example_id"]][options], *[float(FILLER)] * (WIDE - N_OPTIONS)]
+        for row in answers
+    )
+    asked = Counter(list(cascade.expected))
+    lost, doubled = (asked - ended).total(), (ended - asked).total()
+    return {"lost": lost, "doubled": doubled, "different": different, "wrongly_failed": len(failed)}
+
+
+def read_rows(folder: AnyPath) -> list[Row]:
+    """Return the rows of a folder of predictions, failures, calls or logits, if there are any."""
+    files = parquet_below(folder) if folder.is_dir() else []
+    return [row for file in files for row in read_parquet(file).to_pylist()]

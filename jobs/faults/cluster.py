@@ -34,25 +34,41 @@ HEAD = f"{NETWORK}1"
 class Cluster:
     """A head, and nodes on whose CPUs the stages fit twice but for one; where there are none, the head has the CPUs.
 
-    store_bytes: of each node's object store.   spills: whether these move objects to disk.   apart: each node has a
-    network namespace of its own, on a bridge in that of this process, which must not be the machine's (unshare --net).
+    Attributes:
+        address: Its address.
     """
 
-    def __init__(self, n_nodes: int = 0, store_bytes: int = 5 * 10**8, *, spills: bool = True, apart: bool = False):
-        self._n_nodes, self._store_bytes, self._apart = n_nodes, store_bytes, apart
-        if apart:
+    def __init__(
+        self,
+        n_nodes: int = 0,
+        store_bytes: int = 5 * 10**8,
+        *,
+        spills: bool = True,
+        has_networks: bool = False,
+    ) -> None:
+        """Start it.
+
+        Args:
+            n_nodes: Nodes other than the head.
+            store_bytes: Of each node's object store.
+            spills: Whether these move objects to disk.
+            has_networks: Each node has a network namespace of its own, on a bridge in that of this process, which must
+                not be the machine's (unshare --net).
+        """
+        self._n_nodes, self._store_bytes, self._has_networks = n_nodes, store_bytes, has_networks
+        if has_networks:
             _ip("link set lo up", "link add bridge type bridge", "link set bridge up", f"addr add {HEAD}/24 dev bridge")
         config = {"automatic_object_spilling_enabled": spills, **(CHECKS if n_nodes else {})}
         head = {"num_cpus": 0 if n_nodes else 8, "object_store_memory": store_bytes, "_system_config": config}
-        network = {"node_ip_address": HEAD} if apart else {}
+        network = {"node_ip_address": HEAD} if has_networks else {}
         self._cluster = cluster_utils.Cluster(True, head_node_args={**head, **network, "include_dashboard": False})
         self.address: str = self._cluster.address
         self._nodes: dict[int, Any] = {}  # by number, which no two ever share; the head is 1
         self._numbers = count(2)
         self._holders: list[subprocess.Popen[bytes]] = []
         self.restore()
-        own = {f"_{key}": value for key, value in network.items()}
-        ray.init(address=self.address, log_to_driver=False, logging_level="ERROR", **own)
+        addresses = {f"_{key}": value for key, value in network.items()}
+        ray.init(address=self.address, log_to_driver=False, logging_level="ERROR", **addresses)
 
     def close(self) -> None:
         """End the cluster."""
@@ -65,7 +81,7 @@ class Cluster:
             number = next(self._numbers)
             options: dict[str, Any] = {"wait": False, "num_cpus": 2, "object_store_memory": self._store_bytes}
             with ExitStack() as network:
-                if self._apart:
+                if self._has_networks:
                     self._holders.append(_namespace(number))
                     network.enter_context(_inside(self._holders[-1].pid))
                     options["node_ip_address"] = f"{NETWORK}{number}"
@@ -80,15 +96,15 @@ class Cluster:
         if not numbers:
             return False
         number = rng.choice(numbers)
-        own = self._processes(number)
+        victims = self._processes(number)
         if cut_s is None:
-            kill(own)
+            kill(victims)
         else:  # no packet arrives, and neither side is notified
             _ip(f"link set node{number} nomaster")
             time.sleep(cut_s)
             _ip(f"link set node{number} master bridge")
         if cut_s is None or cut_s > NOTICED_S:
-            own[0].wait(30)  # a raylet that hears that it has been given up ends
+            victims[0].wait(30)  # a raylet that hears that it has been given up ends
             del self._nodes[number]
         if replaced:
             self.restore()
@@ -104,12 +120,12 @@ def replicas(notes: Path, stage: int) -> list[psutil.Process]:
     return [process for process in processes("") if (notes / f"process-{stage}-{process.pid}").exists()]
 
 
-def kill(found: list[psutil.Process]) -> bool:
+def kill(victims: list[psutil.Process]) -> bool:
     """Kill processes. Returns whether there were any."""
-    for process in found:
+    for process in victims:
         with suppress(psutil.Error):
             process.kill()
-    return bool(found)
+    return bool(victims)
 
 
 def wait_until(true: Callable[[], bool], deadline_s: float) -> bool:
@@ -137,13 +153,13 @@ def _namespace(number: int) -> subprocess.Popen[bytes]:
 def _inside(pid: int) -> Iterator[None]:
     """Have this thread, and what it starts, use the network of another process for the length of the block."""
     set_namespace = ctypes.CDLL(None).setns  # os.setns, from Python 3.12 on
-    with open("/proc/self/ns/net") as own, open(f"/proc/{pid}/ns/net") as other:
-        if set_namespace(other.fileno(), 0):
+    with open("/proc/self/ns/net") as before, open(f"/proc/{pid}/ns/net") as inside:
+        if set_namespace(inside.fileno(), 0):
             raise ExecutionError(f"the network namespace of process {pid} cannot be entered")
         try:
             yield
         finally:
-            set_namespace(own.fileno(), 0)
+            set_namespace(before.fileno(), 0)
 
 
 def _ip(*commands: str) -> None:

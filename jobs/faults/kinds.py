@@ -19,25 +19,29 @@ import ray
 from ray.exceptions import RayError
 
 from cauc_ray.errors import ExecutionError
+from cauc_ray.execution.ledger import ATTEMPT_REPLICAS
 from cauc_ray.files.parquet import parquet_files
+from cauc_ray.files.paths import AnyPath
 from jobs.bench.processes import ROOT, processes
-from jobs.faults.cascade import Cascade, give_order
+from jobs.faults.cascade import WIDE, Cascade, give_order
 from jobs.faults.cluster import NOTICED_S, Cluster, kill, replicas, wait_until
 
 # Returns whether there was something to hit.
 Strike: TypeAlias = "Callable[[Scene], bool]"
 
-WHERE = ("run", "service")
+TARGETS = ("run", "collection", "service")
+_BOTH = ("run", "service")
 # How the cluster of each session differs from one whose head has all the CPUs.
 STORE_BYTES = 100 * 2**20
 SESSIONS: dict[str, dict[str, Any]] = {
     "machine": {},
     "nodes": {"n_nodes": 3, "store_bytes": 2 * 10**8},
-    "network": {"n_nodes": 3, "store_bytes": 2 * 10**8, "apart": True},
+    "network": {"n_nodes": 3, "store_bytes": 2 * 10**8, "has_networks": True},
     "small-store": {"store_bytes": STORE_BYTES},
     "store-without-disk": {"store_bytes": STORE_BYTES, "spills": False},
 }
 _MANY: dict[str, Any] = {"large": {"replicas": {"min": 6, "max": 6}, "resources": {"num_cpus": 0.1}, "batch_size": 4}}
+_ANSWERS: dict[str, Any] = {"n_options": WIDE, "batch_size": 64}
 _IMPATIENT: dict[str, Any] = {"call_timeout_s": 2.0}
 # The last stage is down after this many seconds without a replica.
 _SOON_DOWN: dict[str, Any] = {"large": {"down_after_s": 4.0}}
@@ -49,17 +53,30 @@ DEADLINE_S = 240.0
 
 @dataclass(slots=True)
 class Scene:
-    """A run or a service, in a folder with its input, its output, a log and the notes of its models; and chance.
+    """A run, a collection or a service, in a folder with a log and the notes of its models; and chance.
 
-    asked: the rows, by example_id.   must_fail: those that nothing can answer.   hits: how often it was struck.
+    Attributes:
+        cascade: The cascade.
+        cluster: The cluster.
+        folder: The folder.
+        rng: Decides what is struck.
+        target: "run", "collection" or "service".
+        asked: The rows, by example_id.
+        input: Where its rows are.
+        out: Where its answers go.
+        must_fail: The rows that nothing can answer.
+        hits: How often it was struck.
+        child: The process that asked for it.
     """
 
     cascade: Cascade
     cluster: Cluster
     folder: Path
     rng: random.Random
-    serves: bool
+    target: str
     asked: Sequence[str]
+    input: AnyPath = Path()
+    out: AnyPath = Path()
     must_fail: set[str] = field(default_factory=set)
     hits: int = 0
     child: subprocess.Popen[bytes] | None = None
@@ -70,13 +87,24 @@ class Scene:
         return self.folder / "notes"
 
     @property
+    def serves(self) -> bool:
+        """Say whether it is a service."""
+        return self.target == "service"
+
+    @property
     def is_over(self) -> bool:
         """Say whether the process has ended that asked for the run."""
         return self.child is not None and self.child.poll() is not None
 
-    def run(self, *words: object) -> None:
-        """Start `cauc run` on the cluster."""
-        command = [sys.executable, "-m", "jobs.faults.run", "run", *map(str, words), "--address", self.cluster.address]
+    def start(self, *, resumed: bool = False) -> None:
+        """Start `cauc run` or `cauc collect` on the cluster."""
+        pool = self.folder / "pool.yaml"
+        words: list[object] = ["run", pool, "--policy", self.cascade.policy, "--input", self.input, "-o", self.out]
+        if self.target == "collection":
+            words = ["collect", pool, "--dataset", self.input, "--split", "all", "--models", "large", "-o", self.out]
+        elif resumed:
+            words.append("--resume")
+        command = [sys.executable, "-m", "jobs.faults.run", *map(str, words), "--address", self.cluster.address]
         with (self.folder / "log").open("wb") as log:
             self.child = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
@@ -111,30 +139,50 @@ class Scene:
 class Kind:
     """A kind of fault.
 
-    hits: for people.   on: what it applies to.   session: the cluster that it needs.   times: how often it strikes.
-    when: before the start, as soon as the input is read, or at any moment from the first call on.   pool: how the pool
-    differs.   ends: words of the error that ends a run, to be resumed; "" where the fault kills the run's process.
-    loses: it ends what holds the requests of a service.
+    Attributes:
+        name: Its name.
+        hits: What it strikes, for people.
+        strike: Strikes once.
+        on: The targets that it applies to.
+        session: The cluster that it needs.
+        times: How often it strikes.
+        when: Before the start, as soon as the input is read, or at any moment from the first call on.
+        pool: How the pool differs.
+        ends: Words of the error that ends a run, to be resumed; "" where the fault kills the run's process.
+        loses: It ends what holds the requests of a service.
+        remote: The input of a run, and the output of a collection, are in a store at a distance.
+        sometimes: What some of several runs must show, of SOMETIMES.
     """
 
     name: str
     hits: str
     strike: Strike
-    on: tuple[str, ...] = WHERE
+    on: tuple[str, ...] = _BOTH
     session: str = "machine"
     times: int = 1
     when: Literal["before", "reading", "calls"] = "calls"
     pool: Mapping[str, Any] = field(default_factory=dict)
     ends: str | None = None
     loses: bool = False
+    remote: bool = False
+    sometimes: tuple[str, ...] = ()
+
+
+# What the ledger of a run shows of the ways in which it got over a fault.
+SOMETIMES: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "a call was made again": lambda call: call["attempt"] > 1,
+    "a call was lost": lambda call: not call["accepted"] + call["deferred"],
+    "another attempt went on": lambda call: call["replica"] >= ATTEMPT_REPLICAS,
+}
+_AGAIN, _LOST, _ATTEMPT = SOMETIMES
 
 
 def killed(*titles: str, stage: int | None = None, every: bool = False) -> Strike:
     """Kill a process of Ray with such a title, or a replica of a stage, or every one at once."""
 
     def strike(scene: Scene) -> bool:
-        found = processes(*titles) if stage is None else replicas(scene.notes, stage)
-        return kill(found if every else scene.rng.sample(found, min(1, len(found))))
+        targets = processes(*titles) if stage is None else replicas(scene.notes, stage)
+        return kill(targets if every else scene.rng.sample(targets, min(1, len(targets))))
 
     return strike
 
@@ -183,6 +231,21 @@ def node_killed(*, replaced: bool) -> Strike:
 def network_cut(seconds: float) -> Strike:
     """Cut a node with a stage off from all others for some seconds; another comes where it is given up."""
     return lambda scene: scene.cluster.strike_node(scene.rng, _stages(scene), seconds, replaced=True)
+
+
+def reader_node_killed(scene: Scene) -> bool:
+    """Kill a node with a task that reads the input; another comes."""
+    readers = {process.pid for process in processes("read_blocks")}
+    return scene.cluster.strike_node(scene.rng, readers, None, replaced=True)
+
+
+def second_driver(scene: Scene) -> bool:
+    """Have a second process resume the run while the first is at work, which is then to end."""
+    first = scene.child
+    if first is None or not (scene.folder / "out" / "run.json").exists():
+        return False
+    scene.start(resumed=True)
+    return first.wait(DEADLINE_S) != 0
 
 
 def _stages(scene: Scene) -> set[int]:
@@ -234,9 +297,9 @@ def driver_killed(scene: Scene) -> bool:
 
 KINDS = (
     Kind("none", "nothing", lambda scene: True),
-    Kind("replica-killed", "stage 1", killed(stage=0), times=2),
-    Kind("replica-killed-last", "last stage", killed(stage=2), times=2),
-    Kind("replicas-killed", "last stage, all at once", killed(stage=2, every=True), pool=_MANY),
+    Kind("replica-killed", "stage 1", killed(stage=0), times=2, sometimes=(_AGAIN, _LOST)),
+    Kind("replica-killed-last", "last stage", killed(stage=2), times=2, sometimes=(_AGAIN,)),
+    Kind("replicas-killed", "last stage, all at once", killed(stage=2, every=True), pool=_MANY, sometimes=(_LOST,)),
     Kind("replica-hangs", "stage 2", model_fault("hangs", 1, calls=2), pool=_IMPATIENT),
     Kind("replica-hangs-on", "stage 2", model_fault("hangs", 1, replicas=1), pool=_IMPATIENT),
     Kind("replica-turns-bad", "stage 2", model_fault("raises", 1, replicas=1)),
@@ -253,15 +316,27 @@ KINDS = (
     Kind("dies-loading", "last stage", dies_loading),
     Kind("stage-down", "last stage", stage_down, pool=_SOON_DOWN | {"on_failure": "degrade"}),
     Kind("stage-down-resumed", "last stage", stage_down, ("run",), pool=_SOON_DOWN, ends="has had no live replica for"),
-    Kind("controller-killed", "controller", killed("RunController", "ServeController")),
+    Kind("controller-killed", "controller", killed("RunController", "ServeController"), sometimes=(_ATTEMPT,)),
     Kind("reader-killed", "what reads", killed("read_blocks"), ("run",), times=2),
-    Kind("driver-killed", "driver, resumed", driver_killed, ("run",), ends=""),
+    Kind("driver-killed", "driver, resumed", driver_killed, ("run",), ends="", sometimes=(_ATTEMPT,)),
+    Kind("driver-doubled", "a second driver", second_driver, ("run",), sometimes=(_ATTEMPT,)),
     Kind("input-away", "input", input_away, ("run",), when="reading"),
     Kind("input-damaged", "input", input_damaged, ("run",), when="before"),
     Kind("router-killed", "router, 1 of 2", killed("ServeReplica:faults:Router"), ("service",), loses=True),
     Kind("proxy-killed", "Serve's proxy", killed("ProxyActor"), ("service",), loses=True),
     Kind("node-killed", "a node, room elsewhere", node_killed(replaced=False), session="nodes", loses=True),
     Kind("node-replaced", "a node, another comes", node_killed(replaced=True), session="nodes", loses=True),
+    Kind("reader-node-killed", "a node that reads", reader_node_killed, ("run",), "nodes", remote=True),
+    Kind(
+        "answers-node-killed",
+        "a node with large answers",
+        node_killed(replaced=True),
+        ("collection",),
+        "nodes",
+        pool=_ANSWERS,
+        remote=True,
+    ),
+    Kind("collection-controller-killed", "controller", killed("RunController"), ("collection",), pool=_ANSWERS),
     Kind("network-cut", "a node, until given up", network_cut(3 * NOTICED_S), session="network", loses=True),
     Kind("network-stalls", "a node, soon back", network_cut(NOTICED_S / 3), session="network", loses=True),
     Kind("store-full", "object store", store_full, ("run",), session="small-store"),

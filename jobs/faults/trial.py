@@ -11,8 +11,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, product
@@ -25,15 +26,21 @@ import numpy as np
 
 import cauc_ray
 from cauc_ray.errors import ExecutionError
+from cauc_ray.files.parquet import parquet_files
+from cauc_ray.files.paths import path_of
 from jobs.bench.load import OK, TIMEOUT, Load, LoadResult, body_of, run_load
 from jobs.bench.part import LeftOut
 from jobs.bench.processes import printed, processes
-from jobs.faults.cascade import Row, compare, pool_file, read_rows, write_cascade
+from jobs.faults.cascade import Row, compare, compare_logits, pool_file, read_rows, write_cascade
 from jobs.faults.cluster import Cluster, kill, wait_until
-from jobs.faults.kinds import KINDS, SESSIONS, WHERE, Kind, Scene
+from jobs.faults.kinds import KINDS, SESSIONS, SOMETIMES, TARGETS, Kind, Scene
+from jobs.faults.store import far_store
 
 # A trial that the fault has missed is made again so often, at other moments.
 TRIES = 3
+# Of so many trials of a kind, some must show what it sometimes brings about.
+SOME = 5
+STORE = "s3://faults"
 # Faults strike within this many seconds of the first call: about the shortest run.
 STRIKES_S = 2.0
 # Rows that a service is asked for, again and again.
@@ -102,12 +109,12 @@ class Answers:
     def figures(self, *, loses: bool) -> dict[str, Any]:
         """Return what was wrong.   loses: whether the fault ends what holds requests: they may be asked again."""
         asked = [*(row["example_id"] for row in self.rows), *self.failed]
-        found = compare(self.scene.cascade, asked, self.rows, self.failed, self.scene.must_fail)
+        outcome = compare(self.scene.cascade, asked, self.rows, self.failed, self.scene.must_fail)
         kinds = Counter(np.concatenate([result.kinds for result in self.results]).tolist())
         n_troubled = kinds.total() - kinds[WHOLE] - kinds[GUILTY]
         n_lost = n_troubled - kinds[DEGRADED] - kinds[FAILED] - kinds[AGAIN]
         return {
-            **found,
+            **outcome,
             "lost": kinds[TIMEOUT] if loses else n_lost,
             "refused": n_troubled if self.scene.must_fail else 0,  # nothing is wrong there but rows of others
             "again": kinds[AGAIN] + (n_lost - kinds[TIMEOUT] if loses else 0),
@@ -116,12 +123,11 @@ class Answers:
         }
 
 
-def disturbed_run(scene: Scene, kind: Kind, pool: Path, moments: Sequence[float]) -> dict[str, Any]:
-    """Make a run with a fault in it. Returns what was wrong with its rows, and its seconds."""
-    out = scene.folder / "out"
-    words = (pool, "--policy", scene.cascade.policy, "--input", scene.folder / "input", "-o", out)
-    scene.run(*words)
-    begun = partial(processes, "RunController") if kind.when == "reading" else (scene.notes / "called-0").exists
+def disturbed_run(scene: Scene, kind: Kind, moments: Sequence[float]) -> dict[str, Any]:
+    """Make a run or a collection with a fault in it. Returns what was wrong with its rows, and its seconds."""
+    scene.start()
+    called = f"called-{2 if scene.target == 'collection' else 0}"
+    begun = partial(processes, "RunController") if kind.when == "reading" else (scene.notes / called).exists
     scene.until(lambda: scene.is_over or bool(begun()), "begin")
     began = time.monotonic()
     scene.strike(kind.strike, moments)
@@ -129,18 +135,29 @@ def disturbed_run(scene: Scene, kind: Kind, pool: Path, moments: Sequence[float]
     if kind.ends is not None and scene.hits and code and kind.ends in scene.last_line():
         for order in scene.notes.glob("order-*"):
             order.unlink()
-        scene.run(*words, "--resume")
+        scene.start(resumed=True)
         code = scene.wait()
     if code:
-        raise ExecutionError(f"the run ended with {code}: {scene.last_line()}")
-    failed = [row["example_id"] for row in read_rows(out / "failed")]
-    found = compare(scene.cascade, scene.asked, read_rows(out / "predictions"), failed, scene.must_fail)
-    return found | {"seconds": time.monotonic() - began}
+        raise ExecutionError(f"it ended with {code}: {scene.last_line()}")
+    seconds = time.monotonic() - began
+    failed = [row["example_id"] for row in read_rows(scene.out / "failed")]
+    if scene.target == "collection":
+        answers = read_rows(scene.out / "model=large" / "split=all")
+        return compare_logits(scene.cascade, 2, answers, failed) | {"seconds": seconds}
+    outcome = compare(scene.cascade, scene.asked, read_rows(scene.out / "predictions"), failed, scene.must_fail)
+    calls = read_rows(scene.out / "ledger")
+    return outcome | {
+        "seconds": seconds,
+        "reached": [path for path, shows in SOMETIMES.items() if any(map(shows, calls))],
+    }
 
 
-def disturbed_service(scene: Scene, kind: Kind, pool: Path, moments: Sequence[float]) -> dict[str, Any]:
+def disturbed_service(scene: Scene, kind: Kind, moments: Sequence[float]) -> dict[str, Any]:
     """Strike a service under load. Returns what was wrong with its answers, and the seconds until it was well again."""
-    with cauc_ray.serve(pool, scene.cascade.policy, port=0) as service, ThreadPoolExecutor(1) as clients:
+    with (
+        cauc_ray.serve(scene.folder / "pool.yaml", scene.cascade.policy, port=0) as service,
+        ThreadPoolExecutor(1) as clients,
+    ):
         answers, struck = Answers(f"{service.url}/v2/models/{service.model}/infer", scene), threading.Event()
         asking = clients.submit(answers.ask_until_well, struck)
         try:
@@ -151,16 +168,16 @@ def disturbed_service(scene: Scene, kind: Kind, pool: Path, moments: Sequence[fl
     return {**answers.figures(loses=kind.loses), "seconds": seconds}
 
 
-def trials(kind: Kind, scene: Scene, n_seeds: int) -> Iterator[dict[str, Any]]:
+def trials(kind: Kind, scene: Scene, seeds: Iterable[int]) -> Iterator[dict[str, Any]]:
     """Yield what a kind of fault did with each seed.   scene: the cascade, its cluster, and a folder for all trials."""
-    for seed in range(n_seeds):
+    for seed in seeds:
         for attempt in range(TRIES):
             rng, folder = random.Random(f"{kind.name} {seed} {attempt}"), scene.folder / f"{kind.name}-{seed}-{attempt}"
             asked = rng.sample(scene.asked, N_SERVED) if scene.serves else scene.asked
-            found = trial(kind, replace(scene, folder=folder, rng=rng, asked=asked, must_fail=set()))
-            yield {"kind": kind.name, "seed": seed, "folder": str(folder), **found}
+            outcome = trial(kind, replace(scene, folder=folder, rng=rng, asked=asked, must_fail=set()))
+            yield {"kind": kind.name, "seed": seed, "folder": str(folder), **outcome}
             scene.cluster.restore()
-            if found["struck"] or "error" in found:
+            if outcome["struck"] or "error" in outcome:
                 break
 
 
@@ -168,78 +185,107 @@ def trial(kind: Kind, scene: Scene) -> dict[str, Any]:
     """Return what a fault did once: "error" where the run or the service did not come to its end."""
     scene.notes.mkdir(parents=True)
     options = {"on_failure": "degrade" if scene.serves else "fail", **kind.pool}
-    pool = pool_file(scene.folder / "pool.yaml", scene.notes, **options)
-    shutil.copytree(scene.cascade.input, scene.folder / "input")
+    pool_file(scene.folder / "pool.yaml", scene.notes, **options)
+    scene.input, scene.out = scene.folder / "input", scene.folder / "out"
+    shutil.copytree(scene.cascade.input, scene.input)
+    if kind.remote:
+        _move_away(scene)
     moments = [scene.rng.uniform(0.0, STRIKES_S if kind.when == "calls" else 0.0) for _ in range(kind.times)]
     if kind.when == "before":
         scene.hits, moments = int(kind.strike(scene)), []
     try:
-        found = (disturbed_service if scene.serves else disturbed_run)(scene, kind, pool, moments)
+        outcome = (disturbed_service if scene.serves else disturbed_run)(scene, kind, moments)
     except Exception as error:
-        found = {"error": f"{type(error).__name__}: {error}"}
+        outcome = {"error": f"{type(error).__name__}: {error}"}
         kill([scene.child] if scene.child else [])
-    shutil.rmtree(scene.folder / "input")
+    shutil.rmtree(scene.folder / "input", ignore_errors=True)
     wait_until(lambda: not processes(*LEFT_OVER), 15.0)
     left_over = processes(*LEFT_OVER)
     kill(left_over)
     n_struck = len(list(scene.notes.glob("struck-*"))) if any(scene.notes.glob("order-*")) else scene.hits
-    return {**found, "left_over": len(left_over), "struck": n_struck}
+    return {**outcome, "left_over": len(left_over), "struck": n_struck}
+
+
+def _move_away(scene: Scene) -> None:
+    """Have a run read its input from a store at a distance, and a collection write there."""
+    store = path_of(f"{STORE}/{scene.folder.name}")
+    if scene.target == "collection":
+        scene.out = store
+        return
+    for file in parquet_files(scene.input):
+        (store / file.name).write_bytes(file.read_bytes())
+    scene.input = store
 
 
 def main(argv: Sequence[str]) -> None:
     """Make the trials of a session."""
-    session, where, path, n_rows, n_seeds, *names = argv
+    session, target, path, n_rows, seed, n_seeds, *names = argv
     cascade = write_cascade(Path(path), int(n_rows))
-    cluster = Cluster(**SESSIONS[session])
-    scene = Scene(cascade, cluster, Path(path), random.Random(0), where == "service", list(cascade.expected))
-    try:
-        for kind in KINDS:
-            for found in trials(kind, scene, int(n_seeds)) if kind.name in names else ():
-                print(json.dumps(found), flush=True)
-    finally:
-        cluster.close()
+    kinds = [kind for kind in KINDS if kind.name in names]
+    with ExitStack() as resources:
+        if any(kind.remote for kind in kinds):
+            resources.enter_context(far_store())
+        cluster = Cluster(**SESSIONS[session])
+        resources.callback(cluster.close)
+        scene = Scene(cascade, cluster, Path(path), random.Random(0), target, list(cascade.expected))
+        for kind in kinds:
+            for outcome in trials(kind, scene, range(int(seed), int(seed) + int(n_seeds))):
+                print(json.dumps(outcome), flush=True)
 
 
 def faults(
-    where: tuple[str, ...] = WHERE,
+    targets: tuple[str, ...] = TARGETS,
     kinds: tuple[str, ...] = NAMES,
+    seed: int = 0,
     seeds: int = 10,
     rows: int = 2560,
-    keep: str = "",
+    folder: str = "",
 ) -> dict[str, Any]:
-    """Measure what faults do to runs and services: rows lost, doubled, different or wrongly failed, and time.
+    """Measure what faults do: rows lost, doubled, different or wrongly failed, and time.
 
-    where: what is struck.   kinds: of fault.   seeds: trials of each kind, each at other moments.   rows: of a run;
-    multiples of 1280 fill all blocks.   keep: a folder that keeps what the trials leave.
+    Args:
+        targets: What is struck.
+        kinds: The kinds of fault.
+        seed: The random seed of the first trial of each kind, which decides when and what is struck.
+        seeds: Trials of each kind, each with the next seed.
+        rows: Rows of a run; multiples of 1280 fill all blocks.
+        folder: A folder for what the trials leave, which is else deleted.
     """
+    print(f"seeds {seed} to {seed + seeds - 1}", flush=True)
     of_session = {
         (struck, session): names
-        for struck, session in product(where, SESSIONS)
+        for struck, session in product(targets, SESSIONS)
         if (names := [k.name for k in KINDS if k.name in kinds and k.session == session and struck in k.on])
     }
     may_cut = not os.geteuid() and which("unshare") and which("ip")
     if not may_cut and any(session == "network" for _, session in of_session):
         raise LeftOut("to cut networks takes root, unshare and ip; --kinds names other kinds")
-    results: dict[str, Any] = {struck: {} for struck in where}
+    results: dict[str, Any] = {struck: {} for struck in targets}
     with tempfile.TemporaryDirectory(prefix="faults") as scratch:
         for (struck, session), names in of_session.items():
-            folder = Path(keep or scratch).resolve() / f"{struck}-{session}"
-            for kind, trials in groupby(_trials(session, struck, folder, rows, seeds, *names), key=itemgetter("kind")):
-                results[struck][kind] = _figures([*trials])
+            place = Path(folder or scratch).resolve() / f"{struck}-{session}"
+            outcomes = _trials(session, struck, place, rows, seed, seeds, *names)
+            for kind, trials in groupby(outcomes, key=itemgetter("kind")):
+                results[struck][kind] = _figures(kind, [*trials])
                 print(f"{struck}, {kind}: {'sound' if results[struck][kind]['sound'] else 'NOT sound'}", flush=True)
-    return {**results, "sound": all(found["sound"] for of_struck in results.values() for found in of_struck.values())}
+    return {**results, "sound": all(figures["sound"] for of_kind in results.values() for figures in of_kind.values())}
 
 
 def _trials(session: str, *words: object) -> Iterator[dict[str, Any]]:
-    """Make a session's trials in a process of its own, and yield what each found."""
+    """Make a session's trials in a process of its own, and yield what each outcome."""
     alone = ["unshare", "--net"] if session == "network" else []  # a network of its own, which it may change
     return printed(*alone, sys.executable, "-m", "jobs.faults.trial", session, *words, env=RAY)
 
 
-def _figures(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _figures(name: str, trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Sum a kind's trials up: counts other than 0, seconds, and what went wrong."""
+    kind = next(kind for kind in KINDS if kind.name == name)
     struck = [trial for trial in trials if trial["struck"] and "error" not in trial]
     errors = [f"seed {trial['seed']}: {trial['error']} ({trial['folder']})" for trial in trials if "error" in trial]
+    reached = Counter(path for trial in trials for path in trial.get("reached", ()))
+    due = [] if len(trials) < SOME or "reached" not in trials[0] else kind.sometimes
+    never = [path for path in due if not reached[path]]
+    n_seeds = len({trial["seed"] for trial in trials})
     counts = {key: n for key in COUNTS if (n := sum(trial.get(key, 0) for trial in trials))}
     return {
         "hit": len(struck),
@@ -248,7 +294,9 @@ def _figures(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "seconds": [round(trial["seconds"], 1) for trial in struck],
         "why": [trial["why"] for trial in trials if trial.get("why")],
         "errors": errors,
-        "sound": counts.keys().isdisjoint(WRONG) and len(struck) == len({trial["seed"] for trial in trials}),
+        "reached": dict(reached),
+        "never": never,
+        "sound": counts.keys().isdisjoint(WRONG) and not never and len(struck) == n_seeds,
     }
 
 

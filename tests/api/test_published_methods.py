@@ -22,10 +22,9 @@ from cauc_ray.policies.methods import METHODS
 CONTROLS = ["duo", "margin", "max-probability", "random", "single:m1"]
 ROUTERS = [name for name, method in METHODS.items() if method.paradigm == "router" and not method.needs_texts]
 LEARNED = ["frugalgpt", "cascade-routing", "post-hoc-embed", *ROUTERS]
-STACKED = ["stacked-competence", "stacked-both"]
-EVERY = [(name, None) for name in (*CONTROLS, *LEARNED)] + [(name, "enc") for name in (*LEARNED, *STACKED)]
+EVERY = [(name, None) for name in (*CONTROLS, *LEARNED)] + [(name, "enc") for name in (*LEARNED, "stacked")]
 # A router, a cascade with an encoder, and one that calls models in any order.
-QUICK = [("embedllm", None), ("stacked-both", "enc"), ("cascade-routing", "enc")]
+QUICK = [("embedllm", None), ("stacked", "enc"), ("cascade-routing", "enc")]
 MODELS = ("m0", "m1", "m2")
 BUDGET = 12.0
 every = pytest.mark.parametrize(("method", "embedding"), EVERY, ids=str)
@@ -216,7 +215,7 @@ def test_a_plan_of_a_policy_that_does_not_call_models_in_turn_is_refused(home, p
         cauc_ray.plan(home / "pool.yaml", policies("routerdc"), rate=10.0)
 
 
-@others_soak([("stacked-both", "enc")])
+@others_soak([("stacked", "enc")])
 def test_a_report_takes_every_policy(home, policies, tmp_path, method, embedding):
     policy = policies(method, embedding)
     policy.save(tmp_path / "policy.json")

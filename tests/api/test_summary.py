@@ -59,6 +59,8 @@ def test_rows_that_cost_other_than_predicted_fire_a_guard(tmp_path, capsys):
         assert summary["saving"] == pytest.approx(1 - cost / COST["large"])
         assert summary["expected_saving"] == 1 - POLICY.expected.relative_cost
         assert summary["last_stage_avoided"] == pytest.approx(1 - n_deferred / 2000)
+    # Rows that the first stage failed on did not avoid the last one.
+    assert summary_of(tmp_path / "failed", calls, [0] * 4 + [1] * 4, failed=range(4))["last_stage_avoided"] == 0
     unknown = summarise(tmp_path / name, POLICY.model_copy(update={"expected": None}), BATCH_SIZES)
     for name in ("expected_relative_cost", "expected_saving", "expected_last_stage_avoided"):
         assert unknown[name] is None

@@ -11,7 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from runs import MODELS, by_example, numbered_input, python_pool, saved_pool, split_input, two_model_policy
+from runs import (
+    MODELS,
+    answers_of,
+    by_example,
+    numbered_input,
+    python_pool,
+    read_all,
+    saved_pool,
+    split_input,
+    two_model_policy,
+)
 from synthetic import write_table
 
 import cauc_ray
@@ -193,20 +203,30 @@ def test_a_cluster_that_is_not_there_is_told(tmp_path, home):
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_stops_at_once_and_says_so(tmp_path):
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_a_run_that_is_stopped_says_so_and_keeps_what_is_finished(tmp_path, monkeypatch, number, word):
     log = tmp_path / "calls"
-    pool = python_pool(tmp_path, [("slow_by_x", {"seconds": 3.0, "log": str(log)}), ("by_x", {})])
+    pool = python_pool(
+        tmp_path, [("slow_by_x", {"seconds": 3.0, "log": str(log)}), ("by_x", {})], batch_size=32, batch_wait_s=0.1
+    )
     (tmp_path / "policy.json").write_text(two_model_policy().to_json())
-    run = [CAUC, "run", pool, "--policy", "policy.json", "--input", numbered_input(tmp_path), "-o", "out"]
+    numbered_input(tmp_path, 160)
+    words = ["run", pool, "--policy", "policy.json", "--input", "input.parquet", "-o", "out"]
+    script = (
+        "from cauc_ray.execution import runner; runner.BLOCK_ROWS = 32; from cauc_ray.cli.command import main; main()"
+    )
+    run = [sys.executable, "-c", script, *words]
     process = subprocess.Popen(run, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
-    while not log.exists() and time.monotonic() < deadline:
+    while not (log.exists() and len(log.read_text().split()) > 2) and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)  # in the first of five calls
+    process.send_signal(number)  # in the third of five calls
     _, err = process.communicate(timeout=60)
-    assert (process.returncode, err.splitlines()[-1]) == (130, "cauc: stopped: interrupted")
+    assert (process.returncode, err.splitlines()[-1]) == (128 + number, f"cauc: stopped: {word}")
     assert "Traceback" not in err
     assert not (tmp_path / "out" / "summary.json").exists()
+    assert 0 < len(answers_of(tmp_path / "out")) <= 96
+    assert sum(read_all(tmp_path / "out" / "ledger").column("batch").to_pylist()) >= 32
     assert len(log.read_text().split()) < 5
 
 

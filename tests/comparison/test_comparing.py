@@ -19,8 +19,9 @@ from cauc_ray.comparison.measuring import choose_methods
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import ConfigError
+from cauc_ray.policies.by_method import fit_policy
 from cauc_ray.policies.methods import METHODS
-from cauc_ray.policies.stacking import variants_of
+from cauc_ray.policies.threshold import ThresholdRule
 
 MODELS = ["m0", "m1", "m2"]
 QUICK = ["single", "base", "rf", "duo", "margin", "random", "shuffled", "max-probability", "oracle"]
@@ -184,7 +185,8 @@ def test_methods_on_recalibrated_logits_are_those_on_a_table_of_them(tmp_path):
     source = LogitTable(tmp_path / "L")
     chains = {split: source.read_chain(["m0", "m1"], split, costs=[1.0, 3.0]) for split in SPLITS}
     for index, model in enumerate(("m0", "m1")):
-        stage = variants_of(chains["calibration"].of_models([index]), None)[-1].stages[0]
+        alone, given = chains["calibration"].of_models([index]), ThresholdRule(threshold=0.5)
+        stage = fit_policy("stacked", alone, None, given, ("calibration", "validation")).stages[0]
         for split, chain in chains.items():
             logits = stage.scores_after(chain.logits[index], None).astype(np.float32)
             own = {"example_ids": chain.example_ids, "labels": chain.labels, "logits": logits}

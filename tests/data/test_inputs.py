@@ -248,9 +248,11 @@ def test_files_that_change_end_the_reading_and_those_that_go_cost_their_rows(
         list(source.blocks(0))
     assert opened(place).identity != identity
     (place / f"b.{ending}").unlink()
-    first, second, third = (block for _, block in source.blocks(0))
-    assert (first.unreadable, second.may_return, third.may_return) == ({}, True, True)
-    assert second.example_ids[0] == "a3"
+    for _ in range(2 if ending == "parquet" else 1):
+        first, second, third = (block for _, block in source.blocks(0))
+        assert (first.unreadable, second.may_return, third.may_return) == ({}, True, True)
+        assert second.example_ids[0] == "a3"
+        (place / f"b.{ending}").write_bytes(b"half a copy, which may soon be whole")
 
 
 def stored(write):

@@ -3,14 +3,11 @@
 import io
 import json
 import threading
-import time
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pytest
-import ray
 from completion_server import chat_answer, scripted_server
 from runs import answers_of, by_example, python_model, ranked, read_all, saved_model, write_pool, write_questions
 from stored import write
@@ -19,9 +16,8 @@ import cauc_ray
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import PoolModel, TableInfo, write_info, write_logits
 from cauc_ray.errors import CaucError, CaucWarning, ConfigError, DataError, ExecutionError
-from cauc_ray.execution import collection, commits
-from cauc_ray.execution.collection import BLOCK_ROWS, CollectedTables, Collection
-from cauc_ray.models.pool import load_pool
+from cauc_ray.execution import commits
+from cauc_ray.execution.collection import BLOCK_ROWS
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 SPLITS = ("calibration", "validation", "test")
@@ -322,18 +318,6 @@ def test_a_folder_of_somebody_elses_logits_is_not_added_to(tmp_path):
     copy.unlink()
     cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
     assert len(collected(tmp_path / "L", "long")) == 40
-
-
-def test_answers_that_never_arrive_end_the_collection(tmp_path, monkeypatch):
-    monkeypatch.setattr(collection, "ANSWERS_DEADLINE_S", 0.2)
-    (spec,) = load_pool(pool(tmp_path, *GOOD)).stages
-    tables = CollectedTables(Collection(tmp_path / "LOGITS", "model", spec, {}))
-    never = ray.remote(num_cpus=0)(lambda: time.sleep(600)).remote()
-    try:
-        with pytest.raises(ExecutionError, match="answers of 'long' has not answered for"):
-            tables.add_call(SimpleNamespace(probe=False), SimpleNamespace(error=None), never)
-    finally:
-        ray.cancel(never, force=True)
 
 
 @pytest.fixture(scope="module")

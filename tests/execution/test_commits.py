@@ -16,6 +16,7 @@ from cauc_ray.execution.commits import Committer
 from cauc_ray.execution.ledger import RunTables, new_record, parts_of
 from cauc_ray.files.documents import make_folder
 from cauc_ray.files.parquet import parquet_below, read_parquet
+from cauc_ray.files.paths import visible
 
 EVERYWHERE = pytest.mark.parametrize("folder", ["local", "s3"], indirect=True)
 RECORD = new_record("policy", 4, {"input": 12})
@@ -163,6 +164,12 @@ def test_of_two_drivers_in_one_folder_the_first_ends_and_no_row_is_there_twice(f
         first.commit()
     add(second, 2)
     second.close()
+    # The first has written an entry whose part the second has removed, and is about to find that out.
+    entry, *_ = visible(folder / "manifest")
+    stray = folder / "manifest" / "part-000009-0123abcd.json"
+    stray.write_bytes(entry.read_bytes())
+    threading.Timer(0.3, stray.unlink).start()
+    parts_of(folder).committed()
     parts_of(folder).clean()
     assert parts_of(folder).committed().rows == {0: 4, 1: 4, 2: 4}
     assert len(rows_of(folder / "predictions")) == 12

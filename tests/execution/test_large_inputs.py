@@ -95,7 +95,7 @@ def test_the_controllers_memory_does_not_grow_with_the_blocks(tmp_path):
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
     tracemalloc.start()
     try:
-        RunController(plan, here).run()
+        RunController(plan.stages, plan.policy, here).run(plan)
     finally:
         tracemalloc.stop()
     assert sink.n_blocks == 2500

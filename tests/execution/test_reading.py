@@ -13,6 +13,7 @@ from ray.exceptions import LocalRayletDiedError, NodeDiedError, WorkerCrashedErr
 from cauc_ray.data.blocks import InputBlock, ids_digest
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution import reading
+from cauc_ray.execution.actors import kind_of
 from cauc_ray.execution.commits import FailedBlock
 from cauc_ray.execution.reading import LONG_PAUSES_S, PAUSES_S, BlockHeader, Piece, Reading, Work, read_blocks
 
@@ -157,11 +158,12 @@ class Plan:
     again: dict = field(default_factory=dict)
 
 
-def taken(read, n):
+def taken(read, n, starved=False):
     """Take so many blocks, or all if there are fewer."""
     blocks, deadline = [], time.time() + 240
     while len(blocks) < n and time.time() < deadline and not (read.exhausted and not read.owes and not read.n_asked):
-        read.ask(time.time())
+        while read.ask(time.time()):
+            pass
         ray.wait(read.streams, timeout=0.1) if read.streams else time.sleep(0.01)
         for stream in [*read.streams, *read.coming]:
             try:
@@ -170,8 +172,29 @@ def taken(read, n):
                 read.failed(stream, error)
                 continue
             blocks += [] if block is None else [block]
-        read.watch(time.time(), starved=False)
+        read.watch(time.time(), starved=starved)
     return blocks
+
+
+@dataclass(frozen=True)
+class Slow(Groups):
+    """Groups of one block, each of which takes its time; tasks note how many others read at the same time."""
+
+    def blocks(self, group, seen):
+        mine = self.folder / f"reads-{group}"
+        mine.touch()
+        n_readers = len(list(self.folder.glob("reads-*")))
+        time.sleep(0.3)
+        mine.unlink()
+        (self.folder / f"side-by-side-{n_readers}").touch()
+        yield group, InputBlock([f"row-{group}"], None, {"x": np.arange(1.0)}, 8)
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_readers_are_added_while_the_first_stage_waits_also_where_each_file_is_one_block(tmp_path):
+    blocks = taken(Reading(Plan(Slow(tmp_path, n_groups=60)), {}), 60, starved=True)
+    assert sorted(block.header.number for block in blocks) == list(range(60))
+    assert list(tmp_path.glob("side-by-side-[4-9]"))
 
 
 def rows_of(block):
@@ -190,15 +213,17 @@ def test_what_a_task_has_not_given_is_read_by_another(tmp_path, fault):
         assert rows_of(block) == [(f"row-{first}", [0.0]), (f"row-{first + 1}", [1.0])]
     n_attempts = len(list(tmp_path.glob("0-*")))
     assert n_attempts >= 2 if fault else n_attempts == 1
-    lost = [block for block in blocks if block.header.group == 0][1:]
+    lost = [block for block in blocks if block.header.group == 0]
     for block in lost:
         read.ask_again(block.header)
+        read.ask(time.time())
     assert read.owes
-    again = taken(read, 2)
+    again = taken(read, 3)
     assert all(block.again for block in again)
     assert [rows_of(block) for block in again] == [rows_of(block) for block in lost]
     assert (taken(read, 1), read.exhausted) == ([], True)
-    assert len(list(tmp_path.glob("0-*"))) == n_attempts + 1  # both by one task: a group may be costly to read
+    # Those that were lost while the first was read again, by one task: a group may be costly to read.
+    assert len(list(tmp_path.glob("0-*"))) == n_attempts + 2
 
 
 @pytest.mark.usefixtures("ray_session")
@@ -215,6 +240,16 @@ def test_all_tasks_of_a_node_may_die_with_it(tmp_path, error):
     for stream in streams:
         read.failed(stream, error("it is gone"))
     assert sorted(block.header.number for block in taken(read, 6)) == sorted(h.number for h in first.values())
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_call_whose_input_died_with_its_reader_has_lost_it_and_did_not_die_itself():
+    reader = ray.remote(num_cpus=0, max_retries=0)(lambda: os._exit(1)).remote()
+    called = ray.remote(num_cpus=0)(lambda rows: rows).remote(reader)
+    for ref, kind in ((reader, "died"), (called, "lost")):
+        with pytest.raises(ray.exceptions.RayError) as caught:
+            ray.get(ref, timeout=60)
+        assert kind_of(caught.value) == kind
 
 
 @pytest.mark.usefixtures("ray_session")

@@ -2,8 +2,28 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from runs import pool_of, python_model
 
-from cauc_ray.execution.replicas import StageLoad, scale
+from cauc_ray.cascade.scheduler import Scheduler
+from cauc_ray.execution.plan import RunPlan
+from cauc_ray.execution.replicas import Replicas, StageLoad, scale
+from cauc_ray.models.pool import load_pool
+
+
+def test_replicas_that_die_with_their_node_are_replaced_at_once(tmp_path, ray_session):
+    """However many there are: only what dies by itself may be the model's doing, and is waited with."""
+    pool = load_pool(pool_of(tmp_path, {"m": python_model("by_x")}, replicas={"min": 6}, resources={"num_cpus": 0}))
+    plan = RunPlan("run", pool.stages, None, None, None, None, n_done=0, block_rows=32, done={})
+    replicas, scheduler = Replicas(pool.stages, None, 0.0), Scheduler(*plan.limits(1e9))
+    for _ in range(3):
+        for replica in list(replicas.by_number.values()):
+            replica.node = "of a node that is gone"
+            replicas.lost(replica, "its node died", 1.0)
+        assert replicas.counts() == [(0, 0)]
+        assert not replicas.rescale(scheduler, 1.0)
+        assert replicas.counts() == [(0, 6)]
+    assert replicas.dies_loading(0) is None
+    replicas.close()
 
 
 @given(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jobs.faults.cascade import compare, write_cascade
+from jobs.faults.kinds import KINDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,34 +30,44 @@ def test_rows_that_end_unlike_the_replay_are_counted(tmp_path):
     assert compare(cascade, ids, answers, [], must_fail=failed) == right | {"wrongly_failed": 1}
 
 
-GATE = {
-    # test_submitted kills a driver.
-    "run": ["replicas-killed", "row-kills", "controller-killed", "node-replaced"],
-    "service": ["replica-killed", "replica-turns-bad"],
+# Of these a trial takes longer than 20 seconds, or needs a machine that lets networks be cut.
+LONG = {"stage-down-resumed", "store-full", "store-full-no-spilling", "network-cut", "network-stalls"}
+# A row whose logits are NaN is not tried again, though the fault may pass: it fails for its own sake.
+FAILS_ROWS = {"nan", "replica-turns-nan"}
+OF_BATCHES = {
+    target: [kind.name for kind in KINDS if target in kind.on and kind.name not in FAILS_ROWS]
+    for target in ("run", "collection")
 }
+GATE = {target: [name for name in names if name not in LONG] for target, names in OF_BATCHES.items()}
+GATE["service"] = ["replica-killed", "replica-turns-bad"]
 SOAK = {
-    "run": ["replica-turns-bad", "replica-hangs-on", "stage-down", "reader-killed", "input-damaged", "driver-killed"],
+    **OF_BATCHES,
     # Not always sound until issue 33: Serve counts replicas that a row ends soon after their start as a deployment
     # that failed, and the stage is down.
     "service": ["row-kills", "router-killed"],
 }
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("struck", "kinds"),
+    ("target", "kinds", "n_seeds"),
     [
-        *(pytest.param(struck, kinds, marks=pytest.mark.slow) for struck, kinds in GATE.items()),
-        *(pytest.param(struck, kinds, marks=pytest.mark.soak("faults")) for struck, kinds in SOAK.items()),
+        *(pytest.param(target, kinds, 1, id=target, marks=pytest.mark.slow) for target, kinds in GATE.items()),
+        *(
+            pytest.param(target, [kind], 10, id=f"{target}-{kind}", marks=pytest.mark.soak("faults"))
+            for target, kinds in SOAK.items()
+            for kind in kinds
+        ),
     ],
 )
-def test_faults_change_no_row(struck, kinds):
+def test_faults_change_no_row(target, kinds, n_seeds):
+    words = ["--targets", target, "--seeds", str(n_seeds), "--kinds", *kinds]
     done = subprocess.run(
-        [sys.executable, "-m", "jobs.bench", "faults", "--where", struck, "--seeds", "1", "--kinds", *kinds],
-        cwd=ROOT, capture_output=True, text=True, timeout=880, env={**os.environ, "RAY_ADDRESS": ""},
+        [sys.executable, "-m", "jobs.faults", *words],
+        cwd=ROOT, capture_output=True, text=True, timeout=3500, env={**os.environ, "RAY_ADDRESS": ""},
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    *printed, last = done.stdout.splitlines()
-    results = json.loads(last)["faults"]
-    assert set(results[struck]) == set(kinds)
-    assert results["sound"], "\n".join(printed)
+    printed, _, last = done.stdout.strip().rpartition("\n")
+    assert done.returncode == 0, f"{printed}\n{done.stderr}"
+    if "left_out" not in (results := json.loads(last)["faults"]):
+        assert set(results[target]) == set(kinds)
+        assert results["sound"], printed

@@ -17,11 +17,11 @@ from cauc_ray.policies.trace import replay
 CONFIDENCE = 0.8
 # Near what the first models' answers are wrong, without embeddings and with: where a wrong certificate would show.
 RISK = {False: 0.485, True: 0.455}
-EMBEDDED = ("benchmark-routing", "stacked-both", "cascade-routing")
+EMBEDDED = ("benchmark-routing", "cascade-routing")
 # Cascades by confidence, by a score, by solutions; routers by value; what learns nothing.
 QUICK = {"rf": 60, "margin": 60, "random": 60, "frugalgpt": 15, "benchmark-routing": 15}
 MANY = {"rf": 200, "margin": 200, "random": 200, "frugalgpt": 100, "benchmark-routing": 100}
-MANY |= {"cascade-routing": 40, "stacked-both": 40, "base": 100, "max-probability": 100}
+MANY |= {"cascade-routing": 40, "stacked": 40, "base": 100, "max-probability": 100}
 MANY |= dict.fromkeys(["routellm-sw", "routellm-mf", "graphrouter", "embedllm", "routerdc", "post-hoc-embed"], 20)
 # Base and RF are not fitted by what also has a validation split.
 CHOOSING = [name for name, of in METHODS.items() if not of.unpublished and name not in ("base", "rf", "auto", "duo")]

@@ -1,22 +1,35 @@
-"""Stacked cascades: CAUC-RF where no more terms are chosen, better where models can be recalibrated."""
+"""Stacked cascades: CAUC-RF where no penalty is chosen, better where models can be recalibrated; one price decides."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from synthetic import chain, chain_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import chain, chain_of, rows_of, seeds, splits
 
-from cauc_ray.policies.by_method import fit_policy, refit
+import cauc_ray
+from cauc_ray.errors import ConfigError, DataError, PolicyError
+from cauc_ray.policies.by_method import fit_method, fit_policy, refit
 from cauc_ray.policies.fitting import fit_rf
+from cauc_ray.policies.methods import METHODS, Fitting
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.stacking import variants_of
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import replay, trace_policy
+from cauc_ray.policies.trace import Examples, replay, steps_of, trace_policy
 
 NAMES = ("calibration", "validation")
+COSTS = np.array([1.0, 10.0, 30.0])
+WITHIN = ThresholdRule(budget=8.0)
+methods = pytest.mark.parametrize("method", ["rf", "stacked"])
 
 
-def confused(seed, n=500, k=5, m=2, *, ragged=False, shift=0):
+def fitted(method, calibration, validation=None, **rule):
+    compare = "gain" if method == "rf" else "confidence"
+    return fit_policy(method, calibration, validation, ThresholdRule(**rule, compare=compare), NAMES)
+
+
+def confused(seed, n=500, k=5, m=2, *, ragged=False, shift=0, costs=COSTS):
     """Return a chain whose models like some options too much, and take some for others."""
     rng = np.random.default_rng([seed, shift])
     kinds = np.random.default_rng(seed)
@@ -30,43 +43,206 @@ def confused(seed, n=500, k=5, m=2, *, ragged=False, shift=0):
         z[np.arange(n), favoured] += 1.5 + model
         z[np.arange(k) >= n_options[:, None]] = -np.inf
         logits.append(z.astype(np.float32))
-    return chain_of(labels, logits, [f"{shift}-{row}" for row in range(n)], np.array([1.0, 10.0, 30.0])[:m])
+    return chain_of(labels, logits, [f"{shift}-{row}" for row in range(n)], costs[:m])
 
 
-def test_without_other_terms_it_answers_as_rf_does_at_every_threshold():
-    calibration, validation = chain(3), chain(3, shift=1)
-    first = variants_of(calibration, validation)[0]
-    rf = fit_rf(calibration, validation, ThresholdRule(threshold=0.7))
-    of_first, of_rf = trace_policy(first, validation), trace_policy(rf, validation)
-    assert first.variant == "rf"
-    assert np.array_equal(of_first.predictions, of_rf.predictions)
-    assert of_first.confidences == pytest.approx(of_rf.confidences, rel=1e-6)
+def confidences(policy, data):
+    return trace_policy(policy, data).confidences
+
+
+@settings(max_examples=10, deadline=None)
+@given(seeds, st.integers(1, 3), st.booleans())
+def test_without_penalties_it_answers_as_rf_does_at_every_threshold(seed, m, ragged):
+    calibration, validation = splits(seed, 60, strengths=(1.0, 1.7, 2.4)[:m], ragged=ragged)
+    candidates = METHODS["stacked"].load()(Fitting(Examples(calibration), Examples(validation))).candidates
+    plain = candidates[-1].policy
+    assert [stage.penalty for stage in plain.stages] == [None] * m
+    rf = fit_rf(calibration, rule=ThresholdRule(threshold=0.7))
+    assert np.array_equal(trace_policy(plain, validation).predictions, trace_policy(rf, validation).predictions)
+    assert confidences(plain, validation) == pytest.approx(confidences(rf, validation), abs=1e-8)
+
+
+@methods
+def test_two_models_have_the_operating_points_of_one_threshold_of_confidences(method):
+    calibration, validation = splits(4, 300, strengths=(1.0, 2.0))
+    policy = fitted(method, calibration, validation)
+    of_confidences = trace_policy(policy.with_threshold(0.5), validation)
+    frontier = replace(of_confidences, worth=None).frontier(validation)
+    best = frontier.pareto(100)
+    assert [(at.cost, at.quality) for at in policy.curve] == list(zip(best.cost, best.quality, strict=True))
+    assert [at.threshold[0] for at in policy.curve] == pytest.approx(best.settings.tolist())
+    assert policy.with_threshold(0.6).threshold == (0.6,)
+    assert fitted(method, calibration, validation, threshold=0.6).id == policy.with_threshold(0.6).id
+
+
+@methods
+def test_with_three_models_a_threshold_is_refused_and_a_price_moves_every_stage(method):
+    calibration, validation = (confused(5, 400, m=3, shift=shift) for shift in range(2))
+    policy = fitted(method, calibration, validation, budget=15.0)
+    assert len(policy.threshold) == 2
+    for refused in (lambda: policy.with_threshold(0.7), lambda: fitted(method, calibration, validation, threshold=0.7)):
+        with pytest.raises(ConfigError, match="price") as error:
+            refused()
+        assert "\n" not in str(error.value)
+    prices = [point.price for point in policy.curve]
+    assert prices == sorted(prices, reverse=True)
+    assert policy.decision.at in prices
+    thresholds = np.array([point.threshold for point in policy.curve])
+    assert (np.diff(thresholds, axis=0) >= 0).all()  # what stops at a price stops at all higher ones
+    again = fitted(method, calibration, validation, price=policy.decision.at)
+    assert (again.id, again.threshold_choice.price) == (policy.id, policy.decision.at)
+    without = fitted(method, calibration, price=policy.decision.at)  # no validation: not midway between its rows
+    assert without.curve == ()
+    assert without.threshold == pytest.approx(policy.threshold, abs=0.05)
+    assert without.threshold == fitted(method, calibration, price=policy.decision.at).threshold
+    for point in policy.curve[::10]:
+        moved = policy.with_budget(point.cost)
+        assert (moved.threshold, moved.decision.at) == (point.threshold, point.price)
+        assert replay(moved, validation).costs.mean() == pytest.approx(point.cost)
+        assert np.mean(replay(moved, validation).predictions == validation.labels) == pytest.approx(point.quality)
+
+
+@methods
+def test_a_file_has_thresholds_and_price_and_one_of_an_earlier_edition_is_refused(method, tmp_path):
+    calibration, validation = splits(6, 200)
+    policy = fitted(method, calibration, validation, budget=9.0)
+    policy.save(tmp_path / "policy.json")
+    content = json.loads((tmp_path / "policy.json").read_text())
+    assert (len(content["threshold"]), content["decision"]["compare"]) == (2, "price")
+    assert Policy.load(tmp_path / "policy.json") == policy
+    assert refit(policy, calibration, validation) == policy
+    moved = Policy.of(content | {"threshold": [0.1, 0.2]})
+    assert moved.id != policy.id
+    with pytest.raises(PolicyError, match="threshold"):
+        Policy.of(content | {"threshold": [0.1]})
+    if method == "stacked":
+        with pytest.raises(PolicyError, match="fit it again") as error:
+            Policy.of(content | {"variant": "stacked-gain"})
+        assert "\n" not in str(error.value)
 
 
 def test_where_labels_are_confused_it_is_better_and_its_biases_are_part_of_the_id():
     calibration, validation, test = (confused(1, 1500, shift=shift) for shift in range(3))
     policies = {
-        method: fit_policy(method, calibration, validation, ThresholdRule(budget=8.0), NAMES)
-        for method in ("rf", "stacked")
+        "rf": fit_policy("rf", calibration, validation, WITHIN, NAMES),
+        "stacked": fitted("stacked", calibration, validation, budget=8.0),
     }
     right = {name: np.mean(replay(policy, test).predictions == test.labels) for name, policy in policies.items()}
     assert right["stacked"] > right["rf"] + 0.005
-    stacked = policies["stacked"]
-    assert stacked.variant in ("stacked", "stacked-gain")
-    assert stacked.on_selection.cost <= 8.0
-    assert stacked.with_budget(5.0).expected is None
-    assert refit(stacked, calibration, validation) == stacked
-    moved = json.loads(stacked.to_json())
-    moved["stages"][1]["biases"] = [0.0] * 5
-    assert Policy.of(moved).id != stacked.id
+    policy = policies["stacked"]
+    assert all(stage.matrix is not None for stage in policy.stages)
+    assert policy.on_selection.cost <= 8.0
+    assert policy.with_budget(5.0).expected is None
+    for name, numbers in (("biases", [0.0] * 5), ("matrix", np.zeros((5, 5)).tolist())):
+        moved = json.loads(policy.to_json())
+        moved["stages"][1][name] = numbers
+        assert Policy.of(moved).id != policy.id
 
 
-def test_expected_gains_decide_by_what_later_stages_cost():
-    calibration, validation = confused(5, 500, m=3), confused(5, 500, m=3, shift=1)
-    policy = variants_of(calibration, validation)[-1]
-    assert policy.variant == "stacked-gain"
-    confidences = np.linspace(0.01, 0.999, 200)
-    worth = policy.worth(0, confidences)
-    assert ((worth > 0) & (worth < 1)).all()
-    assert worth[-1] > worth[20]  # the sure are worth more where they are
-    assert policy.stages[-1].gain is None
+@settings(max_examples=6, deadline=None)
+@given(seeds, st.booleans())
+def test_answers_depend_on_no_batch_order_or_padding_and_steps_are_the_replay(seed, ragged):
+    calibration, validation = (confused(seed, 150, m=3, ragged=ragged, shift=shift) for shift in range(2))
+    policy = fitted("stacked", calibration, validation, budget=15.0)
+    whole, traced = replay(policy, validation), trace_policy(policy, validation)
+    answered = traced.at(policy.threshold, validation)
+    order = np.random.default_rng(seed).permutation(150)[:40]
+    padded = [np.pad(z[order], ((0, 0), (0, 2)), constant_values=-np.inf) for z in validation.logits]
+    for rows in ([z[order] for z in validation.logits], padded):
+        for stage, at, step in steps_of(policy, np.arange(40), lambda stage, at, rows=rows: rows[stage][at]):
+            done = order[at[step.accepted]]
+            assert (whole.stages[done] == stage).all()
+            assert np.array_equal(step.confidences[step.accepted], whole.confidences[done])
+    assert np.array_equal(answered.confidences, whole.confidences)
+    assert np.array_equal(answered.predictions, whole.predictions)
+
+
+def test_the_order_of_rows_changes_numbers_by_other_folds_only():
+    calibration = confused(2, 400)
+    policy = fitted("stacked", calibration, price=0.01)
+    permuted = fitted("stacked", rows_of(calibration, np.random.default_rng(0).permutation(400)), price=0.01)
+    assert [stage.penalty for stage in policy.stages] == [stage.penalty for stage in permuted.stages]
+    test = confused(2, 300, shift=2)
+    assert confidences(policy, test) == pytest.approx(confidences(permuted, test), abs=1e-3)
+
+
+@pytest.mark.parametrize(("k", "square"), [(20, True), (21, False)])
+def test_a_matrix_is_for_twenty_options_at_most_and_options_that_a_fit_has_not_seen_are_refused(k, square):
+    policy = fitted("stacked", confused(3, 600, k), price=0.01)
+    assert [stage.biases is not None for stage in policy.stages] == [True, True]
+    assert [stage.matrix is not None for stage in policy.stages] == [square, square]
+    with pytest.raises(DataError, match=f"{k} that the policy was fitted on"):
+        replay(policy, confused(3, 5, k + 1))
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["planted", "one class", "constant logits", "free calls"])
+@methods
+@pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")
+def test_a_handful_of_rows_one_class_constant_logits_and_free_calls_are_fitted(n, kind, method):
+    costs = np.array([1.0, 0.0, 5.0]) if kind == "free calls" else COSTS
+    calibration = confused(7, n, m=3, costs=costs)
+    if kind == "one class":
+        calibration = replace(calibration, labels=np.zeros(n, np.int32))
+    if kind == "constant logits":
+        calibration = replace(calibration, logits=tuple(np.zeros_like(z) for z in calibration.logits))
+    policy = fitted(method, calibration, confused(7, 30, m=3, costs=costs, shift=1))
+    answers = replay(policy, confused(7, 20, m=3, costs=costs, shift=2))
+    assert np.isfinite(answers.confidences).all()
+    if n == 1 and method == "stacked":
+        assert all(stage.penalty is None for stage in policy.stages)
+
+
+def embedded(seed, n, *, tells, shift=0):
+    data = confused(seed, n, m=3, shift=shift)
+    rng = np.random.default_rng([seed, shift, 9])
+    vectors = 3 + rng.standard_normal((n, 12)) + tells * 2 * np.eye(5, 12)[data.labels]
+    return Examples(data, vectors.astype(np.float32), encoder="enc")
+
+
+def test_an_embedding_that_tells_labels_is_stage_0_and_no_other_is():
+    rule = ThresholdRule(budget=4.0)
+    policies = {}
+    for tells in (False, True):
+        calibration, validation = (embedded(8, 400, tells=tells, shift=shift) for shift in range(2))
+        policies[tells] = fit_method("stacked", Fitting(calibration, validation), rule)
+    policy, test = policies[True], embedded(8, 400, tells=True, shift=2)
+    assert (policy.encoder, policies[False].encoder) == ("enc", None)
+    data = test.own_chain(["m0", "m1", "m2"], encoded=True)
+    answers = replay(policy, data)
+    alone = replay(fitted("stacked", calibration.chain, validation.chain, budget=4.0), test.chain)
+    assert np.mean(answers.predictions == data.labels) > np.mean(alone.predictions == data.labels) + 0.05
+    traced = trace_policy(policy, data).at(policy.threshold, data)
+    assert np.array_equal(traced.confidences, answers.confidences)
+    few = [z[5:9, :3] if stage else z[5:9] for stage, z in enumerate(data.logits)]  # of three options alone
+    for _, _, step in steps_of(policy, np.arange(4), lambda stage, at: few[stage][at]):
+        assert step.scores.shape[1] in (0, 3)
+    arrays = dict(zip(data.models, data.logits, strict=True))
+    assert np.array_equal(policy.predict(arrays).prediction, answers.predictions)
+    packed = Policy.of(policy.packed())
+    assert (packed.id, packed) == (policy.id, policy)
+    with pytest.raises(PolicyError, match="fitted anew"):
+        refit(policy, calibration.own_chain(["m0", "m1", "m2"], encoded=True), None)
+
+
+def test_the_options_of_rule_and_price_reach_both_methods():
+    calibration, validation = splits(9, 200)
+    arrays = [dict(zip(data.models, data.logits, strict=True)) for data in (calibration, validation)]
+    options = {"costs": [1, 4, 15], "validation": (arrays[1], validation.labels), "price": 0.02}
+    by_gain = cauc_ray.fit(arrays[0], calibration.labels, method="rf", rule="gain", **options)
+    plain = cauc_ray.fit(arrays[0], calibration.labels, method="rf", **options)
+    assert (len(by_gain.threshold), by_gain.decision.at) == (2, 0.02)
+    assert (type(plain.threshold), plain.decision) == (float, None)
+    assert cauc_ray.fit(arrays[0], calibration.labels, method="stacked", **options).decision.at == 0.02
+
+
+def test_a_search_takes_stacked_cascades_of_the_best_sub_chains():
+    calibration, validation = (chain(11, 250, shift=shift) for shift in range(2))
+    arrays = [dict(zip(data.models, data.logits, strict=True)) for data in (calibration, validation)]
+    options = {"costs": [1, 4, 15], "validation": (arrays[1], validation.labels), "budget": 6.0}
+    policy = cauc_ray.fit(arrays[0], calibration.labels, method="auto", **options)
+    whole = cauc_ray.fit(arrays[0], calibration.labels, method="stacked", **options)
+    assert policy.method == policy.search.chosen.method == "stacked"
+    assert policy.expected.accuracy.value >= whole.expected.accuracy.value
+    assert policy.expected.accuracy.value == pytest.approx(policy.search.chosen.quality)
+    assert policy.expected.cost == pytest.approx(policy.search.chosen.cost)

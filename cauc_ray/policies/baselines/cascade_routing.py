@@ -12,19 +12,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from cauc_ray.numbers.logits import log_softmax, real_options
+from cauc_ray.numbers.multinomial import fit_classifier
 from cauc_ray.numbers.sweep import pareto
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.baselines.frugalgpt import logistic
 from cauc_ray.policies.baselines.routing import fit_single
 from cauc_ray.policies.baselines.solved import Solved
 from cauc_ray.policies.cascade_routing import Called, CascadeRoutingPolicy, features_of, name_of, onward, sets_of
-from cauc_ray.policies.experts import fit_experts
 from cauc_ray.policies.features import Scaler
 from cauc_ray.policies.methods import Fitted, Fitting
 from cauc_ray.policies.trace import Examples, costs_to_come
 
 # Prices are drawn at random, then near the best so far, so many each time.
 N_DRAWN, N_ROUNDS = 250, 4
+# Log odds of the second of two options.
+_ODDS = np.array([-1.0, 1.0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +81,10 @@ def fit_cascade_routing(fitting: Fitting) -> Fitted:
         return fit_single(fitting, 0)
     arrays, told = dict[str, Floats](), np.zeros((len(chain), 0))
     if calibration.embeddings is not None:
-        n_options = chain.logits[0].shape[1]
-        experts, of_rows = fit_experts(
-            calibration.embeddings, calibration.correct(), chain.labels, n_options, with_labels=False
-        )
-        arrays |= experts.arrays
-        own = [np.zeros(len(chain)) if each is None else each for each in of_rows.competences]
-        told = np.column_stack(own)
+        odds = [_odds_by(calibration.embeddings, right) for right in calibration.correct().T]
+        weights, offsets, columns = zip(*odds, strict=True)
+        arrays |= {"of_models": np.stack(weights), "model_offsets": np.array(offsets)}
+        told = np.column_stack(columns)
     logs, right = _logs(calibration), calibration.correct()
     sets = sets_of(len(chain.models))
     for called in sets:
@@ -95,6 +94,15 @@ def fit_cascade_routing(fitting: Fitting) -> Fitted:
     notes = ["no variances", f"at most {len(sets[-1])} calls" * (len(sets[-1]) < len(chain.models))]
     note = "; ".join(filter(None, (*notes, validation.embedding_note)))
     return Solved.of(policy, read_of, solutions, validation, note)
+
+
+def _odds_by(embeddings: Floats, right: Bools) -> tuple[Floats, float, Floats]:
+    """Return weights, (d,), and offset of the log odds that a model is right, and held-out ones; 0 if unpredictable."""
+    vectors = np.asarray(embeddings, dtype=np.float64)
+    fit = fit_classifier(vectors, right.astype(np.int64), 2)
+    if not fit.explains:
+        return np.zeros(vectors.shape[1]), 0.0, np.zeros(len(right))
+    return fit.weights @ _ODDS, float(fit.offsets @ _ODDS), fit.held_out @ _ODDS
 
 
 def _logs(examples: Examples) -> list[Floats]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from cauc_ray.numbers.calibration import fit_temperatures
+from cauc_ray.numbers.logits import real_options
 from cauc_ray.numbers.metrics import upper_hull
+from cauc_ray.numbers.multinomial import fit_classifier
+from cauc_ray.numbers.products import products
+from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.baselines.routing import routed
 from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.methods import Fitted, Fitting, Thresholded
 from cauc_ray.policies.routers import RandomPolicy, random_numbers
 from cauc_ray.policies.scored import DuoPolicy, RawPolicy
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import Examples, Trace, trace_policy
+from cauc_ray.policies.trace import Examples, Trace, trace_policy, with_embedding_paid
 
 
 def fit_margin(fitting: Fitting) -> Fitted:
@@ -63,6 +67,28 @@ def fit_shuffled(fitting: Fitting) -> Fitted:
         return Trace(own.predictions, own.confidences[order], own.calls)
 
     return Thresholded(shuffled, fitting.validation, note="CAUC-RF's confidences")
+
+
+def fit_embedding(fitting: Fitting) -> Fitted:
+    """Fit a classifier of the queries' embeddings that calls no model: what such a classifier gives by itself."""
+    chain = fitting.calibration.chain
+    n_options = chain.logits[0].shape[1]
+    classifier = fit_classifier(_vectors(fitting.calibration), chain.labels, n_options)
+
+    def answers(examples: Examples) -> Trace:
+        scores = products(_vectors(examples), classifier.weights.T) + classifier.offsets
+        options = real_options(examples.chain.logits[0])
+        k = min(n_options, options.shape[1])  # splits may differ in the most options that a question has
+        choices = np.where(np.isfinite(options[:, :k]), scores[:, :k], -np.inf).argmax(axis=1)[:, None]
+        calls = np.zeros((1, len(examples.chain.models)), dtype=bool)
+        return with_embedding_paid(Trace(choices.astype(np.int32), np.ones(choices.shape), calls), examples)
+
+    return Thresholded(answers, fitting.validation, note=fitting.calibration.embedding_note or "calls no model")
+
+
+def _vectors(examples: Examples) -> Floats:
+    assert examples.embeddings is not None
+    return np.asarray(examples.embeddings, dtype=np.float64)
 
 
 def fit_oracle(fitting: Fitting) -> Fitted:
