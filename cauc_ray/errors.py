@@ -13,6 +13,7 @@ CaucError
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -20,9 +21,27 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, Protocol
 
+# A password before a host, and values of a query that grant access: keys, tokens, signatures.
+_SECRETS = re.compile(
+    r"(?<=://)[^\s/@]*:[^\s/@]*(?=@)|(?<=[?&])([\w-]*(?:key|token|secret|sig|signature|password|credential))=[^&\s'\"]+",
+    re.IGNORECASE,
+)
+
+
+def masked(text: str) -> str:
+    """Return a text without the secrets of the URIs in it.
+
+    >>> masked("s3://user:password@bucket/a?secret_key=abc&region=b cannot be read")
+    's3://***@bucket/a?secret_key=***&region=b cannot be read'
+    """
+    return _SECRETS.sub(lambda match: "***" if match[1] is None else f"{match[1]}=***", text)
+
 
 class CaucWarning(UserWarning):
     """Something that works but is probably not intended; the message states what was done."""
+
+    def __str__(self) -> str:
+        return masked(super().__str__())
 
 
 class GuardWarning(CaucWarning):
@@ -59,6 +78,9 @@ def warn(text: str) -> None:
 
 class CaucError(Exception):
     """A problem that the user can fix; the message states in one line what is wrong and what to do."""
+
+    def __str__(self) -> str:
+        return masked(super().__str__())
 
 
 class DataError(CaucError):
@@ -161,5 +183,5 @@ MOST_LETTERS = 500
 
 def printable(text: str) -> str:
     """Return another program's message in a form that any file can store: short, and valid as UTF-8."""
-    whole = text.encode("utf-8", "replace").decode()
+    whole = masked(text.encode("utf-8", "replace").decode())
     return whole if len(whole) <= MOST_LETTERS else f"{whole[:MOST_LETTERS]}…"

@@ -289,6 +289,13 @@ def raises_wordlessly(batch, example):
 
 
 @before(by_x)
+def dies_on_x(batch, x):
+    """Answer as by_x does, but be killed on a batch that holds a value."""
+    if (batch["x"] == x).any():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@before(by_x)
 def dies_on(batch, example):
     """Answer, but be killed on any batch that holds one example."""
     if example in batch["example_id"]:

@@ -566,12 +566,12 @@ class ServeOptions(ClusterOptions):
     port: int = option("port to listen on; 0 takes a free one", 8000)
     grpc_port: int | None = option("port to answer gRPC on as well; 0 takes a free one (default: none)")
     name: str | None = option("name of the model in URLs (default: the pool's)")
-    local: bool = option("serve in this process, without Ray", False)
+    local: bool = option("serve from this process, without Ray", False)
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
         if self.local and self.address is not None:
-            raise ConfigError("a local service runs in one process: give either local or the address of a Ray cluster")
+            raise ConfigError("a local service runs without Ray: give either local or the address of a Ray cluster")
         return self
 
 

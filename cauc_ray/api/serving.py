@@ -15,13 +15,12 @@ from typing import Any
 from urllib.parse import quote
 
 from cauc_ray.api.options import ServeOptions, SetPolicyOptions
-from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.errors import ConfigError, ExecutionError, PolicyError, printable, require_packages
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, load_pool
 from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.serving.policies_live import PolicyChange
-from cauc_ray.serving.service import require_name
+from cauc_ray.serving.service import require_name, require_servable
 
 POLICY_TOKEN = "CAUC_POLICY_TOKEN"
 HTTP_DEADLINE_S = 30.0
@@ -80,7 +79,7 @@ def serve(
         port: the port to listen on; 0 takes a free one.
         grpc_port: the port to answer gRPC on as well; 0 takes a free one.
         name: of the model in URLs; without one the pool's.
-        local: serve in this process, without Ray.
+        local: serve from this process, without Ray.
         address: of a Ray cluster; without it the session of this process, or one for this service.
         on_wait: called with a few words on what is waited for.
 
@@ -94,10 +93,7 @@ def serve(
     require_packages("serving", "serve", "starlette", "uvicorn", "prometheus_client")
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     source, policy = policy, policy_of(policy)
-    stages = pool.chain(policy.models)
-    require_agreement(stages, policy)
-    for stage in stages:
-        stage.model.check(local or _runs_here(address))
+    require_servable(pool, policy, local=local or _runs_here(address))
     if pool.serving.policy_every_s is not None and (not local or isinstance(source, Policy)):
         raise ConfigError("serving.policy_every_s is for a local service with a policy file; start it with --local")
     port = _free_port(host, port)

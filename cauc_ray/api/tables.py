@@ -14,6 +14,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from cauc_ray.errors import masked
 from cauc_ray.policies.notebook import share_text
 
 Mark: TypeAlias = Literal["", "bold", "underline"]
@@ -187,7 +188,7 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[
 
 def line(text: str) -> None:
     """Print a line as it is."""
-    Console(soft_wrap=True).print(text, markup=False, highlight=False)
+    Console(soft_wrap=True).print(masked(text), markup=False, highlight=False)
 
 
 def _line(texts: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_o
 
 from cauc_ray import __version__
 from cauc_ray.cli.supervising import leave_on_signals, supervise
-from cauc_ray.errors import CaucError, own_warnings
+from cauc_ray.errors import CaucError, masked, own_warnings
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -111,7 +111,7 @@ def _run(options: argparse.Namespace, *, is_process: bool) -> int:
     def say(result: Mapping[str, Any], show: Callable[[], None], *lines: str) -> None:
         with redirect_stdout(out):
             if options.json:
-                print(json.dumps(result, allow_nan=False))
+                print(masked(json.dumps(result, allow_nan=False)))
             else:
                 from cauc_ray.api.tables import line
 
@@ -160,7 +160,7 @@ def _stopped_by_sigterm(terminated: threading.Event) -> Iterator[None]:
 
 
 def _say(kind: str, message: str) -> None:
-    print(f"cauc: {kind}: {' '.join(message.split())}", file=sys.stderr)
+    print(masked(f"cauc: {kind}: {' '.join(message.split())}"), file=sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -332,5 +332,5 @@ def _write(line: str) -> None:
     # In one piece, through whatever stands for standard error now: a progress bar moves out of its way.
     # Where nobody reads it any more, the line is lost and the work goes on, as with Python's own warnings.
     with suppress(OSError):
-        sys.stderr.write(f"{line}\n")
+        sys.stderr.write(f"{masked(line)}\n")
         sys.stderr.flush()

@@ -140,6 +140,7 @@ class PoolServing(Section):
         max_request_rows: Most rows in one request.
         max_body_mb: Largest body of a request, in 10^6 bytes, decompressed.
         max_queued_rows: Most rows that may wait for a stage in one router.
+        keep_alive_s: Seconds after which a connection without requests is closed; more than those of a proxy before it.
         shadow: Share of answers of stages before the last that are compared with the whole cascade's, when its stages
             are idle; with log, of all answers.
         log: Writes the shadow sample with every model's logits as a logit table.
@@ -153,6 +154,7 @@ class PoolServing(Section):
     max_request_rows: int = Field(default=4096, ge=1)
     max_body_mb: float = Field(default=64.0, gt=0)
     max_queued_rows: int = Field(default=8192, ge=1)
+    keep_alive_s: float = Field(default=75.0, ge=1)
     shadow: float = Field(default=0.0, ge=0, le=1)
     log: LogSpec | None = None
     candidate: CandidateSpec | None = None

@@ -57,9 +57,9 @@ class NamedOutput(TypedDict):
 
 
 class RequestParameters(TypedDict, total=False):
-    """What a request may ask for."""
+    """What a request may ask for; unknown names are ignored."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[misc]
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False)  # type: ignore[misc]
     max_cost: Annotated[
         Annotated[float, Field(ge=0)] | None, Field(description="the most that the calls for one row may cost")
     ]
@@ -83,12 +83,18 @@ class RequestParameters(TypedDict, total=False):
 
 
 class InferenceRequest(TypedDict):
-    """Rows to be answered. Null is the same as a missing key, and unknown keys are ignored."""
+    """Rows to be answered, as inputs or row by row. Null is the same as a missing key, and unknown keys are ignored."""
 
     __pydantic_config__ = ConfigDict(cache_strings="keys")  # type: ignore[misc]
     id: NotRequired[str | None]
     parameters: NotRequired[RequestParameters | None]
-    inputs: Annotated[list[InputTensor], Field(min_length=1, fail_fast=True)]
+    inputs: NotRequired[Annotated[list[InputTensor], Field(min_length=1, fail_fast=True)] | None]
+    rows: NotRequired[
+        Annotated[
+            list[dict[str, Any]] | None,
+            Field(min_length=1, description="in place of inputs: an object for each row, as in a file of JSON Lines"),
+        ]
+    ]
     outputs: NotRequired[Annotated[list[NamedOutput], Field(fail_fast=True)] | None]
 
 
@@ -140,6 +146,7 @@ class InferRequest:
     Attributes:
         id: Identifier that the response repeats.
         inputs: Tensors by name.
+        rows: The rows by column names in place of inputs, None where there are inputs.
         outputs: Whether each requested output is written as raw bytes, by name.
         parameters: Parameters of the request.
     """
@@ -148,6 +155,7 @@ class InferRequest:
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, bool]
     parameters: RequestParameters
+    rows: Sequence[Mapping[str, Any]] | None = None
 
 
 def read_infer_request(body: bytes | memoryview, json_length: int | None) -> InferRequest:
@@ -175,10 +183,13 @@ def infer_request_of(content: bytes | Mapping[str, Any], raw: memoryview) -> Inf
         raw: The raw bytes of the inputs that declare them, in order.
     """
     message = _read(_REQUEST, "request", content)
-    parameters = message.get("parameters") or {}
+    parameters, inputs, rows = message.get("parameters") or {}, message.get("inputs"), message.get("rows")
+    if (inputs is None) == (rows is None):
+        raise RequestError("the request is invalid: it must have either inputs or rows")
     return InferRequest(
         id=message.get("id"),
-        inputs=_read_tensors("input", message["inputs"], raw),
+        rows=rows,
+        inputs=_read_tensors("input", inputs or (), raw),
         outputs=_read_outputs(message.get("outputs") or (), parameters.get("binary_data_output") or False),
         parameters=parameters,
     )

@@ -71,7 +71,7 @@ class Tensor:
         name: Name of the tensor.
         datatype: A key of DATATYPES.
         values: Array of its dtype, any shape; of BYTES, objects of `bytes`. Tensors that were read may be read-only,
-            and hold NaN if they came as raw bytes.
+            hold NaN, and, where JSON has nulls, be arrays of objects.
 
     >>> Tensor.from_json("x", "INT8", [2, 2], [1, 2, 3, 4]).values.tolist()
     [[1, 2], [3, 4]]
@@ -123,7 +123,7 @@ class Tensor:
         """Return the values for JSON, flat. Raises RequestError where JSON cannot hold them."""
         try:
             if self.datatype == "BYTES":
-                return [element.decode() for element in self.values.ravel()]
+                return [element if element is None else element.decode() for element in self.values.ravel()]
         except UnicodeDecodeError as error:
             raise self._not_for_json("bytes that are not UTF-8") from error
         if self.values.dtype.kind == "f" and not all_finite(self.values):
@@ -158,8 +158,17 @@ def all_finite(values: npt.NDArray[Any]) -> bool:
 
 
 def _typed(name: str, datatype: str, values: list[Any]) -> npt.NDArray[Any]:
-    """Return values (n,) as an array. Raises RequestError for other types and what the datatype cannot hold."""
+    """Return values (n,) as an array, with nulls as a run has them in columns.
+
+    A null is NaN among numbers, and None among others; integers and booleans with nulls are an array of objects.
+    Raises RequestError for other types and what the datatype cannot hold.
+    """
     dtype = DATATYPES[datatype]
+    if None in values:
+        present = iter(_typed(name, datatype, [value for value in values if value is not None]))
+        null = None if dtype.kind in "bO" else np.float64(np.nan)
+        with_nulls = np.fromiter((null if value is None else next(present) for value in values), object, len(values))
+        return with_nulls.astype(dtype) if dtype.kind == "f" else with_nulls
     if wrong := sorted(value_type.__name__ for value_type in set(map(type, values)) - _TYPES[dtype.kind]):
         raise _fault(name, f"is {datatype}, but its data have values of type {' and '.join(wrong)}")
     if datatype == "BYTES":
@@ -169,7 +178,7 @@ def _typed(name: str, datatype: str, values: list[Any]) -> npt.NDArray[Any]:
         array: npt.NDArray[Any] | None = np.frombuffer(struct.pack(f"{len(values)}{dtype.char}", *values), dtype)
     except (OverflowError, struct.error):
         array = None
-    if array is None or not all_finite(array):
+    if array is None or np.isinf(array).any():
         raise _fault(name, f"has a number outside the range of {datatype}")
     return array
 

@@ -17,9 +17,9 @@ from cauc_ray.cli.verbs import VERBS
 from cauc_ray.models.pool import Pool
 from cauc_ray.protocol.messages import InferenceRequest
 from cauc_ray.serving.decisions import DecisionRequest
+from cauc_ray.serving.feedback import FeedbackMessage
 from cauc_ray.serving.http_app import OPENAPI
 from cauc_ray.serving.policies_live import PolicyChange
-from cauc_ray.serving.watching import FeedbackMessage
 
 # The verbs that people give a config file (`--config`).
 CONFIGS = ("collect", "fit", "evaluate", "compare", "sweep", "run", "serve", "plan", "paper")

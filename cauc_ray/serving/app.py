@@ -13,32 +13,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import ray
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingPolicy, HTTPOptions, RequestRouterConfig, gRPCOptions
 from ray.serve.exceptions import RayServeException
 
-from cauc_ray.cascade.worker import require_agreement
-from cauc_ray.errors import ExecutionError, printable
+from cauc_ray.errors import ConfigError, ExecutionError, printable
 from cauc_ray.execution.actors import placement
 from cauc_ray.execution.cluster import require_fit
 from cauc_ray.execution.session import ray_session
 from cauc_ray.models.pool import Pool, Replicas, StageSpec, load_pool, pool_of
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.on_serve import ROUTER, NamedReplica, Router, StageServer, stage_deployment
+from cauc_ray.serving.on_serve import ROUTER, STOP_S, AppVersion, NamedReplica, Router, StageServer, stage_deployment
 from cauc_ray.serving.scaling import replicas_for
-from cauc_ray.serving.service import environment, policies_at_start, require_name
+from cauc_ray.serving.service import environment, policies_at_start, require_name, require_servable
 
 PROXY_PERIOD = "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"
 START_DEADLINE_S = 900.0
-# Routers that do not report within this are not ready.
-ASK_S = 5.0
 # How long a service that is stopped waits for open requests, and then for Serve's proxy to have sent their answers.
 GRACE_S = 4.0
 SENT_S = 0.1
 # Has Serve's proxies answer gRPC: what `grpc_options.grpc_servicer_functions` names.
 ADD_TO_PROXY = "cauc_ray.serving.over_grpc:add_to_proxy"
+# A changed application has all of its new replicas before the old ones stop.
+SURGE_PERCENT = 100
+# Each line of a replica's log is JSON; that of a request has its fields under `cauc`.
+LOGGING = {"encoding": "JSON"}
 # The router refuses early by itself; these only keep Serve from refusing before it.
 ROUTER_REQUESTS = 10_000
 
@@ -61,7 +63,8 @@ def build_app(args: ServingArgs) -> Application:
     """Return a pool's cascade as a Serve application: import path `cauc_ray.serving:build_app`.
 
     Paths are of the node where Serve builds the application, relative ones from its working directory.
-    Raises ConfigError or PolicyError in one line where pool, policy and chain do not fit together.
+    Raises ConfigError, PolicyError or ExecutionError in one line where `cauc serve` would: pool, policy and chain do
+    not fit together, or the stages do not fit on the cluster. What ran before goes on.
     """
     pool = load_pool(args.pool) if isinstance(args.pool, str) else pool_of(args.pool, Path.cwd())
     policy = Policy.load(args.policy) if isinstance(args.policy, str) else Policy.of(args.policy)
@@ -71,12 +74,18 @@ def build_app(args: ServingArgs) -> Application:
 def application(pool: Pool, policy: Policy, name: str | None = None) -> Application:
     """Return a pool's cascade with a policy as a Serve application."""
     model = require_name(pool.name if name is None else name)
-    stages = pool.chain(policy.models)
-    require_agreement(stages, policy)
+    stages = require_servable(pool, policy, local=False)
+    if pool.serving.policy_every_s is not None:
+        raise ConfigError("serving.policy_every_s is for a local service; start it with --local")
+    if ray.is_initialized():
+        require_fit(stages)
     degrades = pool.on_failure == "degrade"
-    deployments = [_stage(spec).bind(spec, stage, can_wait=degrades and stage > 0) for stage, spec in enumerate(stages)]
-    life = uuid.uuid4().hex  # a policy that was set in an earlier life of this application is not this one's
-    return _router(pool).bind(model, pool, policies_at_start(pool, policy), deployments, life)
+    # A policy that was set in an earlier version of this application is not this one's.
+    version = AppVersion(uuid.uuid4().hex, len(stages))
+    deployments = [
+        _stage(spec).bind(spec, stage, version, can_wait=degrades and stage > 0) for stage, spec in enumerate(stages)
+    ]
+    return _router(pool).bind(model, pool, policies_at_start(pool, policy), deployments, version)
 
 
 def _stage(spec: StageSpec) -> Any:
@@ -90,7 +99,9 @@ def _stage(spec: StageSpec) -> Any:
         max_ongoing_requests=1000,
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
-        graceful_shutdown_timeout_s=5.0,
+        graceful_shutdown_timeout_s=STOP_S,
+        max_surge_percent=SURGE_PERCENT,
+        logging_config=LOGGING,
         **_scale(
             spec.replicas,
             policy=AutoscalingPolicy(policy_function=replicas_for),
@@ -110,6 +121,8 @@ def _router(pool: Pool) -> Any:
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=10.0,
+        max_surge_percent=SURGE_PERCENT,
+        logging_config=LOGGING,
         **_scale(router.replicas, target_ongoing_requests=100, upscale_delay_s=10.0, downscale_delay_s=300.0),
     )
 
@@ -145,7 +158,6 @@ def serve_service(
     serve_logger = logging.getLogger("ray.serve")
     # Read by the session that is started here, if one is: else Serve misses a proxy that died for half a minute.
     with environment(PROXY_PERIOD, os.environ.get(PROXY_PERIOD, "1")), ray_session(address, needed + 1):
-        require_fit(stages)
         on_wait("starting Serve")
         app = application(pool, policy, model)
         if serve.status().proxies:
@@ -156,7 +168,11 @@ def serve_service(
         level = serve_logger.level
         try:
             serve_logger.setLevel(logging.ERROR)  # this module reports the same in fewer words
-            serve.start(http_options=HTTPOptions(host=host, port=port), grpc_options=_grpc_options(grpc_port))
+            keep_alive_s = round(pool.serving.keep_alive_s)
+            serve.start(
+                http_options=HTTPOptions(host=host, port=port, keep_alive_timeout_s=keep_alive_s),
+                grpc_options=_grpc_options(grpc_port),
+            )
             target = serve.RunTarget(app, name=model, route_prefix="/", logging_config=None)
             serve.run_many([target], wait_for_applications_running=False)
             _wait_until_ready(model, on_wait)
@@ -196,24 +212,14 @@ def _wait_until_ready(app: str, on_wait: Callable[[str], None]) -> None:
     while time.monotonic() < deadline:
         status = serve.status().applications.get(app)
         if status is not None and status.status == "RUNNING":
-            if _routers_are_ready(app):
-                return
-        elif status is not None:
+            return  # a router runs once it knows of the stages' replicas
+        if status is not None:
             if status.status in ("DEPLOY_FAILED", "UNHEALTHY") and not _recovers(status):
                 raise ExecutionError(f"the service does not start: {_reason(status)}")
             waiting = [name for name, deployment in status.deployments.items() if deployment.status != "HEALTHY"]
             on_wait(f"waiting for {', '.join(waiting) or 'the stages'}")
         time.sleep(0.1)
     raise ExecutionError(f"the service has not started within {START_DEADLINE_S:.0f} s")
-
-
-def _routers_are_ready(app: str) -> bool:
-    """Return whether all routers know of the stages' replicas, which they hear of later than Serve itself."""
-    try:
-        return all(serve.get_deployment_handle(ROUTER, app).broadcast("ready").results(timeout_s=ASK_S))
-    except Exception as error:  # a router that is just replaced fails in any way
-        logger.warning(f"cannot check whether a router is ready: {type(error).__name__}: {error}")
-        return False
 
 
 def _recovers(status: Any) -> bool:

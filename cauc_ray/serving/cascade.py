@@ -11,7 +11,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 from cauc_ray.cascade import events
 from cauc_ray.cascade.blame import Blame
@@ -24,16 +24,20 @@ from cauc_ray.cascade.stage import StageLimits
 from cauc_ray.cascade.worker import MOST_POLICIES
 from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
-from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.demand import Demand, OpenRequests
-from cauc_ray.serving.metrics import ServingMetrics
-from cauc_ray.serving.request_state import Answer, RequestState, StageCall, StageError, requests_of, stage_call
-from cauc_ray.serving.shadows import Shadows
-
-if TYPE_CHECKING:
-    from cauc_ray.serving.table_log import TableLog
+from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.request_state import (
+    Answer,
+    Question,
+    RequestState,
+    StageCall,
+    StageError,
+    requests_of,
+    stage_call,
+)
 
 # What may wait before a stage: inputs are held in this process, next to what is being read and answered.
 QUEUE_BYTES = 1 << 30
@@ -77,7 +81,8 @@ class Cascade:
     """Answers requests by calling a chain's stages, on one event loop; made where that loop runs.
 
     A pool whose on_failure is "degrade" answers with the best so far where a later stage cannot; "fail" refuses
-    the request. `replicas` updates the stages' replicas.
+    the request. `replicas` updates the stages' replicas. Observers see each request before its first call and at its
+    end.
     """
 
     def __init__(
@@ -85,12 +90,11 @@ class Cascade:
         stages: Sequence[StageSpec],
         pool: Pool,
         clients: Sequence[StageClient],
-        metrics: ServingMetrics,
-        log: TableLog | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.names = [spec.name for spec in stages]
         self._degrades = pool.on_failure == "degrade"
-        self._metrics, self._clients = metrics, clients
+        self._clients, self._observers = clients, observers
         self._id = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
         self._open_requests = OpenRequests(self._loop.time)
@@ -118,12 +122,11 @@ class Cascade:
         self._numbers: list[dict[str, int]] = [{} for _ in stages]
         self._replica_names: dict[int, str] = {}
         self._leaving: set[str] = set()
-        self._next_number = count()
+        self._next_number, self._next_request = count(), count()
         self._tasks: dict[Call, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = inf
         self._pumps = False
-        self.shadows = Shadows(pool.serving.shadow, self, metrics, log)
         # Called with verdicts on inputs, for other routers.
         self.on_news: Callable[[list[VerdictReached]], None] = lambda news: None
 
@@ -139,7 +142,7 @@ class Cascade:
         asks_for: frozenset[Vector] = frozenset(),
         timeout_s: float | None = None,
         priority: int = 0,
-        chosen: Bools | None = None,
+        question: Question | None = None,
     ) -> RequestState:
         """Answer a request of n rows; if the caller is cancelled, so is what has not begun.
 
@@ -151,7 +154,7 @@ class Cascade:
             asks_for: Requested vectors of each row.
             timeout_s: Seconds that the caller waits, where these are less than the service gives a request.
             priority: Priority, as Owner has it.
-            chosen: Rows of the shadow sample, bool (n,).
+            question: What else the client has asked, for observers.
 
         Raises:
             RequestError: 429 or 503 where a stage that is needed cannot answer, 422 for a row that a model refuses.
@@ -165,19 +168,24 @@ class Cascade:
             columns,
             n,
             last_stage,
-            self._metrics,
             priority=priority,
             degrades=self._degrades,
             asks_for=asks_for,
-            chosen=chosen,
-            logs=self.shadows.log is not None,
+            question=question,
+            number=next(self._next_request),
         )
+        for observer in self._observers:
+            observer.on_request(request)
         first = policy.first(n, _ids(columns, n) if policy.by_id else None)
         self._open_requests.came(1)
         try:
             await self.follow(request, 0 if first is None else first, None, timeout_s)
         finally:
             self._open_requests.left(1)
+            for observer in self._observers:
+                observer.on_answer(request)
+        probed = [rows for at in self.scheduler.stages if (rows := at.probe_row) is not None and rows.owner is request]
+        request.release(int(probed[-1].indices[0]) if probed else 0)
         return request
 
     async def follow(
@@ -242,6 +250,10 @@ class Cascade:
         self.scheduler.update(events.ReplicasCounted(stage, why), now)
         self._take_done()
         self.pump_soon()
+
+    def has_replica(self, stage: int) -> bool:
+        """Return whether a stage has a replica that takes calls."""
+        return bool(self._numbers[stage])
 
     def missing(self, stage: int) -> bool:
         """Return whether a stage has had no replica for longer than rows wait for one."""
@@ -308,8 +320,7 @@ class Cascade:
             call.began_at = call.sent_at
         try:
             needed = self._demand.replicas(call.stage, self._loop.time())
-            keeps = self.shadows.keeps(call)
-            asked = stage_call(call, replica, keeps, router=self._id, needed_replicas=needed)
+            asked = stage_call(call, replica, router=self._id, needed_replicas=needed)
             answer = await client.answer(asked, began)
         except StageError as error:
             fault = error
@@ -339,7 +350,8 @@ class Cascade:
         """Hand a call's result on; replace the replicas that it shows to be bad."""
         now, at = self._loop.time(), self.scheduler.stages[call.stage]
         if result.error is None:
-            self._metrics.called(call.stage, len(call), now - call.sent_at, result.wire)
+            for observer in self._observers:
+                observer.on_call(call.stage, len(call), now - call.sent_at, result.wire)
         self.scheduler.update(events.CallEnded(call, result, states), now)
         for number, why in at.take_bad().items():
             name = self._replica_names[number]

@@ -93,17 +93,21 @@ class DecisionRequest(BaseModel):
         return "\n\n".join(_text(message.content) for message in self.input)
 
 
+def require_decisions(labels: Sequence[str] | None, reads: Sequence[str]) -> None:
+    """Raise RequestError unless models read one text; arguments as columns_of."""
+    if len(reads) != 1 or (labels is None and reads[0] != "question"):
+        raise RequestError(f"this service reads {', '.join(reads) or 'no text'}; ask it at /v2/models/NAME/infer")
+
+
 def columns_of(
     request: DecisionRequest, labels: Sequence[str] | None, reads: Sequence[str]
 ) -> tuple[Batch, list[list[int] | None]]:
     """Return a row of columns for each question, and where its options are among the labels.
 
     labels: of the pool, None where each row has its own choices.   reads: the columns of texts that the models read.
-    Raises RequestError where the pool cannot be asked so.
+    Raises RequestError where the options are not the labels.
     """
     n = len(request.questions)
-    if len(reads) != 1 or (labels is None and reads[0] != "question"):
-        raise RequestError(f"this service reads {', '.join(reads) or 'no text'}; ask it at /v2/models/NAME/infer")
     if labels is None:
         rows = [
             {

@@ -12,12 +12,16 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 
 # What takes longer than this to be done is given up, with the process.
 DEADLINE_S = 60.0
+
+# Longer JSON, and more output values in JSON, are read and written elsewhere; here that would take some 5 ms, for which
+# all other requests would wait.
+LONG_JSON, LONG_OUTPUT = 250_000, 50_000
 
 T = TypeVar("T")
 
@@ -39,6 +43,10 @@ class Elsewhere:
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._called, function, args)
 
+    async def call_if(self, is_long: bool, function: Callable[..., T], *args: Any) -> T:
+        """Return what a function returns, called there where that takes long, else here."""
+        return await self.call(function, *args) if is_long else function(*args)
+
     def wait(self, function: Callable[..., T], *args: Any) -> T:
         """Return what a function returns, as call does, in a thread that waits for it."""
         return self._thread.submit(self._called, function, args).result()
@@ -51,7 +59,7 @@ class Elsewhere:
         self._end()
 
     def _called(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
-        process = self._process = self._process or _started()
+        process = self._process = self._process or python_process(__name__)
         assert process.stdin is not None
         assert process.stdout is not None
         timer = threading.Timer(DEADLINE_S, process.kill)
@@ -76,19 +84,26 @@ class Elsewhere:
                 self._process = None
 
 
-def _started() -> subprocess.Popen[bytes]:
+def python_process(module: str) -> subprocess.Popen[bytes]:
+    """Start a process that runs a module of this package, with pipes to it and from it."""
     # It finds what this process finds, whatever has put it on the path.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-m", __name__], env=environment, stdin=pipe, stdout=pipe, bufsize=-1)
+    return subprocess.Popen([sys.executable, "-m", module], env=environment, stdin=pipe, stdout=pipe, bufsize=-1)
 
 
-def main() -> None:
-    """Do what comes, until the other process is gone. Whoever stops both lets it finish first."""
+def pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Return what python_process reads and writes in its process; signals for all processes are left to the other."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     calls, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anything prints goes elsewhere
+    return calls, results
+
+
+def main() -> None:
+    """Do what comes, until the other process is gone. Whoever stops both lets it finish first."""
+    calls, results = pipes()
     with suppress(EOFError, BrokenPipeError):
         while True:
             function, args = pickle.load(calls)

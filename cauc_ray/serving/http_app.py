@@ -9,8 +9,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -26,9 +26,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cauc_ray.errors import PolicyError, printable
 from cauc_ray.protocol.messages import BINARY_DATA, decoded_body
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
+from cauc_ray.serving.bodies import CLIENT_GONE, read_body
+from cauc_ray.serving.elsewhere import LONG_JSON
 from cauc_ray.serving.inference import HttpMessage
 from cauc_ray.serving.policies_live import PolicyChange
-from cauc_ray.serving.request_state import RETRY_AFTER_S
 
 if TYPE_CHECKING:
     from cauc_ray.serving.service import Service
@@ -39,15 +40,11 @@ PACKAGE_VERSION = version("cauc-ray")
 TOKEN, POLICY_TOKEN = "CAUC_TOKEN", "CAUC_POLICY_TOKEN"
 # No policy is larger, with all of its curve.
 MAX_POLICY_BYTES = 1_000_000
-# What may be read at once of all requests' bodies; what is more is refused.
-READING_BYTES = 1 << 30
-# A client has so long to send its body: one that dribbles does not keep its place.
-BODY_S = 300.0
-# How a request ends whose client went away: the number that proxies use in their logs. Nobody is sent it.
-CLIENT_GONE = 499
+# No prompt is longer; a row of feedback and what comes with all rows.
+MAX_DECISION_BYTES, FEEDBACK_ROW_BYTES, FEEDBACK_BYTES = 4_000_000, 200, 10_000
 # Shorter answers are not compressed; longer ones than the second are, in a thread.
 GZIP_BYTES, LONG_GZIP = 1000, 50_000
-# How Serve's handlers know a line of an access log; where that is off, so is ours.
+# How Serve's handlers know a line of an access log; where that is off, so is ours. Its fields are those of `cauc`.
 _ACCESS = {"serve_access_log": True, "log_to_stderr": False}
 
 # A response and its fields for the log.
@@ -97,11 +94,12 @@ class _Handlers:
     """What each address does."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._inference, self._bodies = service, service.inference, Bodies()
-        self._token, self._policy_token = token_of(TOKEN), token_of(POLICY_TOKEN)
+        self._service, self._inference, self._inflates = service, service.inference, asyncio.Semaphore()
+        self._tokens = Tokens()
         self._max_body = int(service.pool.serving.max_body_mb * 1e6)
 
     async def server(self, request: Request) -> Response:
+        self._tokens.require_reader(request.headers)
         content = {"name": "cauc-ray", "version": PACKAGE_VERSION, "extensions": [BINARY_DATA]}
         return JSONResponse({**content, "models": [self._service.model]})
 
@@ -113,6 +111,7 @@ class _Handlers:
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def metadata(self, request: Request) -> Response:
+        self._tokens.require_reader(request.headers)
         return JSONResponse(self._inference.metadata(self._require_model(request)))
 
     async def model_ready(self, request: Request) -> Response:
@@ -121,39 +120,35 @@ class _Handlers:
         return JSONResponse({"name": self._service.model, "ready": ready}, 200 if ready else 503)
 
     async def openapi(self, request: Request) -> Response:
+        self._tokens.require_reader(request.headers)
         return FileResponse(OPENAPI, media_type="application/json")
 
     async def policy(self, request: Request) -> Response:
         self._require_model(request)
         if request.method == "PUT":
             return await self._set_policy(request)
-        authorize(request.headers, self._token, self._policy_token)
+        self._tokens.require(request.headers, TOKEN, POLICY_TOKEN)
         content, etag = await self._service.policies()
         return JSONResponse(content, headers={"ETag": etag})
 
     async def _set_policy(self, request: Request) -> Response:
-        if self._token is not None and self._policy_token is None:
-            raise RequestError(f"changing the policy needs its own token: start the service with {POLICY_TOKEN}", 403)
-        authorize(request.headers, self._policy_token)
-        body = await self._bodies.read(request.receive, MAX_POLICY_BYTES)
-        try:
-            change = PolicyChange.of(from_json(body, allow_inf_nan=False))
-        except PolicyError as error:
-            raise RequestError(str(error)) from error
-        except ValueError as error:
-            raise RequestError("the body is not JSON") from error
+        self._tokens.require_changer(request.headers)
+        async with self._body(request, MAX_POLICY_BYTES) as body:
+            change = await self._service.elsewhere.call_if(len(body) > LONG_JSON, read_change, body)
         answer, etag = await self._service.set_policy(change, request.headers.get("if-match"))
         return JSONResponse(answer, headers={"ETag": etag})
 
     async def watch(self, request: Request) -> Response:
         self._require_model(request)
-        authorize(request.headers, self._token, self._policy_token)
+        self._tokens.require(request.headers, TOKEN, POLICY_TOKEN)
         return JSONResponse(await self._service.watch())
 
     async def feedback(self, request: Request) -> Response:
         self._require_model(request)
-        authorize(request.headers, self._token)
-        return JSONResponse(await self._service.feedback(await self._bodies.read(request.receive, self._max_body)))
+        self._tokens.require(request.headers, TOKEN)
+        limit = FEEDBACK_BYTES + FEEDBACK_ROW_BYTES * self._service.pool.serving.max_request_rows
+        async with self._body(request, limit) as body:
+            return JSONResponse(await self._service.feedback(body))
 
     async def infer(self, request: Request) -> Response:
         """Answer a request for inference, also one for a model that is not there."""
@@ -177,29 +172,36 @@ class _Handlers:
             return _refusal(request, error)
         return response
 
-    async def _body(self, request: Request) -> bytes:
-        """Return the body of a request of somebody who may ask, decoded."""
-        authorize(request.headers, self._token)
-        body = await self._bodies.read(request.receive, self._max_body)
-        encoding = request.headers.get("content-encoding")
-        if encoding is not None:  # in a thread: little may become much, and others would wait for it
-            body = await asyncio.to_thread(decoded_body, body, encoding, self._max_body)
-        return body
+    @asynccontextmanager
+    async def _body(self, request: Request, limit: int) -> AsyncIterator[bytes]:
+        """Yield a request's body, decoded; its bytes are counted to the end of the block."""
+        limit = min(limit, self._max_body)
+        with self._service.open_bytes.share() as take:
+            body = await read_body(request.receive, limit, take)
+            if (encoding := request.headers.get("content-encoding")) is not None:
+                async with self._inflates:  # little may become much: one after another
+                    body = await asyncio.to_thread(decoded_body, body, encoding, limit)
+                take(len(body))
+            yield body
 
     async def _decide(self, request: Request) -> Answered:
         """Return the response and its fields for the log."""
-        content, fields = await self._inference.decide(await self._body(request), request.headers)
+        self._tokens.require(request.headers, TOKEN)
+        async with self._body(request, MAX_DECISION_BYTES) as body:
+            content, fields = await self._inference.decide(body, request.headers)
         return JSONResponse(content), fields
 
     async def _infer(self, request: Request) -> Answered:
         """Return the response and its fields for the log."""
-        headers, body = request.headers, await self._body(request)
+        headers = request.headers
+        self._tokens.require(headers, TOKEN)
         length = headers.get("inference-header-content-length")
         if length is not None and not (length.isascii() and length.isdigit() and len(length) < 12):
             raise RequestError(f"Inference-Header-Content-Length must be a number of bytes, got {length!r:.40}")
         version = request.path_params.get("version")
-        message = HttpMessage(body, None if length is None else int(length))
-        content, json_length, fields = await self._inference.answer(message, headers, version)
+        async with self._body(request, self._max_body) as body:
+            message = HttpMessage(body, None if length is None else int(length))
+            content, json_length, fields = await self._inference.answer(message, headers, version)
         if json_length is None:
             return Response(content, media_type="application/json"), fields
         length_of_json = {"Inference-Header-Content-Length": str(json_length)}
@@ -210,45 +212,6 @@ class _Handlers:
         version: str | None = request.path_params.get("version")
         require_model(self._service, request.path_params.get("name", self._service.model), version)
         return version
-
-
-class Bodies:
-    """Reads requests' bodies, not too many bytes at once."""
-
-    def __init__(self) -> None:
-        self._n_reading = 0
-
-    async def read(self, receive: Receive, limit: int) -> bytes:
-        """Read a request's body.
-
-        Raises RequestError: 413 where it is too long, 408 where it takes too long to come, 429 where too much is being
-        read. Of what is too long as much again is read and dropped: most clients hear an answer only once they have
-        sent all.
-        """
-        chunks, n_bytes, n_kept, more = [], 0, 0, True
-        try:
-            async with asyncio.timeout(BODY_S):
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise RequestError("the client went away before it had sent the whole body", CLIENT_GONE)
-                    chunk, more = message.get("body", b""), message.get("more_body", False)
-                    n_bytes += len(chunk)
-                    if n_bytes <= limit:
-                        chunks.append(chunk)
-                        n_kept += len(chunk)
-                        self._n_reading += len(chunk)
-                    elif n_bytes > 2 * limit:
-                        break
-                    if n_kept < self._n_reading > READING_BYTES:
-                        raise RequestError("too many requests are being read; try again later", 429, RETRY_AFTER_S)
-        except TimeoutError as error:
-            raise RequestError(f"the body did not arrive within {BODY_S:g} s", 408) from error
-        finally:
-            self._n_reading -= n_kept
-        if n_bytes > limit:
-            raise RequestError(f"the body is longer than {limit:,} bytes", 413)
-        return b"".join(chunks)
 
 
 @contextmanager
@@ -273,7 +236,17 @@ def counted(service: Service, event: str, headers: Mapping[str, str]) -> Iterato
             line: dict[str, Any] = {"event": event, "request_id": headers.get("x-request-id"), "model": service.model}
             line = {**line, **fields, "status": status, "seconds": round(seconds, 6)}
             line = {name: value for name, value in line.items() if value is not None}
-            logger.info("%s", json.dumps(line), extra=_ACCESS)
+            logger.info("%s", json.dumps(line), extra={**_ACCESS, "cauc": line})
+
+
+def read_change(body: bytes) -> PolicyChange:
+    """Read a change of policies. Raises RequestError."""
+    try:
+        return PolicyChange.of(from_json(body, allow_inf_nan=False))
+    except PolicyError as error:
+        raise RequestError(str(error)) from error
+    except ValueError as error:
+        raise RequestError("the body is not JSON") from error
 
 
 def require_model(service: Service, name: str, version: str | None) -> None:
@@ -284,28 +257,41 @@ def require_model(service: Service, name: str, version: str | None) -> None:
         service.inference.member(service.in_force, version)
 
 
-def token_of(variable: str) -> bytes | None:
-    """Return the token in a variable of the environment, None where there is none.
+class Tokens:
+    """The bearer tokens of a service, from its environment.
 
     Surrounding white space, such as the line break of a file, is removed, since no header can carry it. A token of
     white space alone matches no request.
     """
-    value = os.environ.get(variable)
-    return os.fsencode(value).strip() if value else None
 
+    def __init__(self) -> None:
+        values = {name: os.environ.get(name) for name in (TOKEN, POLICY_TOKEN)}
+        self._tokens = {name: os.fsencode(value).strip() for name, value in values.items() if value}
 
-def authorize(headers: Mapping[str, str], *tokens: bytes | None) -> None:
-    """Raise RequestError (401) unless a request bears one of the tokens; None asks for none."""
-    valid_tokens = [token for token in tokens if token is not None]
-    if not valid_tokens:
-        return
-    scheme, _, text = headers.get("authorization", "").partition(" ")
-    # The header's bytes as they came; stripped as bytes, since a letter of UTF-8 may end in what Latin-1 calls a space.
-    bearer = text.encode("latin-1").strip()
-    # All are compared, each in constant time, so that the duration reveals nothing.
-    same = [hmac.compare_digest(bearer, token) for token in valid_tokens]
-    if scheme.lower() != "bearer" or not bearer or not any(same):
-        raise RequestError("the header 'Authorization: Bearer TOKEN' with a valid token is required", 401)
+    def require_reader(self, headers: Mapping[str, str]) -> None:
+        """Raise RequestError (401) where inference needs a token and a request bears neither of the two."""
+        if TOKEN in self._tokens:
+            self.require(headers, TOKEN, POLICY_TOKEN)
+
+    def require_changer(self, headers: Mapping[str, str]) -> None:
+        """Raise RequestError unless a request may change the policy: 401, or 403 where no request may."""
+        if TOKEN in self._tokens and POLICY_TOKEN not in self._tokens:
+            raise RequestError(f"changing the policy needs its own token: start the service with {POLICY_TOKEN}", 403)
+        self.require(headers, POLICY_TOKEN)
+
+    def require(self, headers: Mapping[str, str], *names: str) -> None:
+        """Raise RequestError (401) unless a request bears one of the tokens in these variables, where any is set."""
+        tokens = {name: self._tokens[name] for name in names if name in self._tokens}
+        if not tokens:
+            return
+        scheme, _, text = headers.get("authorization", "").partition(" ")
+        # The header's bytes as they came; stripped as bytes: a letter of UTF-8 may end in what Latin-1 calls a space.
+        bearer = text.encode("latin-1").strip()
+        # All are compared, each in constant time, so that the duration reveals nothing.
+        same = [hmac.compare_digest(bearer, token) for token in tokens.values()]
+        if scheme.lower() != "bearer" or not bearer or not any(same):
+            variables = " or ".join(tokens)
+            raise RequestError(f"the header 'Authorization: Bearer …' with the service's {variables} is required", 401)
 
 
 async def _gzipped(response: Response, accepted: str) -> Response:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cauc_ray.cascade.rows import Vector
 from cauc_ray.models.answers import Batch
-from cauc_ray.models.python import imported
 from cauc_ray.numbers.logits import LogitKind, joint_kind, softmax
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.messages import (
@@ -26,13 +24,15 @@ from cauc_ray.protocol.messages import (
     write_infer_response,
 )
 from cauc_ray.protocol.tensors import Datatype, RequestError, Tensor
-from cauc_ray.serving.decisions import DecisionRequest, columns_of, response
+from cauc_ray.serving.answer_ids import new_answer_id
+from cauc_ray.serving.decisions import DecisionRequest, columns_of, require_decisions, response
+from cauc_ray.serving.elsewhere import LONG_JSON, LONG_OUTPUT
 from cauc_ray.serving.inputs import Inputs
 from cauc_ray.serving.policies_live import InForce, Member
-from cauc_ray.serving.request_state import RequestState
-from cauc_ray.serving.shadows import new_answer_id, sampled_rows
+from cauc_ray.serving.request_state import Question, RequestState
 
 if TYPE_CHECKING:
+    from cauc_ray.protocol.grpc_messages import GrpcMessage  # of an extra
     from cauc_ray.serving.service import Service
 
 # What a response may hold.
@@ -48,46 +48,17 @@ OUTPUTS: Mapping[str, Datatype] = {
 }
 # What the cascade is to keep for them, and their shapes.
 VECTORS: Mapping[str, Vector] = {"probabilities": "scores", "logits": "logits"}
+# The version of the service as a whole, as other servers number their only one; the others are its policies.
+WHOLE = "1"
 # Of requests without one, or with 0; 1 is the highest.
 DEFAULT_PRIORITY = 2
-# Longer JSON, and more output values in JSON, are read and written in another process; in this one that would take
-# some 5 ms, for which all other requests would wait. Other bodies that are longer are read in a thread.
-LONG_JSON, LONG_OUTPUT, LONG_BODY = 250_000, 50_000, 1_000_000
-
-
-class Message(Protocol):
-    """A request for inference as it came. Pickled, it can be read in another process.
-
-    n_slow: how many bytes of its body Python reads one by one.   has_texts: whether BYTES are among its inputs, which
-    are read so, too.
-    """
-
-    @property
-    def body(self) -> bytes: ...  # noqa: D102
-
-    @property
-    def n_slow(self) -> int: ...  # noqa: D102
-
-    @property
-    def has_texts(self) -> bool: ...  # noqa: D102
-
-    def read(self) -> InferRequest:
-        """Read it. Raises RequestError."""
-
-    def write(
-        self,
-        request: InferRequest,
-        model: str,
-        version: str,
-        outputs: Sequence[Tensor],
-        parameters: Mapping[str, object],
-    ) -> tuple[bytes, int | None]:
-        """Write its response, as write_infer_response."""
+# Other bodies that are longer are read in a thread.
+LONG_BODY = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class HttpMessage:
-    """A request over HTTP.   json_length: of the body's JSON part, None where it is all JSON."""
+    """A request over HTTP, readable in another process.   json_length: of the body's JSON part, None for all of it."""
 
     body: bytes
     json_length: int | None
@@ -96,12 +67,12 @@ class HttpMessage:
 
     @property
     def n_slow(self) -> int:
-        """Return the length of its JSON part."""
+        """Return how many bytes Python reads one by one, those of its JSON part."""
         return len(self.body) if self.json_length is None else self.json_length
 
     @property
     def has_texts(self) -> bool:
-        """Return whether its JSON part names the datatype."""
+        """Return whether its JSON part names the datatype BYTES, whose raw bytes Python reads one by one, too."""
         return b'"BYTES"' in self.body[: max(0, self.n_slow)]
 
     def read(self) -> InferRequest:
@@ -109,10 +80,11 @@ class HttpMessage:
         return read_infer_request(self.body, self.json_length)
 
 
-def read_request(message: Message, inputs: Inputs) -> tuple[InferRequest, Batch, int]:
+def read_request(message: HttpMessage | GrpcMessage, inputs: Inputs) -> tuple[InferRequest, Batch, int]:
     """Read a request: all but its inputs, these as n rows of columns, each (n, ...), and n. Raises RequestError."""
     request = message.read()
-    return replace(request, inputs={}), *inputs.columns(request.inputs)
+    tensors = request.inputs if request.rows is None else inputs.tensors(request.rows)
+    return replace(request, inputs={}, rows=None), *inputs.columns(tensors)
 
 
 class Inference:
@@ -121,10 +93,9 @@ class Inference:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._inputs = Inputs(service.pool, service.specs)
-        self._spans = Spans.configured(service.pool.serving.tracing)
 
     async def answer(
-        self, message: Message, headers: Mapping[str, str], version: str | None = None
+        self, message: HttpMessage | GrpcMessage, headers: Mapping[str, str], version: str | None = None
     ) -> tuple[bytes, int | None, Mapping[str, Any]]:
         """Answer one request.
 
@@ -139,91 +110,81 @@ class Inference:
         Raises:
             RequestError: The request is refused.
         """
-        started_ns, service = time.time_ns(), self._service
+        service, asked = self._service, (headers, time.time_ns())
         request, columns, n = await self._read(message)
-        answered, parameters = await self._answered(columns, n, request.parameters, request.outputs, version)
+        answered = await self._answered(columns, n, request.parameters, request.outputs, *asked, version)
+        parameters = answered.parameters()
         outputs = [Tensor(name, OUTPUTS[name], self._values(name, answered)) for name in request.outputs]
         write = partial(message.write, request, service.model, parameters["policy_id"], outputs, parameters)
         n_values = sum(tensor.values.size for tensor in outputs if not request.outputs[tensor.name])
-        written, length = await service.elsewhere.call(write) if n_values > LONG_OUTPUT else write()
-        fields = {"rows": n, **parameters}
-        self._spans.report(headers, started_ns, answered, fields)
-        return written, length, fields
+        written, length = await service.elsewhere.call_if(n_values > LONG_OUTPUT, write)
+        return written, length, {"rows": n, **parameters}
 
     async def decide(self, body: bytes, headers: Mapping[str, str]) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """Answer a request for decisions: the response's content, and fields to log. Raises RequestError."""
-        started_ns = time.time_ns()
-        request = DecisionRequest.read(body)
+        asked, texts = (headers, time.time_ns()), self._inputs.texts
+        labels = None if self._service.pool.task == "multiple-choice" else self._service.labels
+        require_decisions(labels, texts)
+        request = await self._service.elsewhere.call_if(len(body) > LONG_JSON, DecisionRequest.read, body)
         if request.model != self._service.model:
             raise RequestError(f"unknown model {request.model!r:.80}; this service has {self._service.model!r}", 404)
-        labels = None if self._service.pool.task == "multiple-choice" else self._service.labels
-        columns, orders = columns_of(request, labels, self._inputs.texts)
-        answered, parameters = await self._answered(columns, len(request.questions), {}, ["probabilities"])
-        fields = {"rows": len(request.questions), **parameters}
-        self._spans.report(headers, started_ns, answered, fields)
-        return response(request, answered, orders, parameters), fields
+        columns, orders = columns_of(request, labels, texts)
+        self._inputs.require_rows(n := len(request.questions))
+        answered = await self._answered(columns, n, {}, ["probabilities"], *asked)
+        parameters = answered.parameters()
+        return response(request, answered, orders, parameters), {"rows": n, **parameters}
 
     async def _answered(
-        self, columns: Batch, n: int, limits: RequestParameters, outputs: Iterable[str], version: str | None = None
-    ) -> tuple[RequestState, dict[str, Any]]:
-        """Answer n rows of columns. Returns the answers, and what a response says of all of them."""
+        self,
+        columns: Batch,
+        n: int,
+        limits: RequestParameters,
+        outputs: Iterable[str],
+        headers: Mapping[str, str],
+        started_ns: int,
+        version: str | None = None,
+    ) -> RequestState:
+        """Answer n rows of columns."""
         service = self._service
         in_force = await service.policy_for_request()  # once: a request has one policy to the end
-        if version is not None:
+        if version is not None and version != WHOLE:
             member = self.member(in_force, version)
         elif (session := limits.get("session")) is not None:
             member = in_force.drawn_for(session)
         else:
             member = in_force.drawn(random.random())
-        policy, shadows = member.policy, service.cascade.shadows
-        last = last_stage(limits, policy)
+        policy, last = member.policy, last_stage(limits, member.policy)
         whole = last == len(policy.stages) - 1
-        drawn = version is None and in_force.candidate is not None and whole
+        drawn = version in (None, WHOLE) and in_force.candidate is not None and whole
         sampled = policy.in_turn and whole and limits.get("log") is not False
-        answer_id = new_answer_id(sampled=sampled, drawn=drawn)
-        with service.watching.asked(member.id, n) as watch:
-            answered = await service.cascade.answer(
-                policy,
-                columns,
-                n,
-                last_stage=last,
-                asks_for=frozenset(VECTORS[name] for name in outputs if name in VECTORS),
-                timeout_s=(limits.get("timeout") or 0) / 1e6 or None,
-                priority=limits.get("priority") or DEFAULT_PRIORITY,
-                chosen=sampled_rows(answer_id, n, shadows.share),
-            )
-            watch(answered)
-        service.metrics.policy_rows(member.id, n)
-        if drawn:
-            self._compare(in_force, member, answered)
-        if answered.chosen is not None:
-            shadows.offer(answered, answer_id, partial(service.watching.agreements, member.id))
-        return answered, {"policy_id": member.id, "answer_id": answer_id, **_parameters(answered)}
-
-    def _compare(self, in_force: InForce, member: Member, answered: RequestState) -> None:
-        """Compare the answers of a policy that was drawn, or shadow answers of both policies to the same rows."""
-        canary, cascade = self._service.canary, self._service.cascade
-        canary.answered(in_force, member, answered.costs)
-        if canary.is_paired and in_force.candidate is not None:
-            pair = {cascade.key(policy): policy for policy in (in_force.candidate.policy, in_force.policy)}
-            cascade.shadows.pair(pair, answered.columns, answered.n, partial(canary.paired, in_force))
+        return await service.cascade.answer(
+            policy,
+            columns,
+            n,
+            last_stage=last,
+            asks_for=frozenset(VECTORS[name] for name in outputs if name in VECTORS),
+            timeout_s=(limits.get("timeout") or 0) / 1e6 or None,
+            priority=limits.get("priority") or DEFAULT_PRIORITY,
+            question=Question(
+                in_force, member, new_answer_id(sampled=sampled, drawn=drawn), drawn, headers, started_ns
+            ),
+        )
 
     def member(self, in_force: InForce, version: str) -> Member:
-        """Return an active policy by its id. Raises RequestError (404)."""
-        member = in_force.member(version)
+        """Return an active policy by its id, the incumbent for the version of the whole. Raises RequestError (404)."""
+        member = in_force.incumbent if version == WHOLE else in_force.member(version)
         if member is None:
             versions = ", ".join(in_force.shares)
             raise RequestError(f"model {self._service.model!r} has no version {version!r:.80}; it has {versions}", 404)
         return member
 
-    async def _read(self, message: Message) -> tuple[InferRequest, Batch, int]:
+    async def _read(self, message: HttpMessage | GrpcMessage) -> tuple[InferRequest, Batch, int]:
         """Read a request where it does not block others."""
         n = len(message.body)
-        if n > LONG_JSON and (message.n_slow > LONG_JSON or (n > LONG_BODY and message.has_texts)):
-            return await self._service.elsewhere.call(read_request, message, self._inputs)
-        if n > LONG_BODY:  # numbers as they are: numpy reads them without Python's lock
+        is_slow = n > LONG_JSON and (message.n_slow > LONG_JSON or (n > LONG_BODY and message.has_texts))
+        if n > LONG_BODY and not is_slow:  # numbers as they are: numpy reads them without Python's lock
             return await asyncio.to_thread(read_request, message, self._inputs)
-        return read_request(message, self._inputs)
+        return await self._service.elsewhere.call_if(is_slow, read_request, message, self._inputs)
 
     @cached_property
     def _logit_kind(self) -> str:
@@ -290,20 +251,6 @@ def _as_output(kind: LogitKind) -> LogitKind:
     return "log-probabilities" if kind == "probabilities" else kind
 
 
-def _parameters(answered: RequestState) -> dict[str, Any]:
-    """Return how a request was answered, for its response and the log."""
-    called = [name for stage, name in enumerate(answered.policy.models) if stage in answered.called]
-    reason = {} if answered.reason is None else {"reason": answered.reason}
-    return {
-        "stage": max(answered.stages.tolist()),
-        "stages_called": ",".join(called),
-        "cost": math.fsum(answered.costs.tolist()),
-        "cost_unit": answered.policy.cost_unit,
-        "degraded": answered.reason is not None,
-        **reason,
-    }
-
-
 def last_stage(parameters: RequestParameters, policy: Policy) -> int:
     """Return the deepest stage that a request allows.
 
@@ -327,51 +274,3 @@ def last_stage(parameters: RequestParameters, policy: Policy) -> int:
             )
         allowed = min(allowed, int(affordable.sum()) - 1)
     return allowed
-
-
-class Spans:
-    """Reports each request to a tracer: a span for it, and one for each stage that its rows waited for.
-
-    Args:
-        tracer: OpenTelemetry's tracer, None without tracing.
-    """
-
-    def __init__(self, tracer: Any = None) -> None:
-        self._tracer = tracer
-
-    @classmethod
-    def configured(cls, setup: str | None) -> Spans:
-        """Call "package.module:function", which sets up OpenTelemetry's tracer provider; none without it."""
-        if setup is None:
-            return cls()
-        from opentelemetry import trace
-
-        imported(setup)()
-        return cls(trace.get_tracer("cauc_ray"))
-
-    def report(
-        self, headers: Mapping[str, str], started_ns: int, request: RequestState, fields: Mapping[str, Any]
-    ) -> None:
-        """Make the spans of an answered request, as a child of the caller's (header traceparent).
-
-        Args:
-            headers: The request's headers.
-            started_ns: When the request began, since the epoch.
-            request: The answered request.
-            fields: Attributes of its span.
-        """
-        if self._tracer is None:
-            return
-        from opentelemetry import trace
-        from opentelemetry.propagate import extract
-
-        attributes = {f"cauc.{name}": value for name, value in fields.items()}
-        context = extract(dict(headers))
-        span = self._tracer.start_span("cauc.infer", context, start_time=started_ns, attributes=attributes)
-        inside = trace.set_span_in_context(span, context)
-        for stage, (ready_ns, answered_ns) in sorted(request.spans_ns.items()):
-            name = request.policy.models[stage]
-            attributes = {"cauc.stage": name, "cauc.rows": int((request.stages >= stage).sum())}
-            child = self._tracer.start_span(f"cauc.stage {name}", inside, start_time=ready_ns, attributes=attributes)
-            child.end(answered_ns)
-        span.end()

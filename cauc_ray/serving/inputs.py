@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import base64
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, NotRequired, TypeVar
 
 import numpy as np
@@ -14,10 +16,12 @@ from cauc_ray.errors import explain, printable
 from cauc_ray.models.answers import Batch
 from cauc_ray.models.pool import InputSpec, Pool, StageSpec
 from cauc_ray.models.prompts import QUESTION_COLUMNS
-from cauc_ray.protocol.tensors import RequestError, Tensor, all_finite, shown
+from cauc_ray.protocol.tensors import RequestError, Tensor
 
 _BYTES = InputSpec(datatype="BYTES")
 _OPTIONAL = ("context", "subject")
+# Of JSON's numbers and truth values, by the kind of numpy's type.
+_DATATYPES = {"b": "BOOL", "i": "INT64", "f": "FP64"}
 
 _Choices = Annotated[list[str], Field(min_length=2)]
 T = TypeVar("T")
@@ -70,10 +74,37 @@ class Inputs:
         # Clients would retry indefinitely with a request that no queue can hold.
         self._most_rows = min(pool.serving.max_request_rows, pool.serving.max_queued_rows)
 
+    def tensors(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Return the tensors of rows by column names; a missing value is null. Raises RequestError naming a column."""
+        self.require_rows(len(rows))
+        names = dict.fromkeys(name for row in rows for name in row)
+        return {name: self._tensor(name, [row.get(name) for row in rows]) for name in names}
+
+    def _tensor(self, name: str, values: list[Any]) -> Tensor:
+        declared, is_image = self.declared.get(name), self._pixels and name == "image"
+        if is_image:
+            values = [_decoded(value) if isinstance(value, str) else value for value in values]
+        elif any(map(_is_text, values)) or (declared is not None and declared.datatype == "BYTES"):
+            values = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+        try:
+            present = np.array([value for value in values if value is not None])
+        except ValueError as error:
+            raise RequestError(f"rows: column {name!r:.80} has lists of several lengths") from error
+        shape = present.shape[1:]
+        numbers = np.array([value for value in present.ravel().tolist() if value is not None])
+        inferred = _DATATYPES.get(numbers.dtype.kind, "BYTES")
+        if is_image:
+            datatype = "UINT8" if inferred == "INT64" else "BYTES"
+        else:
+            datatype = inferred if declared is None else declared.datatype
+        null = np.full(shape, None).tolist()
+        data = [null if value is None else value for value in values]
+        return Tensor.from_json(name, datatype, [len(values), *shape], data)
+
     def columns(self, tensors: Mapping[str, Tensor]) -> tuple[Batch, int]:
         """Return a request's columns, each (n, ...), and n.
 
-        Raises RequestError naming the tensor that is missing, unknown, has another type or shape, or is not finite.
+        Raises RequestError naming the tensor that is missing, unknown, or has another type or shape.
         """
         self._check_names(tensors)
         n = self._n_rows(tensors)
@@ -101,12 +132,16 @@ class Inputs:
                 first, n = name, len(tensor.values)
             elif len(tensor.values) != n:
                 raise RequestError(f"input {name!r} has {len(tensor.values)} rows, input {first!r} has {n}")
-        if not 1 <= n <= self._most_rows:
-            raise RequestError(f"a request must have 1 to {self._most_rows} rows, got {n}", 413 if n else 400)
+        self.require_rows(n)
         return n
 
+    def require_rows(self, n: int) -> None:
+        """Raise RequestError unless a request may have n rows."""
+        if not 1 <= n <= self._most_rows:
+            raise RequestError(f"a request must have 1 to {self._most_rows} rows, got {n}", 413 if n else 400)
+
     def _check(self, tensor: Tensor) -> None:
-        """Refuse another type or shape than the models read, and numbers that are not finite."""
+        """Refuse another type or shape than the models read."""
         name, datatype, shape = tensor.name, tensor.datatype, tensor.values.shape[1:]
         declared = _BYTES if self._questions and name in _OPTIONAL else self.declared.get(name)
         expected = None
@@ -123,10 +158,6 @@ class Inputs:
             raise RequestError(f"input {name!r} must have shape [{dims}], got {list(tensor.values.shape)}")
         if expected is not None:
             raise RequestError(f"input {name!r} {expected}, got {datatype} of shape {list(tensor.values.shape)}")
-        # Raw bytes can hold NaN and infinities, which few models can read; JSON cannot.
-        if tensor.values.dtype.kind == "f" and not all_finite(tensor.values):
-            row = int(np.argwhere(~np.isfinite(tensor.values))[0, 0])
-            raise RequestError(f"input {shown(name)}: row {row} has NaN or an infinity; give finite numbers")
 
 
 def _fits(shape: tuple[int, ...], declared: InputSpec) -> bool:
@@ -155,7 +186,9 @@ def _questions(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray
     """Take apart questions that come as JSON texts."""
     questions = _by_row(columns["question"], _read, _QUESTION, "question")
     names = ("question", "choices", *_OPTIONAL)
-    columns_of_questions = {name: _objects((one.get(name) for one in questions), len(questions)) for name in names}
+    columns_of_questions = {
+        name: _objects(((one or {}).get(name) for one in questions), len(questions)) for name in names
+    }
     return {**columns_of_questions, **{name: column for name, column in columns.items() if name != "question"}}
 
 
@@ -168,16 +201,28 @@ def _objects(values: Iterable[Any], n: int) -> npt.NDArray[Any]:
     return np.fromiter(values, dtype=object, count=n)
 
 
-def _text(value: bytes, row: int, name: str) -> str:
+def _is_text(value: Any) -> bool:
+    """Return whether a value is a text, or goes to a model as one of JSON."""
+    return isinstance(value, str | dict) or (isinstance(value, list) and any(isinstance(part, str) for part in value))
+
+
+def _decoded(text: str) -> bytes:
     try:
-        return value.decode()
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise RequestError("rows: an image must be a list of pixels, or a file in base64") from error
+
+
+def _text(value: bytes | None, row: int, name: str) -> str | None:
+    try:
+        return value if value is None else value.decode()
     except UnicodeDecodeError as error:
         raise RequestError(f"input {name!r}: element {row} is not UTF-8 text") from error
 
 
-def _read(text: str, row: int, kind: TypeAdapter[T], name: str) -> T:
-    """Read a JSON text. Raises RequestError where it holds something else."""
+def _read(text: str | None, row: int, kind: TypeAdapter[T], name: str) -> T | None:
+    """Read a JSON text, None for null. Raises RequestError where it holds something else."""
     try:
-        return kind.validate_json(text, strict=True)
+        return None if text is None else kind.validate_json(text, strict=True)
     except ValidationError as error:
         raise RequestError(printable(f"input {name!r}: row {row}: {explain(error)}")) from error

@@ -1,4 +1,4 @@
-"""The shell of a service in one process, without Ray: for edge boxes, development and tests."""
+"""The shell of a service without Ray, a process and one for each replica: for edge boxes, development and tests."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,12 +31,13 @@ from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.protocol.tensors import RequestError
-from cauc_ray.serving.http_app import http_app
-from cauc_ray.serving.metrics import ACTS, Kind, Note
+from cauc_ray.serving.connections import Connection, raise_file_limit
+from cauc_ray.serving.http_app import Tokens, http_app
+from cauc_ray.serving.observers.service_metrics import ACTS, Kind, Note
 from cauc_ray.serving.policies_live import InForce, PolicyChange, Store
-from cauc_ray.serving.replica import Replica
+from cauc_ray.serving.replica_process import ReplicaProcess
 from cauc_ray.serving.request_state import Answer, StageCall, StageError
-from cauc_ray.serving.service import Service, environment, policies_at_start, repeat
+from cauc_ray.serving.service import Service, policies_at_start, repeat
 
 # Seconds that a stopped service waits for open requests, and then for their answers to be sent.
 GRACE_S, SENT_S = 7.0, 1
@@ -48,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocalClient:
-    """Calls a stage's replicas, which are threads of this process.; why and load_s are StageClient's."""
+    """Calls a stage's replicas, which are processes; why and load_s are StageClient's."""
 
     def __init__(self, spec: StageSpec, stage: int) -> None:
         self._spec, self._stage = spec, stage
@@ -68,16 +70,19 @@ class LocalClient:
     async def replicas(self) -> dict[str, ModelFacts]:
         """Return the model facts of the replicas that have loaded, by name.
 
-        Those whose call hangs are replaced, and those that could not be loaded.
+        Those whose call hangs or whose process has ended are replaced, and those that could not be loaded.
         """
         for one in list(self._replicas):
-            if one.facts.done() and (failed := one.facts.exception()) is not None:
+            if one.has_ended:
+                logger.error(f"a replica of stage {self._spec.name!r} has ended; another is started")
+                self.replace(one.name)
+            elif one.facts.done() and (failed := one.facts.exception()) is not None:
                 why = f"its model cannot be loaded: {reason_of(failed)}"
                 if why != self.why:  # not once more for each attempt
                     logger.error(f"stage {self._spec.name!r} is loaded again: {why}")
                 self.why = why
-                self.replace(one.name)
-            if (longest_s := one.hangs()) is not None:
+                one.load_again()
+            elif (longest_s := one.hangs()) is not None:
                 logger.error(
                     f"a call of stage {self._spec.name!r} has not ended for {longest_s:g} s; its model is loaded again"
                 )
@@ -98,23 +103,25 @@ class LocalClient:
             if on_begin is not None:
                 loop.call_soon_threadsafe(on_begin)
 
-        return await replica.answer(call, begin)
+        # Policies travel only where they are asked for: a replica has those of the calls before.
+        answer = await replica.answer(replace(call, policies={}), begin)
+        return answer if answer[0].fault != "policy" else await replica.answer(call, begin)
 
     def replace(self, replica: str) -> None:
-        """Load the model again in another thread; a thread cannot be ended, so the old one keeps hanging."""
+        """End a replica, and start another."""
         for place, one in enumerate(self._replicas):
             if one.name == replica:
-                self._replicas[place] = self._started()
                 one.end("its model is loaded again")
+                self._replicas[place] = self._started()
 
     def close(self) -> None:
         """End all replicas."""
         for replica in self._replicas:
             replica.close("the service ends")
 
-    def _started(self) -> Replica:
+    def _started(self) -> ReplicaProcess:
         self._n_started += 1
-        return Replica(self._spec, self._stage, f"{self._spec.name}-{self._n_started}")
+        return ReplicaProcess(self._spec, self._stage, f"{self._spec.name}-{self._n_started}")
 
 
 class MemoryStore(Store):
@@ -182,14 +189,16 @@ class LocalService(Service):
         except (CaucError, RequestError) as error:
             logger.warning(f"policy {self.in_force.id} stays active: {error}")
 
-    async def n_loaded(self) -> list[int]:
-        """Return how many replicas of each stage have loaded."""
-        return [len(await stage.replicas()) for stage in self._stages]
+    async def has_loaded(self) -> bool:
+        """Return True: the service is made once its stages have."""
+        return True
 
     def app(self) -> ASGIApp:
         """Return the HTTP application, with the metrics as Prometheus reads them."""
+        tokens = Tokens()
 
-        async def metrics(_: Request) -> Response:
+        async def metrics(request: Request) -> Response:
+            tokens.require_reader(request.headers)
             self.metrics.flush()
             return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -255,35 +264,12 @@ def local_service(
     stages, policies = pool.chain(policy.models), policies_at_start(pool, policy)
     for spec in stages:
         find_user_code(spec)
-    # Hides the machine's GPUs, as Ray does, where no stage asks for one.
-    gpus = None if any(stage.resources.num_gpus for stage in stages) else ""
+    raise_file_limit()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with (
-        environment("CUDA_VISIBLE_DEVICES", gpus),
-        socket.create_server((host, port), family=family, backlog=2048) as listener,
-        ExitStack() as started,
-    ):
-        clients = [LocalClient(spec, stage) for stage, spec in enumerate(stages)]
-        for client in clients:
-            started.callback(client.close)
-        for spec, client in zip(stages, clients, strict=True):
-            may_wait = pool.on_failure == "degrade" and client is not clients[0]
-            if (why := client.load(LATER_STAGES_S if may_wait else LOAD_DEADLINE_S)) is None:
-                continue
-            if not may_wait:
-                raise ExecutionError(f"the service does not start: stage {spec.name}: {why}")
-            logger.warning(f"stage {spec.name!r} is left out until it has loaded: {why}")
+    listening = socket.create_server((host, port), family=family, backlog=2048)
+    with listening as listener, _loaded_clients(pool, stages) as clients:
         service = LocalService(model, pool, policies, clients)
-        config = uvicorn.Config(
-            service.app(),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            timeout_graceful_shutdown=SENT_S,
-        )
-        server = uvicorn.Server(config)
-        ended: Future[None] = Future()
+        server = uvicorn.Server(_config(service))
 
         async def main() -> None:
             await service.check_health()
@@ -297,13 +283,7 @@ def local_service(
                     more.callback(asyncio.create_task(read).cancel)
                 await server.serve([listener])
 
-        def run() -> None:
-            try:
-                with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-                    runner.run(main())
-                ended.set_result(None)
-            except BaseException as error:
-                ended.set_exception(error)
+        ended = _run_in_thread(main, server.config)
 
         def require_alive() -> None:
             if ended.done():
@@ -311,7 +291,6 @@ def local_service(
                 reason = "" if error is None else f": {reason_of(error)}"
                 raise ExecutionError(f"the service ended unexpectedly{reason}") from error
 
-        threading.Thread(target=run, name="service", daemon=True).start()
         try:
             while not server.started:
                 require_alive()
@@ -326,3 +305,42 @@ def local_service(
             server.should_exit = True
             wait([ended], GRACE_S)
             service.close()
+
+
+@contextmanager
+def _loaded_clients(pool: Pool, stages: Sequence[StageSpec]) -> Iterator[list[LocalClient]]:
+    """Start the stages' replicas for the length of the block. Raises ExecutionError where a needed one cannot load."""
+    with ExitStack() as started:
+        clients = [LocalClient(spec, stage) for stage, spec in enumerate(stages)]
+        for client in clients:
+            started.callback(client.close)
+        for spec, client in zip(stages, clients, strict=True):
+            may_wait = pool.on_failure == "degrade" and client is not clients[0]
+            if (why := client.load(LATER_STAGES_S if may_wait else LOAD_DEADLINE_S)) is None:
+                continue
+            if not may_wait:
+                raise ExecutionError(f"the service does not start: stage {spec.name}: {why}")
+            logger.warning(f"stage {spec.name!r} is left out until it has loaded: {why}")
+        yield clients
+
+
+def _config(service: LocalService) -> uvicorn.Config:
+    options: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "ws": "none"}
+    options["timeout_keep_alive"] = round(service.pool.serving.keep_alive_s)
+    return uvicorn.Config(service.app(), http=Connection, timeout_graceful_shutdown=SENT_S, **options)
+
+
+def _run_in_thread(main: Callable[[], Coroutine[Any, Any, None]], config: uvicorn.Config) -> Future[None]:
+    """Run a coroutine on an event loop of its own; return what is done once that has ended."""
+    ended: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+                runner.run(main())
+            ended.set_result(None)
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name="service", daemon=True).start()
+    return ended

@@ -6,10 +6,12 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -32,7 +34,7 @@ from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.protocol.grpc_messages import CALLS
 from cauc_ray.serving.http_app import http_app
-from cauc_ray.serving.metrics import ACTS, Kind, Note
+from cauc_ray.serving.observers.service_metrics import ACTS, Kind, Note
 from cauc_ray.serving.over_grpc import GrpcCalls, ProxyResponse, answer_proxy
 from cauc_ray.serving.policies_live import InForce, Store, StoreError
 from cauc_ray.serving.replica import Replica
@@ -47,8 +49,6 @@ LOADING = "its model is being loaded"
 _NODE_DIED = "node has died"
 # Of this package's values in Ray's own key-value store.
 NAMESPACE = b"cauc_ray"
-# If Serve does not report within this that the stages have loaded, they count as not loaded.
-READY_S = 5.0
 _METRICS: Mapping[Kind, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 # Replicas that compute answer within this, too.
 ASK_S = 2.0
@@ -56,6 +56,11 @@ ASK_S = 2.0
 SENT_S = 0.02
 # A replica that is replaced answers so long that it is, so that calls on their way go elsewhere, and then ends.
 LEAVES_S = 0.2
+# How often a replica looks whether the other stages have loaded.
+LOOK_S = 0.2
+# Seconds that a replica which Serve stops goes on for a router of its own version that has no other, each time that the
+# router asks; and the most that Serve lets it.
+HOLD_S, STOP_S = 3.0, 15.0
 
 logger = logging.getLogger("ray.serve")
 
@@ -69,19 +74,28 @@ class GoneError(Exception):
 class StageServer:
     """A replica of a stage as Serve has it.
 
-    can_wait: a model that cannot be loaded is loaded again until it can: the service answers without it.
+    It runs once all stages have loaded: until then the version before answers. can_wait: a model that cannot be loaded
+    is loaded again until it can: the service answers without it.   version: of pool and policy.
     """
 
-    def __init__(self, spec: StageSpec, stage: int, *, can_wait: bool = False) -> None:
+    def __init__(self, spec: StageSpec, stage: int, version: AppVersion, *, can_wait: bool = False) -> None:
         prepare_process(spec)
-        self._spec, self._stage = spec, stage
+        self._spec, self._stage, self._version = spec, stage, version
         self._needs = Needs()
         self._replica = Replica(spec, stage, serve.get_replica_context().replica_id.unique_id)
         if (failed := self._replica.facts.exception()) is not None and not can_wait:
             raise failed
+        version.note_loaded(stage)
+        while not version.has_loaded():
+            time.sleep(LOOK_S)
 
-    async def facts(self) -> tuple[str, ModelFacts | str, float]:
-        """Return the replica's name, its model's facts or why there are none yet, and how long it took to load."""
+    async def facts(self, life: str) -> tuple[str, ModelFacts | str, float] | None:
+        """Return the replica's name, its model's facts or why there are none yet, and how long it took to load.
+
+        None for a router of another version.
+        """
+        if life != self._version.life:
+            return None
         replica, loading = self._replica, self._replica.facts
         if not loading.done():
             return replica.name, LOADING, 0.0
@@ -124,6 +138,11 @@ class StageServer:
             sent.set()
             answering.cancel()
 
+    async def hold(self, life: str) -> None:
+        """Go on for a while for a router of this version, also if Serve stops the replica."""
+        if life == self._version.life:
+            await asyncio.sleep(HOLD_S)
+
     async def leave(self, replica: str) -> None:
         """End this replica if it is the one meant: it is broken, and Serve starts another."""
         if replica == self._replica.name and not self._replica.leaves:
@@ -155,10 +174,10 @@ class StageServer:
 
 
 class ServeClient:
-    """Calls a stage through its handle; why and load_s are StageClient's."""
+    """Calls replicas of a stage through its handle, of one version only; why and load_s are StageClient's."""
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self._handle = handle
+    def __init__(self, handle: DeploymentHandle[Any], life: str) -> None:
+        self._handle, self._life = handle, life
         self.why: str | None = None
         self.load_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -166,7 +185,8 @@ class ServeClient:
     async def replicas(self) -> dict[str, ModelFacts] | None:
         """Return the model facts of the replicas that take calls, by name, None if some do not answer."""
         try:
-            answers = await self._handle.broadcast("facts").results_async(timeout_s=ASK_S, return_exceptions=True)
+            asked = self._handle.broadcast("facts", self._life)
+            answers = await asked.results_async(timeout_s=ASK_S, return_exceptions=True)
         except DeploymentUnavailableError:  # no replica at this moment: Serve starts another
             self.why = None
             return {}
@@ -179,7 +199,11 @@ class ServeClient:
         # One whose model is loaded again will soon answer, unless that fails.
         reasons = (facts for facts in of_replicas.values() if isinstance(facts, str))
         self.why = next((why for why in reasons if why != LOADING or not self.load_s), None)
-        return {name: facts for name, facts in of_replicas.items() if not isinstance(facts, str)}
+        loaded = {name: facts for name, facts in of_replicas.items() if not isinstance(facts, str)}
+        running = {name: facts for name, facts in loaded.items() if name not in NamedReplica.stopping}
+        if loaded and not running:  # another version takes over
+            self._in_background(self._handle.broadcast("hold", self._life), HOLD_S + ASK_S)
+        return running or loaded
 
     async def answer(self, call: StageCall, on_begin: Callable[[], None] | None = None) -> Answer:
         """Have the call's replica answer. Raises StageError; if the caller is cancelled, so is the call."""
@@ -210,15 +234,16 @@ class ServeClient:
 
     def replace(self, replica: str) -> None:
         """Have a replica ended, so that Serve starts another."""
-        task = asyncio.ensure_future(self._leave(replica))
+        self._in_background(self._handle.broadcast("leave", replica), ASK_S)
+
+    def _in_background(self, response: Any, timeout_s: float) -> None:
+        async def done() -> None:
+            with suppress(TimeoutError, DeploymentUnavailableError):
+                await response.results_async(timeout_s=timeout_s, return_exceptions=True)
+
+        task = asyncio.ensure_future(done())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _leave(self, replica: str) -> None:
-        try:
-            await self._handle.broadcast("leave", replica).results_async(timeout_s=ASK_S, return_exceptions=True)
-        except (TimeoutError, DeploymentUnavailableError):
-            logger.warning(f"replica {replica} could not be asked to end")
 
 
 def _fault(error: Exception) -> StageError:
@@ -237,7 +262,28 @@ def _fault(error: Exception) -> StageError:
 
 
 class NamedReplica(RequestRouter):  # type: ignore[misc]  # Ray's classes have no types
-    """Routes a call to the replica that it names. If that is gone, another one reports it."""
+    """Routes a call to the replica that it names, also while Serve stops it. If that is gone, another one reports it.
+
+    Attributes:
+        stopping: Names of replicas that Serve stops, for all handles of this process.
+    """
+
+    stopping: ClassVar[set[str]] = set()
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Take the replicas that run, and keep those that have just been stopped."""
+        running = {replica.replica_id for replica in replicas}
+        self.stopping.difference_update(replica_id.unique_id for replica_id in running)
+        stopped = [replica for replica_id, replica in self.curr_replicas.items() if replica_id not in running]
+        for name in {replica.replica_id.unique_id for replica in stopped} - self.stopping:
+            self.stopping.add(name)
+            self._event_loop.call_later(STOP_S, self._forget, name)
+        super().update_replicas([*replicas, *(one for one in stopped if one.replica_id.unique_id in self.stopping)])
+
+    def _forget(self, name: str) -> None:
+        if name in self.stopping:
+            self.stopping.remove(name)
+            super().update_replicas([one for one in self.curr_replicas.values() if one.replica_id.unique_id != name])
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -290,8 +336,28 @@ def _done(call: Callable[..., T], key: str, *args: Any, **options: Any) -> T:
         raise StoreError(f"{type(error).__name__}: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class AppVersion:
+    """A version of pool and policy, as `serve deploy` brings it.   life: its id.   n_stages: of its chain."""
+
+    life: str
+    n_stages: int
+
+    def note_loaded(self, stage: int) -> None:
+        """Note that a replica of a stage has loaded. Raises StoreError."""
+        RayStore().put(f"loaded:{self.life}:{stage}", b"1")
+
+    def has_loaded(self) -> bool:
+        """Return whether a replica of each stage has ever loaded; False where that cannot be known now."""
+        try:
+            return all(RayStore().get(f"loaded:{self.life}:{stage}") for stage in range(self.n_stages))
+        except StoreError as error:
+            logger.warning(f"it is unknown whether the other stages have loaded: {error}")
+            return False
+
+
 class Router(Service):
-    """A replica of the ingress.   life: of this deployment."""
+    """A replica of the ingress.   version: of pool and policy."""
 
     def __init__(
         self,
@@ -299,15 +365,15 @@ class Router(Service):
         pool: Pool,
         policies: InForce,
         stages: Sequence[Any],
-        life: str,
+        version: AppVersion,
     ) -> None:
         # Serve's handlers write what we log to its files.
         logging.getLogger("cauc_ray").parent = logging.getLogger("ray.serve")
         self._app = serve.get_replica_context().app_name
-        clients = [ServeClient(handle) for handle in stages]
-        super().__init__(
-            model, pool, policies, clients, store=RayStore(), new_metric=ray_metric, life=life, name=self._app
-        )
+        self._version = version
+        clients = [ServeClient(handle, version.life) for handle in stages]
+        shell: dict[str, Any] = {"store": RayStore(), "new_metric": ray_metric, "name": self._app}
+        super().__init__(model, pool, policies, clients, **shell, life=version.life)
         for spec in self.specs:
             find_user_code(spec)
         self.grpc_calls = GrpcCalls(self)
@@ -342,19 +408,9 @@ class Router(Service):
             return [error]
         return answers
 
-    async def n_loaded(self) -> list[int] | None:
-        """Ask Serve, which gives all replicas of this deployment the same answer."""
-        try:
-            return await asyncio.wait_for(asyncio.to_thread(self._running_replicas), READY_S)
-        except (TimeoutError, RayError, RayServeException) as error:
-            logger.warning(f"Serve does not report whether the stages have loaded: {type(error).__name__}: {error}")
-            return None
-
-    def _running_replicas(self) -> list[int]:
-        application = serve.status().applications.get(self._app)
-        deployments = application.deployments if application is not None else {}
-        stages = [deployments.get(stage_deployment(spec.name)) for spec in self.specs]
-        return [0 if stage is None else stage.replica_states.get("RUNNING", 0) for stage in stages]
+    async def has_loaded(self) -> bool:
+        """Return whether all stages have loaded once in this life."""
+        return await asyncio.to_thread(self._version.has_loaded)
 
 
 def _call_of(name: str) -> Callable[[Router, bytes, Any], Awaitable[ProxyResponse]]:

@@ -13,7 +13,7 @@ from google.protobuf.json_format import ParseDict
 from cauc_ray.errors import printable
 from cauc_ray.protocol.grpc_messages import CALLS, SERVICE, GrpcMessage, parsed
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
-from cauc_ray.serving.http_app import PACKAGE_VERSION, TOKEN, authorize, counted, require_model, token_of
+from cauc_ray.serving.http_app import PACKAGE_VERSION, TOKEN, Tokens, counted, require_model
 
 if TYPE_CHECKING:
     from cauc_ray.serving.service import Service
@@ -45,7 +45,7 @@ class GrpcCalls:
     """Answers a service's calls.   answer() takes a call's name, its body and its metadata, and returns a body."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._token = service, token_of(TOKEN)
+        self._service, self._tokens = service, Tokens()
         self._max_body = int(service.pool.serving.max_body_mb * 1e6)
 
     async def answer(self, name: str, body: bytes, metadata: Mapping[str, Any]) -> bytes:
@@ -53,6 +53,8 @@ class GrpcCalls:
         try:
             if name == "ModelInfer":
                 return await self._infer(body, metadata)
+            if name.endswith("Metadata"):
+                self._tokens.require_reader(metadata)
             asked, answered = CALLS[name]
             content = await self._told(name, parsed(asked, body))
             response: bytes = ParseDict(content, answered(), ignore_unknown_fields=True).SerializeToString()
@@ -77,13 +79,15 @@ class GrpcCalls:
 
     async def _infer(self, body: bytes, metadata: Mapping[str, Any]) -> bytes:
         with counted(self._service, "infer", metadata) as fields:
-            authorize(metadata, self._token)
+            self._tokens.require(metadata, TOKEN)
             if len(body) > self._max_body:
                 raise RequestError(f"the message is longer than {self._max_body:,} bytes", 413)
-            message = GrpcMessage(body)
-            version = message.message.model_version or None
-            require_model(self._service, message.message.model_name, version)
-            content, _, of_answer = await self._service.inference.answer(message, metadata, version)
+            with self._service.open_bytes.share() as take:
+                take(len(body))
+                message = GrpcMessage(body)
+                version = message.message.model_version or None
+                require_model(self._service, message.message.model_name, version)
+                content, _, of_answer = await self._service.inference.answer(message, metadata, version)
             fields.update(of_answer)
         return content
 

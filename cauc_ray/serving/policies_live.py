@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cauc_ray.errors import PolicyError, explain
+from cauc_ray.errors import CaucError, PolicyError, explain
 from cauc_ray.policies.policy import Policy
 
 # Decisions whose receipts are kept.
@@ -26,6 +26,14 @@ Decided: TypeAlias = Literal["set", "start", "share", "promote", "rollback"]
 
 class StoreError(Exception):
     """What keeps the values does not answer."""
+
+
+def stored_json(content: bytes) -> Any:
+    """Read a value as JSON. Raises StoreError for a damaged one."""
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise StoreError(f"a stored value is damaged: {error}") from error
 
 
 class Store(ABC):
@@ -213,11 +221,14 @@ class InForce:
 
     @classmethod
     def of_bytes(cls, version: int, raw: bytes) -> InForce:
-        """Return the version that to_bytes has stored."""
-        content = json.loads(raw)
-        candidate = None if content["candidate"] is None else Member.of(Policy.of(content["candidate"]))
-        incumbent, receipts = Member.of(Policy.of(content["incumbent"])), tuple(content["receipts"])
-        return cls(incumbent, candidate, content["share"], content["since"], version, receipts)
+        """Return the version that to_bytes has stored. Raises StoreError for a damaged one."""
+        content = stored_json(raw)
+        try:
+            candidate = None if content["candidate"] is None else Member.of(Policy.of(content["candidate"]))
+            incumbent, receipts = Member.of(Policy.of(content["incumbent"])), tuple(content["receipts"])
+            return cls(incumbent, candidate, content["share"], content["since"], version, receipts)
+        except (KeyError, TypeError, CaucError) as error:
+            raise StoreError(f"version {version} of the policies is damaged: {error}") from error
 
 
 class Log:
@@ -239,7 +250,7 @@ class Log:
 
     def read(self) -> tuple[int, bytes] | None:
         """Return the newest version and its content, None where there is none yet. Blocks for calls to the store."""
-        hint = int(self._store.get(self._hint) or 0)
+        hint: int = stored_json(self._store.get(self._hint) or b"0")
         # The hint is of an entry that may itself be the newest.
         version = max(self._last[0] if self._last is not None else 0, hint - 1)
         while (raw := self._store.get(f"{self._prefix}{version + 1}")) is not None:

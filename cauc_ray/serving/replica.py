@@ -27,6 +27,14 @@ T = TypeVar("T")
 CLOSE_S = 5.0
 
 
+def hanging_s(spec: StageSpec, busy_since: float | None) -> float | None:
+    """Return the seconds that a call of a stage may take, where one that began then has taken longer; else None."""
+    longest_s = spec.call_timeout_s
+    if not spec.model.ENFORCES_OWN_TIMEOUT:
+        longest_s = min(longest_s, 2 * spec.serving.timeout_s)
+    return longest_s if busy_since is not None and time.monotonic() - busy_since > longest_s else None
+
+
 class Replica:
     """A loaded model and its threads.
 
@@ -72,11 +80,7 @@ class Replica:
 
     def hangs(self) -> float | None:
         """Return the seconds that a call may take, where one has taken longer; else None."""
-        longest_s = self._spec.call_timeout_s
-        if not self._spec.model.ENFORCES_OWN_TIMEOUT:
-            longest_s = min(longest_s, 2 * self._spec.serving.timeout_s)
-        busy_since = self._worker.busy_since
-        return longest_s if busy_since is not None and time.monotonic() - busy_since > longest_s else None
+        return hanging_s(self._spec, self._worker.busy_since)
 
     def end(self, reason: str) -> None:
         """End all calls, and the threads once they do nothing; what they are at goes nowhere."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 
@@ -23,8 +24,7 @@ from cauc_ray.policies.policy import Policy, joined_states
 from cauc_ray.protocol.tensors import RequestError
 
 if TYPE_CHECKING:
-    from cauc_ray.serving.metrics import ServingMetrics
-
+    from cauc_ray.serving.policies_live import InForce, Member
 
 RETRY_AFTER_S = 1.0
 # Repeated, as in Owner: faster than numpy.full for a few rows.
@@ -45,22 +45,70 @@ class StageError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
-    """Chosen rows that stopped at a stage: before the last they are asked on.
+class Visit:
+    """Rows of a request that a stage has answered.
 
     Attributes:
         stage: The stage.
-        rows: Positions in the request, int (m,).
-        state: State that they would have carried on, float64 (m, S); None at the last stage.
+        confidences: Confidences after it, float64 (m,).
+        costs: Costs of the call, float64 (m,).
+        n_on: Rows that the policy defers.
+        waited_s: Seconds that they took at the stage.
+        at_ns: When they were answered, in nanoseconds since the epoch.
     """
 
     stage: int
-    rows: Ints
-    state: Floats | None
+    confidences: Floats
+    costs: Floats
+    n_on: int
+    waited_s: float
+    at_ns: int
 
 
-# What is asked of rows that are logged.
-_GIVEN: frozenset[Vector] = frozenset({"given"})
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """Rows of a request that a stage has not answered.   degrades: whether an earlier answer takes its place."""
+
+    stage: int
+    trouble: Trouble
+    n: int
+    degrades: bool
+
+
+class Sample(Protocol):
+    """Chosen rows of a request, which are followed through the stages.
+
+    Attributes:
+        chosen: The rows, bool (n,).
+        logs: Whether their models' own logits are wanted.
+    """
+
+    chosen: Bools
+    logs: bool
+
+    def note(self, request: RequestState, ended: Ended, rows: Rows, positions: Positions, on: Bools) -> Bools:
+        """Take a call's answers for some rows; return which of them go on.   on: bool (m,), which the policy defers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a client has asked, besides its rows.
+
+    Attributes:
+        in_force: The policies at that time.
+        member: The policy that answers.
+        answer_id: Id of the answer.
+        drawn: Whether the policy was drawn among several.
+        headers: Headers of the request.
+        started_ns: When it came, in nanoseconds since the epoch.
+    """
+
+    in_force: InForce
+    member: Member
+    answer_id: str
+    drawn: bool
+    headers: Mapping[str, str]
+    started_ns: int
 
 
 class RequestState(Owner):
@@ -76,16 +124,12 @@ class RequestState(Owner):
             policy has a reference.
         asks_for: Requested vectors.
         vectors: Vectors of the best answers, float64 (n, K).
-        called: The stages that have answered.
-        shadow: Whether it is a shadow request, counted separately, whose rows go on to the last stage.
-        accepted: Of a shadow request, the answers that its policy would have given, int32 (n,).
-        accepted_costs: Of a shadow request, the costs of these answers.
-        chosen: Its rows in the shadow sample, bool (n,), None for none.
-        logs: Whether the models' logits of chosen rows are stored in `logged`.
-        logged: Logits by row and stage, with the cost of the call as far as the model reports it.
-        stopped: The stages at which chosen rows stopped.
+        question: What the client has asked, None for a shadow request.
+        number: Number of the request in the order of arrival, -1 for a shadow request.
+        sample: Its rows in the shadow sample, None for none.
+        visits: What stages have answered, in order.
+        missed: What stages have not answered, in order.
         reason: Why rows are degraded, as of the first one.
-        spans_ns: By stage, when rows were first ready for it and when they were last answered, since the epoch.
     """
 
     def __init__(
@@ -95,89 +139,76 @@ class RequestState(Owner):
         columns: Batch,
         n: int,
         last_stage: int,
-        metrics: ServingMetrics,
         *,
         priority: int = 0,
         degrades: bool = False,
         asks_for: frozenset[Vector] = frozenset(),
-        shadow: bool = False,
-        chosen: Bools | None = None,
-        logs: bool = False,
+        question: Question | None = None,
+        number: int = -1,
+        sample: Sample | None = None,
     ) -> None:
         super().__init__(0, n)
         self.policy, self.key, self.columns, self.last_stage = policy, key, columns, last_stage
-        self.degrades, self.asks_for, self.shadow = degrades, asks_for, shadow
-        self._metrics = metrics
-        self.priority = priority
+        self.degrades, self.asks_for, self.priority = degrades, asks_for, priority
+        self.question, self.number, self.sample = question, number, sample
         # Joined arrays of two types would become one type, and of two shapes a column of objects: a model may read
         # them differently, or not at all, and a row's answer would depend on its neighbours.
         self.kind = frozenset((name, column.dtype.str, column.shape[1:]) for name, column in columns.items())
         self.likeliest = _NO_OPTION.repeat(n)
-        self.called: set[int] = set()
         self.vectors: dict[Vector, Floats] = {}
+        self.visits: list[Visit] = []
+        self.missed: list[Missed] = []
         self.reason: str | None = None
-        self.chosen, self.logs = chosen, logs
-        self.stopped: list[Stopped] = []
-        self.logged: dict[int, dict[int, tuple[Floats, float | None]]] = {}
-        if shadow:
-            self.accepted, self.accepted_costs = np.full(n, -1, np.int32), np.zeros(n)
-        self.spans_ns: dict[int, tuple[int, int]] = {}
         self._digest: bytes | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def shadow(self) -> bool:
+        """Return whether it is a shadow request, which no client waits for."""
+        return self.number < 0
 
     @property
     def capped(self) -> bool:
         """Return whether some of the policy's stages are not to be called."""
         return self.last_stage < len(self.policy.stages) - 1
 
+    @property
+    def is_answered(self) -> bool:
+        """Return whether the request has ended with an answer."""
+        return self.done.done() and not self.done.cancelled() and self.done.exception() is None
+
     def note(self, ended: Ended, rows: Rows, positions: Positions) -> Bools:
         """Take a call's answers for some rows as the best so far. Returns which of them go on, bool (m,)."""
         on = super().note(ended, rows, positions)
         stage, result, indices = ended.stage, ended.result, rows.indices
-        self.called.add(stage)
-        now_ns, waited_s = time.time_ns(), ended.now - rows.ready_at
-        since_ns, _ = self.spans_ns.get(stage, (now_ns - int(waited_s * 1e9), 0))
-        self.spans_ns[stage] = since_ns, now_ns
+        self.visits.append(
+            Visit(
+                stage,
+                result.confidences[positions],
+                result.costs[positions],
+                int(np.count_nonzero(on)),
+                ended.now - rows.ready_at,
+                time.time_ns(),
+            )
+        )
         if result.likeliest is not None and self.policy.reference is not None:
             self.likeliest[indices] = result.likeliest[positions]
         for name in self.asks_for:
             self._keep(name, indices, result.vectors[name][positions])
-        if self.logs and self.chosen is not None and "given" in result.vectors:
-            chosen = self.chosen[indices]
-            logits = result.vectors["given"][positions][chosen].astype(np.float32)
-            costs = [None] * len(logits) if result.own_costs is None else result.own_costs[positions][chosen].tolist()
-            for row, of_row in zip(indices[chosen].tolist(), zip(logits, costs, strict=True), strict=True):
-                self.logged.setdefault(row, {})[stage] = of_row
-        if self.shadow:  # the last stage's word is wanted
-            self._metrics.shadowed(stage, result.costs[positions])
-            stop = indices[~on & (self.accepted[indices] < 0)]
-            self.accepted[stop], self.accepted_costs[stop] = self.predictions[stop], self.costs[stop]
-            on[:] = stage < self.last_stage
-            return on
-        capped = self.capped and stage == self.last_stage
-        n_on = int(np.count_nonzero(on))
-        self._metrics.answered(stage, result.confidences[positions], result.costs[positions], waited_s)
-        self._metrics.rows(stage, "accepted", len(on) - n_on)
-        self._metrics.rows(stage, "capped" if capped else "deferred", n_on)
-        if self.chosen is not None and np.count_nonzero(stops := self.chosen[indices] & ~on):
-            state = ended.goes_on[ended.held_at[positions][stops]] if stage < self.last_stage else None
-            self.stopped.append(Stopped(stage, indices[stops], state))
-        if capped:
+        if self.sample is not None:
+            on = self.sample.note(self, ended, rows, positions, on)
+        if self.capped and stage == self.last_stage:
             on[:] = False
         return on
 
     def left_out(self, indices: Ints, stage: int, trouble: Trouble, reason: str) -> int:
         """Let rows that a stage has not answered stop with the best so far, or refuse the request."""
         self.at[indices] = -1
-        if self.shadow:
-            self.fail(RequestError(reason, 503))
-            return 0
         degrades = self.degrades and bool((self.stages[indices] >= 0).all())
-        self._metrics.rows(stage, "degraded" if degrades else "failed", len(indices))
+        self.missed.append(Missed(stage, trouble, len(indices), degrades))
         if degrades:
             self.degraded[indices] = True
             self.reason = self.reason or reason
-            self._metrics.degraded(stage, trouble, len(indices))
             return len(indices)
         if trouble == "refused":
             self.fail(RequestError(reason, 422))
@@ -193,9 +224,32 @@ class RequestState(Owner):
             digest = blake2b(digest_size=16)
             for name, column in sorted(self.columns.items()):
                 digest.update(repr((name, column.dtype.str, column.shape)).encode())
-                digest.update(repr(column.tolist()).encode() if column.dtype == object else column.tobytes())
+                values = column.ravel() if column.dtype == object else [column.tobytes()]
+                for content in (value if isinstance(value, bytes) else repr(value).encode() for value in values):
+                    digest.update(len(content).to_bytes(8))
+                    digest.update(content)
             self._digest = digest.digest()
         return self._digest
+
+    def parameters(self) -> dict[str, Any]:
+        """Return how the request was answered, for its response and the log."""
+        called = {visit.stage for visit in self.visits}
+        question = self.question and {"policy_id": self.question.member.id, "answer_id": self.question.answer_id}
+        return {
+            **(question or {}),
+            "stage": max(self.stages.tolist()),
+            "stages_called": ",".join(name for stage, name in enumerate(self.policy.models) if stage in called),
+            "cost": math.fsum(self.costs.tolist()),
+            "cost_unit": self.policy.cost_unit,
+            "degraded": self.reason is not None,
+            **({} if self.reason is None else {"reason": self.reason}),
+        }
+
+    def release(self, row: int) -> None:
+        """Keep one row's input in the place of all: once all rows are answered, only probes read any."""
+        self.columns = {
+            name: np.broadcast_to(column[row : row + 1].copy(), column.shape) for name, column in self.columns.items()
+        }
 
     def finish(self) -> None:
         """End the request: no row needs anything more."""
@@ -239,9 +293,14 @@ class StageCall:
     needed_replicas: float = 0.0
 
 
+# What is asked of rows that are logged.
+_GIVEN: frozenset[Vector] = frozenset({"given"})
+
+
 def _asks(request: RequestState, rows: Rows) -> tuple[str, frozenset[Vector]]:
     """Return what is asked of rows: by which policy, and for which vectors."""
-    logs = request.logs and request.chosen is not None and request.chosen[rows.indices].any()
+    sample = request.sample
+    logs = sample is not None and sample.logs and sample.chosen[rows.indices].any()
     return request.key, request.asks_for | _GIVEN if logs else request.asks_for
 
 
@@ -254,9 +313,19 @@ def requests_of(call: Call) -> list[RequestState]:
     return [cast("RequestState", rows.owner) for rows in call.rows]
 
 
-def stage_call(call: Call, replica: str, keeps: Bools | None, *, router: str, needed_replicas: float) -> StageCall:
-    """Return a call as a stage takes it.   keeps: bool (n,), rows whose state is wanted even if they stop, if any."""
-    requests = requests_of(call)
+def _chosen(call: Call) -> Bools | None:
+    """Return which rows bring their state along even if they stop, bool (n,): those of samples; None for none."""
+    mask = None
+    for request, (rows, positions) in zip(requests_of(call), call.pieces(), strict=True):
+        if request.sample is not None and call.stage < request.last_stage:
+            mask = np.zeros(len(call), dtype=bool) if mask is None else mask
+            mask[positions] = request.sample.chosen[rows.indices]
+    return mask
+
+
+def stage_call(call: Call, replica: str, *, router: str, needed_replicas: float) -> StageCall:
+    """Return a call as a stage takes it."""
+    requests, keeps = requests_of(call), _chosen(call)
     parts, start = [], 0
     asked = zip(requests, call.rows, strict=True)
     for (key, wants), group in groupby(asked, lambda one: _asks(*one)):

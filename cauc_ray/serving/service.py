@@ -5,33 +5,41 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 from cauc_ray.cascade.events import VerdictReached
+from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
-from cauc_ray.policies.canary import decision
+from cauc_ray.policies.canary import Decision
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.tensors import RequestError
-from cauc_ray.serving.canary import Canary
+from cauc_ray.serving.bodies import OpenBytes
 from cauc_ray.serving.cascade import Cascade, StageClient
-from cauc_ray.serving.elsewhere import Elsewhere
+from cauc_ray.serving.elsewhere import LONG_JSON, Elsewhere
+from cauc_ray.serving.feedback import Feedback, Reported
 from cauc_ray.serving.inference import Inference
-from cauc_ray.serving.metrics import NewMetric, ServingMetrics
+from cauc_ray.serving.observers.candidate import Canary
+from cauc_ray.serving.observers.drift_watch import DriftWatch, WatchedHere, report_of
+from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observers.service_metrics import NewMetric, ServingMetrics
+from cauc_ray.serving.observers.shadow_sample import ShadowSample
+from cauc_ray.serving.observers.spans import Spans
+from cauc_ray.serving.observers.table_log import Logged, TableLog
 from cauc_ray.serving.policies_live import MOST_RECEIPTS, InForce, Log, Member, PolicyChange, Store, StoreError
-from cauc_ray.serving.table_log import Logged, TableLog
-from cauc_ray.serving.watching import Feedback, Reported, WatchedHere, Watching, report_of
 
 # How often a replica looks for a policy that was set at another, which asks it to, and for the replicas of stages;
 # computes what it has watched, and brings its metrics up to date.
@@ -41,10 +49,15 @@ LONGEST_PAUSE_S = 10.0
 # A replica that has not looked for a policy for so long looks before it answers. A change is therefore active
 # everywhere this long after it was written, also at a replica that cannot be asked whether it has taken it.
 LEASE_S = 3.0
-# How long requests wait for such a look; without the store, the policy cannot be changed either.
-LOOK_S = 1.0
+# How long a replica that starts waits for stages that have had replicas before.
+BEGIN_S = 15.0
+# How long requests wait for such a look, and calls of the store for their end.
+LOOK_S, STORE_S = 1.0, 10.0
+STORE_IS_AWAY = "the store of the service's policies cannot be read now; GET the policy to see which one is active"
 # A change that is overtaken so often while it is written is given up.
 MOST_TRIES = 20
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +105,21 @@ def policies_at_start(pool: Pool, policy: Policy) -> InForce:
     return in_force if candidate is None else in_force.with_candidate(Policy.load(candidate.file), candidate.share)
 
 
+def require_servable(pool: Pool, policy: Policy, *, local: bool) -> tuple[StageSpec, ...]:
+    """Return the stages of a policy's chain.   local: whether their models run on this machine.
+
+    Raises CaucError for faults that can be found without loading a model.
+    """
+    stages = pool.chain(policy.models)
+    require_agreement(stages, policy)
+    for stage in stages:
+        stage.model.check(local)
+    if pool.serving.log is not None and find_spec("pyarrow") is None:
+        raise ConfigError("serving.log writes Parquet files; install with: pip install pyarrow")
+    policies_at_start(pool, policy)
+    return stages
+
+
 class Service(ABC):
     """One replica of what answers requests.
 
@@ -125,34 +153,39 @@ class Service(ABC):
         self.metrics = ServingMetrics(new_metric, model, policy.models, policy.cost_unit)
         self._clients = clients
         self._life, self._log = life, Log(store, f"policy:{life}:")
-        self.canary = Canary(pool.serving.canary, store, life)
         self._adopting = threading.Lock()
         self._looked_at = time.monotonic()
         version = self._log.read()
         self.in_force = policies if version is None else InForce.of_bytes(*version)
+        self._reported = Reported(store, life)
+        self.elsewhere, self.open_bytes = Elsewhere(), OpenBytes()
+        self.table_log = self._new_table_log(policy)
         # What was found of a policy outlives this life of the service.
         alarm, n_replicas = f"alarm:{name}:{model}:of", pool.serving.router.replicas.max
-        self.watching = Watching(self.in_force.policy, self.in_force.id, self.metrics, n_replicas, store, alarm)
-        self._reported = Reported(store, life)
-        self.elsewhere = Elsewhere()
-        self.table_log = self._new_table_log(policy)
-        self._stages_began = False
+        self.drift = DriftWatch(self.in_force, self.metrics, n_replicas, store, alarm)
+        self._shadows = ShadowSample(pool.serving.shadow, self.metrics, self.drift, self.table_log)
+        self.canary = Canary(pool.serving.canary, store, life, self._shadows, lambda: self.in_force, self._decide)
+        self.observers: list[Observer] = [self.metrics, self.drift, self._shadows, self.canary]
+        self.observers += [] if self.table_log is None else [self.table_log]
+        self.observers += [] if pool.serving.tracing is None else [Spans(pool.serving.tracing)]
+        self.metrics.on_policies(self.in_force)
+        self._has_begun = False
         self.leaving = False
         self.n_open = 0
         self._cascade: Cascade | None = None
         self._id = uuid.uuid4().hex
+        self._look: asyncio.Future[InForce] | None = None
+        self._store_threads = ThreadPoolExecutor(4, thread_name_prefix="store")
         self._passing: set[asyncio.Future[list[Any]]] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     def _new_table_log(self, policy: Policy) -> TableLog | None:
-        """Return what writes the shadow sample, if the pool has it written. Raises ConfigError without pyarrow."""
+        """Return what writes the shadow sample, if the pool has it written."""
         spec = self.pool.serving.log
         if spec is None:
             return None
-        if find_spec("pyarrow") is None:
-            raise ConfigError("serving.log writes Parquet files; install with: pip install pyarrow")
         costs = [stage.cost for stage in policy.stages]
-        logged = Logged(spec, self.specs, costs, policy.cost_unit, policy.costs == "per-call")
+        logged = Logged(spec, self.pool.serving.shadow, self.specs, costs, policy.cost_unit, policy.costs == "per-call")
         return TableLog(logged, lambda: self.facts, lambda: self.labels)
 
     @abstractmethod
@@ -160,16 +193,16 @@ class Service(ABC):
         """Call a method of every replica; return what each returned or raised."""
 
     @abstractmethod
-    async def n_loaded(self) -> list[int] | None:
-        """Return how many replicas of each stage have loaded their model, None if unknown."""
+    async def has_loaded(self) -> bool:
+        """Return whether all stages have loaded once in this life of the service."""
 
     @property
     def cascade(self) -> Cascade:
         """Return the cascade, made at first use: it belongs to the loop that requests run on."""
         if self._cascade is None:
-            self._cascade = Cascade(self.specs, self.pool, self._clients, self.metrics, self.table_log)
+            self._cascade = self._shadows.cascade = Cascade(self.specs, self.pool, self._clients, self.observers)
             self._cascade.on_news = self._pass_on
-            follow = (self.current_policy, self._follow_stages, self.watched, self._compare, self._count)
+            follow = (self.current_policy, self._follow_stages, *(one.settle for one in self.observers), self._count)
             self._tasks = [asyncio.create_task(repeat(do, PERIOD_S)) for do in follow]
         return self._cascade
 
@@ -198,22 +231,29 @@ class Service(ABC):
         return facts.labels if facts is not None else None
 
     async def check_health(self) -> None:
-        """Begin the background tasks, before the first request; raise if one has ended."""
+        """Raise if a background task has ended. The first call begins them, and returns once stages can answer.
+
+        Stages that have had replicas before are not waited for long.
+        """
         if self.cascade and any(task.done() for task in self._tasks):
             raise RuntimeError("a background task of the service has ended")
+        until = math.inf
+        while not self._has_begun and time.monotonic() < until:
+            await self._follow_stages()
+            self._has_begun = all(map(self.cascade.has_replica, self._needed))
+            if not self._has_begun:
+                until = min(until, time.monotonic() + BEGIN_S) if await self.has_loaded() else math.inf
+                await asyncio.sleep(0.1)
+        self._has_begun = True
+
+    @property
+    def _needed(self) -> range:
+        """Return the stages without which no request can be answered."""
+        return range(1 if self.pool.on_failure == "degrade" else len(self.specs))
 
     async def ready(self) -> bool:
         """Return whether requests can be answered: by all stages, or by the first where the pool degrades."""
-        if self.leaving:
-            return False
-        needed = range(1 if self.pool.on_failure == "degrade" else len(self.specs))
-        if not self._stages_began:
-            counts = await self.n_loaded()
-            if counts is None or not all(counts[stage] for stage in needed):
-                return False
-            await self._follow_stages()
-            self._stages_began = True
-        return not any(self.cascade.missing(stage) for stage in needed)
+        return self._has_begun and not self.leaving and not any(map(self.cascade.missing, self._needed))
 
     @contextmanager
     def one_more_request(self) -> Iterator[None]:
@@ -234,22 +274,36 @@ class Service(ABC):
     def close(self) -> None:
         """End what the service has started outside of its event loop."""
         self.elsewhere.close()
-        if self.table_log is not None:
-            self.table_log.close()
+        self._store_threads.shutdown(wait=False, cancel_futures=True)
+        for observer in self.observers:
+            observer.close()
 
     async def policy_for_request(self) -> InForce:
-        """Return the active policy, read again if this replica has not checked it recently."""
+        """Return the active policy, read again if this replica has not checked it recently.
+
+        Raises RequestError (503) where it cannot be read: another one may be active.
+        """
         if time.monotonic() - self._looked_at > LEASE_S:
-            await self._in_touch()
+            if self._look is None or self._look.done():  # one look for all requests
+                self._look = asyncio.ensure_future(self.current_policy())
+            await asyncio.wait([self._look], timeout=LOOK_S)
+            if not self._look.done():
+                raise RequestError(STORE_IS_AWAY, 503, 1.0)
+            self._look.result()
         return self.in_force
 
     async def current_policy(self) -> InForce:
         """Check for a policy set at another replica, and return the active one. Raises RequestError (503)."""
+        return await self._stored(self._adopt_stored)
+
+    async def _stored(self, function: Callable[..., T], *args: Any) -> T:
+        """Call what reads or writes the store, in threads that nothing else waits for. Raises RequestError (503)."""
+        called = asyncio.get_running_loop().run_in_executor(self._store_threads, function, *args)
         try:
-            return await asyncio.to_thread(self._adopt_stored)
-        except StoreError as error:
-            logger.warning(f"the stored policy cannot be read: {error}")
-            raise RequestError("the active policy cannot be read now; try again", 503, 1.0) from error
+            return await asyncio.wait_for(called, STORE_S)
+        except (StoreError, TimeoutError) as error:
+            logger.warning(f"the service's store does not answer: {error}")
+            raise RequestError(STORE_IS_AWAY, 503, 1.0) from error
 
     async def policy_version(self) -> int:
         """Check for a policy set at another replica, and return the active one's version."""
@@ -262,10 +316,7 @@ class Service(ABC):
     async def policies(self) -> tuple[dict[str, Any], str]:
         """Return the policies, the candidate's evidence, and receipts; and the version's tag. Raises RequestError."""
         in_force = await self.current_policy()
-        try:
-            evidence = await asyncio.to_thread(self.canary.settle, in_force)
-        except StoreError as error:
-            raise RequestError("the evidence on the candidate cannot be read now; try again", 503, 1.0) from error
+        evidence = await self._stored(self.canary.evidence, in_force)
         candidate = in_force.candidate and {
             "policy_id": in_force.candidate.id,
             "share": in_force.share,
@@ -293,7 +344,7 @@ class Service(ABC):
         if another version than if_match is active, 503 if the version cannot be written.
         """
         try:
-            before, after = await asyncio.to_thread(self._change, change, if_match, why)
+            before, after = await self._stored(self._change, change, if_match, why)
             written = time.monotonic()
             n_replicas = await self._confirmed(after.version)
             if n_replicas is None:
@@ -302,13 +353,6 @@ class Service(ABC):
         except CaucError as error:
             self.metrics.policy_change("refused")
             raise RequestError(str(error), 409) from error
-        except StoreError as error:
-            logger.warning(f"a policy could not be stored: {error}")
-            raise RequestError(
-                "the policy may not have been stored: its store does not answer; GET it to see which one is active",
-                503,
-                1.0,
-            ) from error
         if newest.shares != after.shares:
             self.metrics.policy_change("overtaken")
             raise RequestError(
@@ -323,7 +367,7 @@ class Service(ABC):
 
     async def watched(self) -> WatchedHere:
         """Evaluate and return this replica's monitoring of the active policy."""
-        return await asyncio.to_thread(self.watching.settle)
+        return await self._stored(self.drift.evaluate)
 
     async def watch(self) -> dict[str, Any]:
         """Return all replicas' monitoring of the active policy. Raises RequestError (503)."""
@@ -337,52 +381,33 @@ class Service(ABC):
     async def feedback(self, body: bytes) -> dict[str, Any]:
         """Take what has become known of answers, each once. Raises RequestError where it makes no sense."""
         in_force = self.in_force
-        feedback = Feedback.read(body, in_force.policy, self.pool.serving.max_request_rows, self.labels)
-        n, n_counted, note = len(feedback), 0, None
-        member = in_force.member(feedback.policy_id)
-        compares = in_force.candidate is not None and feedback.was_drawn
-        watches = member is in_force.incumbent and in_force.policy.reference is not None
-        new = feedback
-        if self.table_log is not None or (member is not None and (watches or compares)):
-            new = await asyncio.to_thread(self._reported.new, feedback)
-        if self.table_log is not None:
-            self.table_log.label(new.logged(self.pool.serving.shadow))
+        read = (Feedback.read, body, in_force.policy, self.pool.serving.max_request_rows, self.labels)
+        feedback = await self.elsewhere.call_if(len(body) > LONG_JSON, *read)
+        n, member, new = len(feedback), in_force.member(feedback.policy_id), feedback
+        if member is not None or self.table_log is not None:
+            new = await self._stored(self._reported.new, feedback)
+        counts = [count for one in self.observers if (count := one.on_feedback(new, in_force)) is not None]
+        n_counted, note = max(counts, default=0), None
         if member is None:
             note = f"policy {in_force.id} is active; feedback on another policy's answers is not counted"
             self.metrics.feedback(other_policy=n)
-        elif not (watches or compares):
+        elif not counts:
             note = f"policy {member.id} has no reference to compare answers with; feedback is not counted"
             self.metrics.feedback(not_watched=n)
         else:
-            counted = new.given_by(member.policy)
-            if watches:
-                self.watching.outcomes(member.id, counted.stages, counted.confidences, counted.correct)
-            if compares:  # also answers that a fault cut short: this is what the policy's requests were given
-                self.canary.outcomes(in_force, member.id, new.correct)
-                counted = new
-            n_counted, n_cut, n_repeated = len(counted), len(new) - len(counted), n - len(new)
+            n_cut, n_repeated = len(new) - n_counted, n - len(new)
             reasons = [f"{n_cut} answers cut short by the request or a failure are not counted"] if n_cut else []
             reasons += [f"{n_repeated} answers already had feedback and are not counted again"] if n_repeated else []
             note = "; ".join(reasons) or None
             self.metrics.feedback(counted=n_counted, cut_short=n_cut, repeated=n_repeated)
         return {"policy_id": in_force.id, "rows": n, "counted": n_counted, "says": note}
 
-    async def _compare(self) -> None:
-        """Add up the evidence on the candidate; promote it or roll it back where that decides and the pool lets it."""
-        in_force, rule = self.in_force, self.canary.rule
+    async def _decide(self, decision: Decision, why: str, in_force: InForce) -> None:
+        """Promote the candidate or roll it back, for this very version: of all routers one decides."""
         try:
-            evidence = await asyncio.to_thread(self.canary.settle, in_force)
-        except StoreError as error:
-            logger.warning(f"the evidence on the candidate cannot be stored: {error}")
-            return
-        decided = None if evidence is None else decision(evidence, rule)
-        if decided is None or not self.canary.decides:
-            return
-        what, why = decided
-        try:  # for this very version: of all routers one decides
-            await self.set_policy(PolicyChange.of({what: True}), self.etag(in_force), why)
+            await self.set_policy(PolicyChange.of({decision: True}), self.etag(in_force), why)
         except RequestError as error:
-            logger.info(f"{what}: {error.message}")
+            logger.info(f"{decision}: {error.message}")
 
     async def _confirmed(self, version: int) -> int | None:
         """Return how many replicas there are once all have a version or a later one, None if some do not confirm."""
@@ -391,15 +416,6 @@ class Service(ABC):
         for one in silent:
             logger.warning(f"a replica has not confirmed version {version} of the policy: {one!r:.200}")
         return len(versions) if versions and not silent else None
-
-    async def _in_touch(self) -> None:
-        """Wait for this replica to look for a policy again; not for long: the last known is better than no answer."""
-        deadline = time.monotonic() + LOOK_S
-        while time.monotonic() - self._looked_at > LEASE_S:
-            if time.monotonic() > deadline:
-                logger.warning(f"the policy cannot be read, {self.in_force.id} stays active")
-                self._looked_at = time.monotonic()
-            await asyncio.sleep(0.01)
 
     def _change(self, change: PolicyChange, if_match: str | None, why: str | None) -> tuple[InForce, InForce]:
         """Write the next version, and return the one before and it. Raises RequestError and CaucError as set_policy."""
@@ -430,8 +446,8 @@ class Service(ABC):
 
     def _adopt(self, after: InForce) -> None:
         before, self.in_force = self.in_force, after
-        if after.id != before.id or after.policy.reference != before.policy.reference:
-            self.watching.begin(after.policy, after.id)
+        for observer in self.observers:
+            observer.on_policies(after)
         for gone in before.shares.keys() - after.shares.keys():
             self._reported.forget(gone)
         if after.shares != before.shares:
@@ -454,7 +470,6 @@ class Service(ABC):
 
     async def _count(self) -> None:
         """Bring the metrics up to date."""
-        self.metrics.shares(self.in_force.shares)
         self.metrics.queued([at.n_waiting for at in self.cascade.scheduler.stages])
         if self.table_log is not None:
             self.metrics.logged(self.table_log.take_counts())

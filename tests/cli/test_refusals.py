@@ -50,6 +50,7 @@ BOTH_DOORS = [
     ("fit", {"models": ["m0", "m0"]}, "'m0' is a duplicate", CaucError),
     ("sweep", {"methods": ["rff"]}, "unknown method 'rff'; did you mean 'rf'", ConfigError),
     ("fit", {"logit_kind": "odds"}, "unknown logit kind 'odds'", ConfigError),
+    ("fit", {"logits": "https://user:password@127.0.0.1:9/x?sig=abc"}, "https://***@127.0.0.1:9/x?sig=***", CaucError),
     # Splits.
     ("fit", {"calibration_split": "validation"}, "two splits", ConfigError),
     ("compare", {"split": "validation"}, "measure them on another", ConfigError),

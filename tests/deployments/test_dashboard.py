@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from cauc_ray.serving.metrics import METRICS
+from cauc_ray.serving.observers.service_metrics import METRICS
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "deployments" / "grafana.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]

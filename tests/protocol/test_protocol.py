@@ -147,10 +147,10 @@ def test_nulls_and_unknown_keys_are_as_good_as_nothing():
         model_name="m",
         inputs=[tensor(parameters={"binary_data_size": None, "content_type": "np", "headers": {}}, more=1)],
     )
-    for body in (asked, body_of(), body_of(outputs=[], parameters={})):
+    for body in (asked, body_of(), body_of(outputs=[], parameters={}), body_of(parameters={"sequence_id": 1})):
         request = read(body)
         assert (request.id, request.outputs) == (None, dict.fromkeys(DEFAULT_OUTPUTS, False))
-        assert not any(request.parameters.values())
+        assert not any(value for name, value in request.parameters.items() if name != "sequence_id")
         assert request.inputs["x"].values.tolist() == [3, 4]
 
 
@@ -168,7 +168,7 @@ def one_number(number):
 REFUSED = [
     *((text, "nvalid JSON") for text in (b"", b"{", b"{} {}", b'{"inputs": "\xff"}', b'{"inputs": "\\ud800"}')),
     *((one_number(number), "nvalid JSON") for number in (b"nan", b"+1", b"01", b"1.")),
-    *((one_number(number), "outside the range of FP32") for number in (b"NaN", b"-Infinity", b"1e999")),
+    *((one_number(number), "outside the range of FP32") for number in (b"-Infinity", b"1e999")),
     (b'{"inputs": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion limit"),
     (b'{"inputs": [' + b"1" * 100_000 + b"]}", "out of range"),
     (body_of(inputs=[]), "inputs: list should have at least 1 item"),
@@ -181,7 +181,7 @@ REFUSED = [
     (body_of(inputs=[tensor(data=None, parameters={"binary_data_size": 2})]), "header Inference-Header-Content-Len"),
     (body_of(id=7), "id: input should be a valid string, got 7"),
     (body_of(parameters={"max_cost": -1}), "parameters.max_cost: input should be greater than or equal to 0"),
-    (body_of(parameters={"shared_memory_region": "r"}), "unknown key 'parameters.shared_memory_region'"),
+    (body_of(rows=[{"x": 1}]), "either inputs or rows"),
     (body_of(outputs=[{"name": "y"}]), "outputs.0.name: input should be 'prediction', 'prediction_label',"),
     (body_of(outputs=[{"name": "cost"}] * 2), "names the output 'cost' twice"),
     (body_of(outputs=[{"name": "cost", "parameters": {"classification": 3}}]), "outputs.0.parameters.classification"),
@@ -198,7 +198,7 @@ def test_no_message_is_as_long_as_what_was_sent(long):
     fault(read, body_of(inputs=[tensor(name=long, shape=[-1])]))
     fault(read, body_of(inputs=[tensor(shape=[9] * 10**6)]))
     fault(read, body_of(id=[[long] * 9] * 9))
-    fault(read, body_of(parameters={long: None}))
+    fault(read, body_of(parameters={"priority": long}))
     fault(read, body_of(outputs=[{"name": long}]))
 
 
@@ -293,7 +293,7 @@ def test_numbers_are_rounded_to_the_nearest_and_refused_beyond_the_range(datatyp
 def test_a_value_of_another_type_is_refused_wherever_it_is(tensor, data):
     assume(tensor.values.size)
     allowed = {"b": (bool,), "u": (int,), "i": (int,), "f": (int, float), "O": (str,)}[tensor.values.dtype.kind]
-    strange = data.draw(st.sampled_from([v for v in (True, 1, 1.0, "1", None, [], {}) if type(v) not in allowed]))
+    strange = data.draw(st.sampled_from([v for v in (True, 1, 1.0, "1", [], {}) if type(v) not in allowed]))
     values = tensor.to_json()
     values[data.draw(st.integers(0, len(values) - 1))] = strange
     fault(Tensor.from_json, "x", tensor.datatype, list(tensor.values.shape), values)

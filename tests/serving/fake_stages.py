@@ -17,9 +17,14 @@ from cauc_ray.cascade.rows import CallResult
 from cauc_ray.errors import ExecutionError
 from cauc_ray.models.answers import Answers, as_answers
 from cauc_ray.models.pool import Pool, pool_of
+from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.cascade import Cascade
-from cauc_ray.serving.metrics import ServingMetrics
-from cauc_ray.serving.request_state import StageError
+from cauc_ray.serving.local import MemoryStore
+from cauc_ray.serving.observers.drift_watch import DriftWatch
+from cauc_ray.serving.observers.service_metrics import ServingMetrics
+from cauc_ray.serving.observers.shadow_sample import ShadowSample
+from cauc_ray.serving.policies_live import InForce, Member
+from cauc_ray.serving.request_state import Question, StageError
 
 
 def stage_of(column: str) -> int:
@@ -120,14 +125,28 @@ def a_pool(names: Sequence[str], on_failure: str = "fail", **serving: Any) -> Po
     return pool_of({**content, "serving": of_pool}, Path())
 
 
-def cascade_of(pool: Pool, stages: Sequence[Stage], log: Any = None) -> tuple[Cascade, Counts]:
-    """Return a cascade of the test's stages and what is counted of it.   log: takes its shadow sample."""
+def cascade_of(pool: Pool, stages: Sequence[Stage], *observers: Any) -> tuple[Cascade, Counts]:
+    """Return a cascade of the test's stages and what is counted of it."""
     counts = Counts([spec.name for spec in pool.stages])
-    cascade = Cascade(pool.stages, pool, stages, counts, log)
+    cascade = Cascade(pool.stages, pool, stages, [counts, *observers])
     for stage in stages:
         stage.cascade = cascade
         stage.tell()
     return cascade, counts
+
+
+def sampled_cascade(pool: Pool, stages: Sequence[Stage], policy: Policy, log: Any = None) -> tuple[Any, ...]:
+    """Return what cascade_of does and the watch of a policy's drift, with a shadow sample.   log: takes the sample."""
+    metrics = Counts([spec.name for spec in pool.stages])
+    drift = DriftWatch(InForce(Member.of(policy)), metrics, 1, MemoryStore(), "alarm")
+    shadows = ShadowSample(pool.serving.shadow, metrics, drift, log)
+    shadows.cascade, _ = cascade_of(pool, stages, metrics, drift, shadows)
+    return shadows.cascade, metrics, drift
+
+
+def question(policy: Policy, answer_id: str = "0" * 32) -> Question:
+    """Return what a client asks of a policy."""
+    return Question(InForce(member := Member.of(policy)), member, answer_id, drawn=False, headers={}, started_ns=0)
 
 
 def columns_of(logits: Sequence[np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:

@@ -1,6 +1,7 @@
 """A cascade of a service in virtual time: answers are those of the replay, or degraded, or refused."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -20,8 +21,9 @@ from cauc_ray.models.answers import Answers
 from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
 from cauc_ray.policies.trace import replay
 from cauc_ray.protocol.tensors import RequestError
-from cauc_ray.serving.inference import Spans
-from cauc_ray.serving.request_state import StageError
+from cauc_ray.serving.observers.spans import Spans
+from cauc_ray.serving.policies_live import InForce, Member
+from cauc_ray.serving.request_state import Question, StageError
 
 DATA = chain(3, n=240, ragged=True)
 NAMES = DATA.models
@@ -430,17 +432,15 @@ def set_up():
 
 
 def test_a_request_is_a_span_of_its_caller_with_one_for_each_stage():
-    spans = Spans.configured("test_cascade:set_up")
-    policy = POLICIES["rf"]
+    policy, caller = POLICIES["rf"], f"00-{'ab' * 16}-{'cd' * 8}-01"
 
     async def main():
-        cascade, _ = cascade_of(a_pool(DATA.models), make_stages())
-        return await cascade.answer(policy, columns_of(DATA.logits, np.arange(40)), 40)
+        cascade, _ = cascade_of(a_pool(DATA.models), make_stages(), Spans("test_cascade:set_up"))
+        in_force = InForce(member := Member.of(policy))
+        asked = Question(in_force, member, "0" * 32, False, {"traceparent": caller}, time.time_ns())
+        return await cascade.answer(policy, columns_of(DATA.logits, np.arange(40)), 40, question=asked)
 
     answer = asyncio.run(main())
-    first_ns = min(ready for ready, _ in answer.spans_ns.values())
-    caller = f"00-{'ab' * 16}-{'cd' * 8}-01"
-    spans.report({"traceparent": caller}, first_ns - 1000, answer, {"rows": 40, "policy_id": policy.id})
     import test_cascade  # as the configuration names it
 
     spans = {span.name: span for span in test_cascade.EXPORTER.get_finished_spans()}
@@ -457,7 +457,6 @@ def test_a_request_is_a_span_of_its_caller_with_one_for_each_stage():
     ]
 
 
-def test_without_a_setting_there_are_no_spans_and_a_bad_one_is_reported():
-    Spans.configured(None).report({}, 0, None, {})
+def test_a_tracing_setup_that_is_nowhere_is_reported():
     with pytest.raises(ConfigError, match="nowhere"):
-        Spans.configured("nowhere:set_up")
+        Spans("nowhere:set_up")

@@ -201,7 +201,6 @@ INVALID = {
     "twice": ({"inputs": [X, X], "raw_input_contents": [b"12345678"] * 2}, "two inputs"),
     "memory": ({"inputs": [{**X, "parameters": {"shared_memory_region": {"string_param": "a"}}}]}, "shared_memory"),
     "output": ({**SOUND, "outputs": [{"name": "y"}]}, "output"),
-    "parameter": ({"inputs": [X], "parameters": {"sequence_id": {"int64_param": 1}}}, "sequence_id"),
     "cap": (
         {"inputs": [X], "raw_input_contents": [b"12345678"], "parameters": {"max_stage": {"int64_param": 9}}},
         "max_stage",
@@ -268,7 +267,11 @@ def test_a_token_is_required_in_the_metadata(chain, monkeypatch):
             with pytest.raises(InferenceServerException) as error:
                 client.infer("six", [ids_of(over_grpc, chain.ids[:1])], headers=headers)
             assert error.value.status() == "StatusCode.UNAUTHENTICATED"
-        client.infer("six", [ids_of(over_grpc, chain.ids[:1])], headers={"authorization": "Bearer s3cret"})
+            with pytest.raises(InferenceServerException):
+                client.get_model_metadata("six", headers=headers)
+        headers = {"authorization": "Bearer s3cret"}
+        client.infer("six", [ids_of(over_grpc, chain.ids[:1])], headers=headers)
+        assert client.get_model_metadata("six", headers=headers).name == "six"
 
 
 def test_a_deadline_and_a_cancelled_call_end_their_requests_and_a_signal_answers_open_ones(tmp_path):

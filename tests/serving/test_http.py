@@ -9,13 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 import jsonschema
 import numpy as np
 import pytest
-from asking import Chain, ask, http, in_force, put_policy, refused
+from asking import Chain, ask, http, in_force, put_policy, refused, until
 from runs import MODELS
 
 import cauc_ray
 from cauc_ray.errors import PolicyError
 from cauc_ray.policies.trace import replay
-from cauc_ray.serving import inference
+from cauc_ray.serving import elsewhere, inference
+from cauc_ray.serving.local import MemoryStore
+from cauc_ray.serving.policies_live import StoreError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of gevent, which it brings along
@@ -105,11 +107,22 @@ def test_a_request_may_carry_its_own_cap(chain, service):
         ({"log": 0}, "log: input should be a valid boolean"),
         ({"max_cost": -1}, "max_cost: input should be greater than or equal to 0"),
         ({"max_cost": 0.5 * costs[0]}, "below the cost of the first stage"),
-        ({"max_cots": 1}, "unknown key 'parameters.max_cots'"),
     ):
         inputs = [{"name": "example_id", "shape": [1], "datatype": "BYTES", "data": [chain.ids[0]]}]
         status, error = refused(service, {"inputs": inputs, "parameters": parameters})
         assert (status, reason in error) == (400, True), error
+
+
+def test_rows_version_one_and_unknown_parameters_are_taken(chain, service):
+    rows = [{"example_id": example} for example in chain.ids[:20]]
+    body = {"rows": rows, "parameters": {"sequence_id": 7}, "outputs": [{"name": "prediction"}]}
+    for path in ("six", "six/versions/1"):
+        status, content, _ = http("POST", f"{service.url}/v2/models/{path}/infer", body)
+        assert (status, json.loads(content)["outputs"][0]["data"]) == (
+            200,
+            chain.expected("rf").predictions[:20].tolist(),
+        )
+        assert http("GET", f"{service.url}/v2/models/{path}")[0] == 200
 
 
 def test_malformed_requests_are_refused_with_a_4xx_in_one_line(chain, service):
@@ -126,6 +139,8 @@ def test_malformed_requests_are_refused_with_a_4xx_in_one_line(chain, service):
     assert refused(service, b"{}", **{"Content-Encoding": "br"})[0] == 415
     assert refused(service, b"{}", **{"Inference-Header-Content-Length": "-1"})[0] == 400
     assert refused(service, b"{}", path="/v2/models/six/versions/2/infer")[0] == 404
+    assert refused(service, b"[" * 1_000_000, path="/v2/models/six/feedback")[0] == 413
+    assert "this service reads no text" in refused(service, b"[" * 1_000_000, path="/v1/decisions")[1]["message"]
     assert refused(service, None, path="/v2/nowhere", method="GET")[0] == 404
     assert refused(service, None, method="DELETE")[0] == 405
     content = chain.policies["rf"].model_dump(mode="json")
@@ -135,6 +150,38 @@ def test_malformed_requests_are_refused_with_a_4xx_in_one_line(chain, service):
         cauc_ray.set_policy(chain.two_models, url=service.url)
     assert in_force(service) == chain.policies["rf"].id
     assert ask(service, chain.ids[:1])  # it is as well as before
+
+
+@pytest.mark.parametrize("fault", ["away", "damaged"])
+def test_without_a_readable_store_no_request_is_answered_by_a_policy_that_may_be_replaced(
+    chain, service, monkeypatch, fault
+):
+    def get(store, key):
+        if fault == "away":
+            raise StoreError("no route to host")
+        return b"{"
+
+    asked = {"inputs": [{"name": "example_id", "shape": [1], "datatype": "BYTES", "data": [chain.ids[0]]}]}
+    policy_id = chain.policies["rf"].id
+    feedback = {"policy_id": policy_id, "prediction": [0], "confidence": [0.5], "stage": [0], "label": [0]}
+    requests = {
+        "infer": ("POST", asked),
+        "feedback": ("POST", feedback),
+        "policy": ("GET", None),
+        "watch": ("GET", None),
+    }
+
+    def statuses():
+        return {
+            http(method, f"{service.url}/v2/models/six/{path}", body)[0] for path, (method, body) in requests.items()
+        }
+
+    assert statuses() == {200}
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryStore, "get", get)
+        patch.setattr(MemoryStore, "put", lambda store, key, value, *, overwrite=True: False)
+        until(lambda: statuses() == {503}, 30)
+    until(lambda: statuses() == {200}, 30)
 
 
 def test_requests_are_counted_and_their_ids_echoed(chain, service):
@@ -176,6 +223,11 @@ def test_long_requests_are_read_and_written_in_another_process_alike(chain, serv
     assert status == 200
     assert json.loads(answer)["outputs"] == json.loads(expected)["outputs"]
     assert refused(service, {**body, "inputs": [{**inputs[0], "shape": [1]}]})[0] == 400
+    monkeypatch.setattr(elsewhere.Elsewhere, "call_if", lambda self, is_long, *call: self.call(*call))
+    feedback = {"policy_id": "p", "prediction": [0], "confidence": [0.5], "stage": [9], "label": [0]}
+    assert refused(service, feedback, path="/v2/models/six/feedback") == (400, "stages are 0 to 2, got 9")
+    for change in ({"threshold": "high"}, {"policy": {}}):
+        assert refused(service, change, path="/v2/models/six/policy", method="PUT")[0] in (400, 409)
 
 
 def test_the_openapi_description_lists_the_addresses_and_outputs_of_the_service(service):

@@ -2,15 +2,25 @@
 
 import asyncio
 import os
+import select
+import socket
+import time
+from contextlib import ExitStack, suppress
 
 import pytest
+import yaml
+from asking import infer
 from hypothesis import given
 from hypothesis import strategies as st
+from runs import python_pool, two_model_policy
 from starlette.datastructures import Headers
+from virtual_time import run_virtually
 
+import cauc_ray
 from cauc_ray.protocol.tensors import RequestError
-from cauc_ray.serving import http_app
-from cauc_ray.serving.http_app import CLIENT_GONE, Bodies, authorize, token_of
+from cauc_ray.serving import bodies, connections
+from cauc_ray.serving.bodies import CLIENT_GONE, OpenBytes, read_body
+from cauc_ray.serving.http_app import Tokens
 
 
 def sending(*messages):
@@ -34,53 +44,92 @@ def part(body, more=True):
     ("messages", "status"),
     [
         ([part(b"abcd", more=False)], 413),
-        ([part(b"abcd"), part(b"efg")], 413),  # and is read no further than twice the limit
+        ([part(b"abcd"), part(b"e" * 64_000_000)], 413),  # and is read no further
         ([part(b"ab"), {"type": "http.disconnect"}], CLIENT_GONE),
     ],
 )
 def test_a_body_is_read_to_its_end_or_refused(messages, status):
-    assert asyncio.run(Bodies().read(sending(part(b"ab"), part(b"c", more=False)), 3)) == b"abc"
+    assert asyncio.run(read_body(sending(part(b"ab"), part(b"c", more=False)), 3, int)) == b"abc"
     with pytest.raises(RequestError) as caught:
-        asyncio.run(Bodies().read(sending(*messages), 3))
+        asyncio.run(read_body(sending(*messages), 3, int))
     assert caught.value.status == status
 
 
-def test_a_body_that_does_not_come_is_not_waited_for_in_vain(monkeypatch):
-    monkeypatch.setattr(http_app, "BODY_S", 0.05)
+@pytest.mark.parametrize("head", [b"", b"x" * 60_000])
+def test_a_body_that_comes_slowly_is_not_waited_for_and_a_steady_one_is(head, monkeypatch):
+    """Also one that begins fast."""
 
-    async def receive():
-        await asyncio.sleep(0.02)
-        return part(b"a")
-
-    with pytest.raises(RequestError, match="not arrive") as caught:
-        asyncio.run(Bodies().read(receive, 1000))
-    assert caught.value.status == 408
-
-
-def test_no_more_is_read_at_once_than_there_is_room_for(monkeypatch):
-    """A body that comes slowly holds its room; one alone may be as long as its limit."""
-    monkeypatch.setattr(http_app, "READING_BYTES", 10)
-
-    async def main():
-        bodies, goes_on = Bodies(), asyncio.Event()
-        slow = iter([part(b"x" * 8), part(b"", more=False)])
+    async def read(n_bytes):
+        sent = iter([head])
 
         async def receive():
-            message = next(slow)
-            if not message["more_body"]:
-                await goes_on.wait()
-            return message
+            await asyncio.sleep(3.0)
+            return part(next(sent, b"a" * n_bytes), more=asyncio.get_running_loop().time() < 40.0)
 
-        first = asyncio.create_task(bodies.read(receive, 100))
-        await asyncio.sleep(0)
-        with pytest.raises(RequestError, match="too many") as caught:
-            await bodies.read(sending(part(b"abc", more=False)), 100)
-        goes_on.set()
-        return caught.value, await first, await bodies.read(sending(part(b"y" * 50, more=False)), 100)
+        return await read_body(receive, 10**6, int), asyncio.get_running_loop().time()
 
-    error, first, alone = asyncio.run(main())
-    assert (error.status, error.retry_after_s is not None) == (429, True)
-    assert (first, alone) == (b"x" * 8, b"y" * 50)
+    with pytest.raises(RequestError, match="came within") as caught:
+        run_virtually(read(100))
+    assert caught.value.status == 408
+    assert run_virtually(read(6000))[1] > 39.0
+
+
+def test_requests_have_no_more_bytes_together_than_there_is_room_for_until_they_end(monkeypatch):
+    """One alone may have as many as its limit."""
+    monkeypatch.setattr(bodies, "OPEN_BYTES", 10)
+    open_bytes = OpenBytes()
+    with open_bytes.share() as first:
+        first(8)
+        with pytest.raises(RequestError, match="too many") as caught, open_bytes.share() as second:
+            second(3)
+        assert (caught.value.status, caught.value.retry_after_s is not None) == (429, True)
+        with open_bytes.share() as second:
+            second(2)
+    with open_bytes.share() as alone:
+        alone(50)
+
+
+def is_closed(connection):
+    try:
+        return not connection.recv(10_000)
+    except ConnectionResetError:
+        return True
+
+
+def test_connections_that_send_nothing_or_slowly_are_closed_and_others_served(tmp_path, monkeypatch):
+    for module in (bodies, connections):
+        monkeypatch.setattr(module, "SLOW_S", 0.5)
+    pool = python_pool(tmp_path)
+    content = yaml.safe_load(pool.read_text())
+    pool.write_text(yaml.safe_dump({**content, "serving": {"keep_alive_s": 8}}))
+    request = b"POST /v2/models/test/infer HTTP/1.1\r\nHost: x\r\n"
+    with cauc_ray.serve(pool, two_model_policy(), port=0, local=True) as service, ExitStack() as stack:
+        port = int(service.url.rpartition(":")[2])
+
+        def held(content):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            connection.sendall(content)
+            return connection
+
+        silent, *slow = held(b""), held(request), held(request + b"Content-Length: 1000\r\n\r\n")
+        open_ones = {silent, *slow}
+        while open_ones:
+            open_ones -= set(filter(is_closed, select.select(open_ones, [], [], 0.2)[0]))
+            for connection in slow:
+                with suppress(OSError):
+                    connection.sendall(b"a")
+            assert infer(service.url, "test", {"x": [9.0]})[0] == 200
+        asked = b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n"
+        idle = held(asked)
+        for _ in range(2):  # it is open for longer than headers are waited for
+            received = b""
+            while not received.endswith(b"}"):
+                received += idle.recv(10_000)
+            assert b"200 OK" in received
+            time.sleep(1.0)
+            idle.sendall(asked)
+        while idle.recv(10_000):
+            pass
 
 
 tokens = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=12)
@@ -91,35 +140,41 @@ def asked_with(value):
     return Headers(raw=[(b"authorization", value)])
 
 
-def in_environment(token):
-    os.environ["CAUC_TEST_TOKEN"] = token
-    try:
-        return token_of("CAUC_TEST_TOKEN")
-    finally:
-        del os.environ["CAUC_TEST_TOKEN"]
+def tokens_of(**variables):
+    """Return the tokens of a service that is started with these variables."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("CAUC_TOKEN", "CAUC_POLICY_TOKEN"):
+            patch.delenv(name, raising=False)
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        return Tokens()
 
 
 @given(tokens, tokens, st.binary(max_size=12))
 def test_only_the_token_is_let_in(token, guess, scheme):
-    expected = in_environment(token)
+    expected = tokens_of(CAUC_TOKEN=token, CAUC_POLICY_TOKEN="another")
     sent = os.fsencode(token).strip()
     if sent:
-        authorize(asked_with(b"Bearer " + sent), expected)
-        authorize(asked_with(b"bearer  " + sent), None, b"another", expected)
+        expected.require(asked_with(b"Bearer " + sent), "CAUC_TOKEN")
+        for bearer in (sent, b"another"):
+            expected.require_reader(asked_with(b"bearer  " + bearer))
     values = [b"", b"Bearer", b"Bearer ", b"Bearer \t", scheme, b"Basic " + sent]
     if sent != os.fsencode(guess).strip():
         values.append(b"Bearer " + os.fsencode(guess))
     refusals = set()
     for headers in [*map(asked_with, values), Headers(raw=[])]:
         with pytest.raises(RequestError) as refused:
-            authorize(headers, expected)
+            expected.require(headers, "CAUC_TOKEN")
         refusals.add((refused.value.status, refused.value.message))
     assert len(refusals) == 1  # it reveals nothing of either token
+    assert "CAUC_TOKEN" in refusals.pop()[1]
 
 
 def test_a_blank_token_lets_nobody_in_and_none_everybody():
     for value in (b"Bearer", b"Bearer ", b"Bearer  \n"):
         with pytest.raises(RequestError):
-            authorize(asked_with(value), in_environment(" \n"))
-    authorize(Headers(raw=[]), in_environment(""), token_of("CAUC_TEST_NO_TOKEN"))
-    authorize(asked_with(b"Bearer \xff\xfe"), in_environment(os.fsdecode(b"\xff\xfe")))  # it need not be UTF-8
+            tokens_of(CAUC_TOKEN=" \n").require(asked_with(value), "CAUC_TOKEN")
+    tokens_of(CAUC_TOKEN="").require(Headers(raw=[]), "CAUC_TOKEN", "CAUC_POLICY_TOKEN")
+    tokens_of(CAUC_POLICY_TOKEN="x").require_reader(Headers(raw=[]))
+    token = os.fsdecode(b"\xff\xfe")  # it need not be UTF-8
+    tokens_of(CAUC_TOKEN=token).require(asked_with(b"Bearer \xff\xfe"), "CAUC_TOKEN")

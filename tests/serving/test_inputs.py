@@ -1,11 +1,14 @@
 """What tensors become before models see them, for every kind of pool, without any model."""
 
+import base64
 import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
+from cauc_ray.data.columns import column_to_numpy
 from cauc_ray.models.pool import pool_of
 from cauc_ray.protocol.tensors import DATATYPES, RequestError, Tensor
 from cauc_ray.serving.inputs import Inputs
@@ -106,8 +109,6 @@ def floats(*shape, dtype="FP32", value=0.0, name="x"):
         ("declared", [floats(2, 4, 7), floats(2, name="y")], "unknown input 'y'"),
         ("own", [floats(3), floats(2, name="y")], "has 2 rows, input 'x' has 3"),
         ("own", [floats(5000)], "1 to 4096 rows, got 5000"),
-        *(("own", [floats(3, 2, value=value)], "'x': row 2 has NaN or an inf") for value in (np.nan, np.inf, -np.inf)),
-        ("declared", [floats(3, 4, 1, value=np.nan)], "row 2"),
     ],
 )
 def test_tensors_that_no_model_reads_are_refused_in_one_line(name, tensors, reason):
@@ -115,3 +116,45 @@ def test_tensors_that_no_model_reads_are_refused_in_one_line(name, tensors, reas
         columns(name, *tensors)
     assert reason in error.value.message
     assert "\n" not in error.value.message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.5, None, 2.0],
+        [1, None, 3],
+        [True, None],
+        ["a", None, "ü"],
+        [None, None, 1.0],
+        [[1.0, None], [2.0, 3.0]],
+        [1, 2],
+    ],
+    ids=str,
+)
+def test_missing_values_mean_the_same_as_in_a_run(values):
+    """As tensors of JSON, and row by row as in a file of JSON Lines, where a missing key is a null."""
+    expected = column_to_numpy(pa.chunked_array([values]))
+    rows = [{"x": value, "y": 0} for value in values]
+    partial = [{name: value for name, value in row.items() if value is not None} for row in rows]
+    read = [columns("own", *INPUTS["own"].tensors(sent).values())[0]["x"] for sent in (rows, partial)]
+    for column in read:
+        if expected.dtype != object or np.ndim(values[0]) == 0:
+            assert column.dtype == expected.dtype
+        assert [repr(value) for value in column.tolist()] == [repr(value) for value in np.array(expected).tolist()]
+
+
+def test_rows_are_read_as_tensors_are():
+    pixels, file = np.zeros((4, 5, 3), np.uint8), b"\x89PNG"
+    image, _ = columns("images", *INPUTS["images"].tensors([{"image": pixels.tolist()}]).values())
+    assert np.array_equal(image["image"][0], pixels)
+    image, _ = columns("images", *INPUTS["images"].tensors([{"image": base64.b64encode(file).decode()}]).values())
+    assert image["image"].tolist() == [file]
+    asked = {"question": "Which?", "choices": ["a", "b", "c"]}
+    rows = [asked, {**asked, "choices": ["a", "b"], "context": "x"}]
+    apart, n = columns("questions", *INPUTS["questions"].tensors(rows).values())
+    assert (n, apart["choices"].tolist(), apart["context"].tolist()) == (2, [["a", "b", "c"], ["a", "b"]], [None, "x"])
+    declared, _ = columns("declared", *INPUTS["declared"].tensors([{"x": np.ones((4, 7), int).tolist()}] * 2).values())
+    assert (declared["x"].dtype, declared["x"].shape) == (np.float32, (2, 4, 7))
+    for name, row, reason in (("images", {"image": "#"}, "base64"), ("own", {"x": [[1], [1, 2]]}, "several lengths")):
+        with pytest.raises(RequestError, match=reason):
+            INPUTS[name].tensors([row])

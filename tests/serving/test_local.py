@@ -4,10 +4,10 @@ import asyncio
 import http.client
 import json
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
+import psutil
 import pytest
 import yaml
 from asking import DEADLINE_S, Command, in_force, until
@@ -96,17 +96,30 @@ def test_a_model_that_cannot_load_is_reported_in_one_line(home):
         pass
 
 
-def test_a_call_that_hangs_costs_its_own_request_and_ends_with_the_process(home, command):
-    """A thread cannot be ended: its model is loaded anew in another, and the process does not wait for it."""
-    python_pool(home, [("hangs_on", {"x": 99.0}), ("by_x", {})], serving={"timeout_s": 1.0}, call_timeout_s=1.0)
+@pytest.mark.parametrize("factory", ["hangs_on", "dies_on_x"])
+def test_a_call_that_hangs_or_ends_its_process_costs_its_own_request_and_leaves_no_process(home, command, factory):
+    python_pool(home, [(factory, {"x": 99.0}), ("by_x", {})], serving={"timeout_s": 1.0}, call_timeout_s=1.0)
     service = command()
     assert service.ask(99.0) in (422, 503)
     until(lambda: service.ask(9.0) == 200)
+    until(lambda: len(service.processes()) == 2)  # one for each stage
+    processes = service.processes()
     assert service.ended(signal.SIGINT)[0] == 0
+    assert not any(process.is_running() for process in processes)
 
 
-def threads_of_models():
-    return [one.name for one in threading.enumerate() if one.name.startswith(("small-", "large-"))]
+def test_a_service_that_is_killed_leaves_no_process(home, command):
+    python_pool(home, [("hangs_on", {"x": 99.0}), ("by_x", {})])
+    service = command()
+    assert service.ask() == 200
+    processes = service.processes()
+    service.process.kill()
+    until(lambda: not any(process.is_running() for process in processes))
+
+
+def replica_processes():
+    children = psutil.Process().children(recursive=True)
+    return [one for one in children if "cauc_ray.serving.replica_process" in one.cmdline()]
 
 
 def test_a_model_that_cannot_be_loaded_anew_is_loaded_once_it_can(home):
@@ -122,4 +135,4 @@ def test_a_model_that_cannot_be_loaded_anew_is_loaded_once_it_can(home):
     gone.unlink()
     until(lambda: asyncio.run(client.replicas()))
     client.close()
-    until(lambda: not threads_of_models())
+    until(lambda: not replica_processes())

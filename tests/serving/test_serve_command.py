@@ -100,6 +100,15 @@ def test_without_a_valid_token_requests_are_refused(local, authorization):
     assert list(answer) == ["error"]
 
 
+def test_all_addresses_but_those_of_health_ask_for_the_token(local):
+    for path in ("/v2", "/v2/models/six", "/v2/models/six/policy", "/v2/models/six/watch", "/metrics", "/openapi.json"):
+        status, text, _ = http("GET", f"{local.url}{path}")
+        assert (status, "CAUC_TOKEN" in text.decode()) == (401, True), path
+        assert http("GET", f"{local.url}{path}", Authorization=f"Bearer {TOKEN}")[0] == 200, path
+    for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/six/ready"):
+        assert http("GET", f"{local.url}{path}")[0] == 200, path
+
+
 def test_the_policy_changes_with_its_own_token_only(local, set_policy):
     for token in (None, TOKEN, "", f"{POLICY_TOKEN}x"):
         code, out, err = set_policy("base.json", token=token)
@@ -139,7 +148,8 @@ def test_a_service_on_ray_asks_for_its_token_over_http_and_grpc_and_logs_none(ru
     status, answer = ask(running, Authorization=f"Bearer {TOKEN}")
     assert (status, running.said["model"]) == (200, "six")
     assert answer["parameters"]["policy_id"] == running.said["policy_id"]
-    schema = json.loads(http("GET", f"{running.url}/openapi.json")[1])
+    token = {"Authorization": f"Bearer {TOKEN}"}
+    schema = json.loads(http("GET", f"{running.url}/openapi.json", **token)[1])
     assert schema["paths"]["/v2/models/{name}/infer"]["post"]["security"]
     ids = over_grpc.InferInput("example_id", [1], "BYTES")
     ids.set_data_from_numpy(np.array([b"test-2-00000"], dtype=object))
@@ -151,7 +161,9 @@ def test_a_service_on_ray_asks_for_its_token_over_http_and_grpc_and_logs_none(ru
         answer = client.infer("six", [ids], headers={"authorization": f"Bearer {TOKEN}"})
     assert answer.as_numpy("prediction").shape == (1,)
     logs = [path for path in ray_folder.rglob("*") if path.is_file()]
-    assert any("Router" in path.name for path in logs)
+    of_routers = [path for path in logs if "Router" in path.name]
+    lines = [json.loads(line) for path in of_routers for line in path.read_text().splitlines()]
+    assert {line["cauc"]["status"] for line in lines if "cauc" in line} == {200, 401}
     for path in logs:
         content = path.read_bytes()
         assert TOKEN.encode() not in content, path

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import poisoned
 import pytest
+import ray.serve as ray_serve
 import yaml
 from asking import Chain, ask, in_force, infer, put_policy, until
 from ray.serve.exceptions import RayServeException
@@ -16,7 +17,8 @@ from replicas import replicas_of
 from runs import python_pool, two_model_policy
 
 import cauc_ray
-from cauc_ray.errors import ConfigError
+from cauc_ray.errors import ConfigError, ExecutionError, PolicyError
+from cauc_ray.serving import ServingArgs, build_app
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 FAULTS = pytest.mark.soak("faults")
@@ -33,19 +35,61 @@ def status_of(service, x=9.0):
     return infer(service.url, "six", {"x": [x]})[0]
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "reason"),
+    [
+        ({"serving": {"policy_every_s": 1.0}}, ConfigError, "--local"),
+        ({"serving": {"candidate": {"file": "nowhere.json", "share": 0.1}}}, PolicyError, "nowhere.json"),
+        ({"resources": {"num_cpus": 10_000}}, ExecutionError, "10,000 CPUs"),
+    ],
+)
+def test_what_a_service_would_refuse_is_refused_before_any_replica_stops(tmp_path, change, error, reason):
+    stage = {key: value for key, value in change.items() if key == "resources"}
+    pool = yaml.safe_load(python_pool(tmp_path, **stage).read_text())
+    content = pool | {key: value for key, value in change.items() if key != "resources"}
+    policy = two_model_policy().model_dump(mode="json")
+    with pytest.raises(error, match=reason):
+        build_app(ServingArgs(pool=content, policy=policy))
+
+
+@pytest.mark.slow
+def test_each_answer_is_of_one_version_and_none_fails_while_another_is_deployed(tmp_path):
+    """Of one replica of each stage; the new version's models answer otherwise, and one loads slowly."""
+    pool, policies = python_pool(tmp_path), (two_model_policy(), two_model_policy(0.6))
+    expected = {policies[0].id: 0, policies[1].id: 1}  # of x = 9, which the first stage answers
+    answers, stop = [], threading.Event()
+
+    def client(service):
+        while not stop.is_set():
+            answers.append([infer(service.url, "six", {"x": [x]}, ("prediction", "stage")) for x in (9.0, 0.1)])
+
+    with cauc_ray.serve(pool, policies[0], port=0, name="six") as service, ThreadPoolExecutor(2) as clients:
+        running = [clients.submit(client, service) for _ in range(2)]
+        try:
+            python_pool(tmp_path, [("by_x", {"factor": -1.0}), ("loads_slowly", {"seconds": 5.0})])
+            app = build_app(ServingArgs(pool=str(pool), policy=policies[1].model_dump(mode="json"), name="six"))
+            target = ray_serve.RunTarget(app, name="six", route_prefix="/", logging_config=None)
+            ray_serve.run_many([target], wait_for_applications_running=False)
+            until(lambda: answers and answers[-1][1][1]["parameters"]["policy_id"] == policies[1].id)
+            n = len(answers)
+            until(lambda: len(answers) > n + 100)
+        finally:
+            stop.set()
+        for request in running:
+            request.result()
+    assert {status for pair in answers for status, _ in pair} == {200}
+    seen = {answer[0][1]["parameters"]["policy_id"] for answer in answers}
+    assert seen == set(expected)
+    for (_, confident), (_, deferred) in answers:
+        assert confident["outputs"][0]["data"] == [expected[confident["parameters"]["policy_id"]]]
+        assert deferred["outputs"][1]["data"] == [1]
+
+
 @FAULTS
 def test_a_token_that_routers_do_not_have_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CAUC_TOKEN", "s3cret")
     with pytest.raises(ConfigError, match="CAUC_TOKEN is set here, but not on the nodes"):
         serve(python_pool(tmp_path))
-
-
-@FAULTS
-def test_the_first_request_after_a_long_start_is_answered(tmp_path):
-    """Models that load for longer than rows wait for a replica; the service is asked as soon as it runs."""
-    pool = python_pool(tmp_path, [("loads_slowly", {"seconds": 8.0}), ("by_x", {})], serving={"timeout_s": 4.0})
-    with serve(pool) as service:
-        assert status_of(service) == 200
 
 
 @FAULTS

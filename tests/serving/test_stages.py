@@ -10,7 +10,8 @@ from asking import until
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.serving import scaling
-from cauc_ray.serving.on_serve import StageServer
+from cauc_ray.serving.local import MemoryStore
+from cauc_ray.serving.on_serve import AppVersion, StageServer
 
 
 @pytest.fixture(autouse=True)
@@ -21,19 +22,22 @@ def replica(monkeypatch):
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
 
 
-def test_a_model_that_can_wait_is_loaded_again_until_it_can_be(tmp_path):
+def test_a_model_that_can_wait_is_loaded_again_until_it_can_be(tmp_path, monkeypatch):
+    version, store = AppVersion("life", 1), MemoryStore()
+    monkeypatch.setattr("cauc_ray.serving.on_serve.RayStore", lambda: store)
     gone = tmp_path / "gone"
     gone.touch()
     model = {"kind": "python", "factory": "user_models:loads_unless", "kwargs": {"path": str(gone)}}
     spec = StageSpec.model_validate({"name": "one", "model": model})
     with pytest.raises(OSError, match="not now"):
-        StageServer(spec, 1)
-    server = StageServer(spec, 1, can_wait=True)
-    name, why, _ = asyncio.run(server.facts())
+        StageServer(spec, 0, version)
+    server = StageServer(spec, 0, version, can_wait=True)
+    name, why, _ = asyncio.run(server.facts("life"))
     assert "not now" in why
     gone.unlink()
-    until(lambda: isinstance(asyncio.run(server.facts())[1], ModelFacts))
-    assert asyncio.run(server.facts())[0] == name
+    until(lambda: isinstance(asyncio.run(server.facts("life"))[1], ModelFacts))
+    assert asyncio.run(server.facts("life"))[0] == name
+    assert asyncio.run(server.facts("another version")) is None
 
 
 def test_a_stage_gets_the_replicas_that_its_routers_need_together(monkeypatch):

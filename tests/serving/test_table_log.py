@@ -20,7 +20,7 @@ from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import CaucWarning, ConfigError, DataError
 from cauc_ray.files.parquet import parquet_below, read_parquet
 from cauc_ray.files.paths import path_of
-from cauc_ray.serving.shadows import sampled_rows
+from cauc_ray.serving.answer_ids import sampled_rows
 
 NAME, K = "logged", 4
 MODELS = {"small": 0.6, "large": 2.5}

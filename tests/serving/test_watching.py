@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from fake_stages import Stage, a_pool, cascade_of, columns_of
+from fake_stages import Counts, Stage, a_pool, cascade_of, columns_of, question, sampled_cascade
 from synthetic import chain
 from virtual_time import run_virtually
 
@@ -15,11 +15,15 @@ from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay, trace_policy
 from cauc_ray.protocol.tensors import RequestError
-from cauc_ray.serving import watching
+from cauc_ray.serving import feedback
+from cauc_ray.serving.answer_ids import sampled_rows
+from cauc_ray.serving.feedback import Feedback, Reported
 from cauc_ray.serving.local import MemoryStore
+from cauc_ray.serving.observers import drift_watch, shadow_sample
+from cauc_ray.serving.observers.drift_watch import DriftWatch, report_of
+from cauc_ray.serving.observers.shadow_sample import MOST_WAITING, PATIENCE_S
+from cauc_ray.serving.policies_live import InForce, Member
 from cauc_ray.serving.request_state import StageError
-from cauc_ray.serving.shadows import MOST_WAITING, PATIENCE_S, sampled_rows
-from cauc_ray.serving.watching import Feedback, Reported, Watching, report_of
 
 DATA = chain(3, n=400, ragged=True)
 POLICY = fit_rf(chain(3, n=1000, shift=1), chain(3, n=1000, shift=2), ThresholdRule(budget=12.0))
@@ -28,57 +32,43 @@ TRACE = trace_policy(POLICY, DATA, likeliest=True)
 COSTS = np.array([stage.cost for stage in POLICY.stages])
 
 
-class Recorder:
-    """Records agreements, and of what was watched."""
-
-    def __init__(self):
-        self.stages, self.agreed, self.seen = [], [], []
-
-    def agreements(self, stages, agreed):
-        self.stages += stages.tolist()
-        self.agreed += agreed.tolist()
-
-    def watched(self, watched):
-        self.seen.append(watched)
+IN_FORCE = InForce(Member.of(POLICY))
 
 
 def id_of(rows):
     return f"1{rows[0]:031x}"
 
 
-async def ask(cascade, rows, **options):
-    chosen = sampled_rows(id_of(rows), len(rows), cascade.shadows.share)
-    return await cascade.answer(POLICY, columns_of(DATA.logits, rows), len(rows), chosen=chosen, **options)
+async def ask(cascade, rows):
+    return await cascade.answer(
+        POLICY, columns_of(DATA.logits, rows), len(rows), question=question(POLICY, id_of(rows))
+    )
 
 
 def shadowed(share):
-    """Answer requests of five rows one after another, offer each for comparison, and wait.
+    """Answer requests of five rows one after another, and wait for the comparisons.
 
-    Returns what is counted, the agreements, the rows that the stages had, and the answers.
+    Returns what is counted, what was watched, the rows that the stages had, and the answers.
     """
 
     async def main():
         mine = [Stage(f"logits{stage}") for stage in range(3)]
-        cascade, counts = cascade_of(a_pool(DATA.models, shadow=share), mine)
-        recorder, answers = Recorder(), []
-        for rows in np.arange(len(DATA)).reshape(-1, 5):
-            answers.append(await ask(cascade, rows))
-            calls = [len(stage.batches) for stage in mine]
-            cascade.shadows.offer(answers[-1], id_of(rows), recorder.agreements)
-            assert calls == [len(stage.batches) for stage in mine]  # a client has its answer first
+        cascade, counts, drift = sampled_cascade(a_pool(DATA.models, shadow=share), mine, POLICY)
+        answers = [await ask(cascade, rows) for rows in np.arange(len(DATA)).reshape(-1, 5)]
         await asyncio.sleep(PATIENCE_S + 1)
-        return counts, recorder, [sum(map(len, stage.batches)) for stage in mine], answers
+        return counts, drift.evaluate().watched, [sum(map(len, stage.batches)) for stage in mine], answers
 
     return run_virtually(main())
 
 
 def test_all_early_answers_are_compared_with_what_the_whole_cascade_makes_of_them():
-    counts, recorder, n_rows, answers = shadowed(1.0)
+    counts, watched, n_rows, answers = shadowed(1.0)
     early = EXPECTED.stages < 2
     agreed = EXPECTED.predictions == TRACE.predictions[:, -1]
-    assert sorted(zip(recorder.stages, recorder.agreed, strict=True)) == sorted(
-        zip(EXPECTED.stages[early].tolist(), agreed[early].tolist(), strict=True)
-    )
+    for stage in range(2):
+        of_stage = agreed[EXPECTED.stages == stage]
+        assert watched.stages[stage].n_compared == len(of_stage)
+        assert watched.stages[stage].agreement.value == pytest.approx(of_stage.mean())
     assert 0 < agreed[early].mean() < 1
     assert counts.of("shadow_rows") == {"compared": early.sum()}
     # A row goes on from where it stopped; what that costs is counted apart, and no answer is another.
@@ -112,7 +102,7 @@ def test_a_log_takes_rows_of_idle_hours_wherever_they_stopped_and_none_of_busy_o
 
         log, late = Log(), np.flatnonzero(EXPECTED.stages == 2)[:8]
         mine = [Stage("logits0"), Stage("logits1", before=slow), Stage("logits2", before=slow)]
-        cascade, _ = cascade_of(a_pool(DATA.models, shadow=0.5, timeout_s=60.0), mine, log)
+        cascade, *_ = sampled_cascade(a_pool(DATA.models, shadow=0.5, timeout_s=60.0), mine, POLICY, log)
         stop = asyncio.get_running_loop().time() + PATIENCE_S + 2
 
         async def keep_busy():
@@ -120,7 +110,7 @@ def test_a_log_takes_rows_of_idle_hours_wherever_they_stopped_and_none_of_busy_o
                 await cascade.answer(POLICY, columns_of(DATA.logits, late), len(late))
 
         async def sample(rows):
-            cascade.shadows.offer(await ask(cascade, rows), id_of(rows), Recorder().agreements)
+            await ask(cascade, rows)
             chosen = sampled_rows(id_of(rows), len(rows), 0.5)
             return {f"{id_of(rows)}-{at}": rows[at] for at in np.flatnonzero(chosen)}
 
@@ -145,20 +135,25 @@ def test_a_log_takes_rows_of_idle_hours_wherever_they_stopped_and_none_of_busy_o
             assert np.array_equal(logged[name][stage][0], logits[row])
 
 
-def test_what_fails_or_is_too_much_is_dropped_and_nobody_hears_of_it():
+def test_what_fails_or_is_too_much_is_dropped_and_nobody_hears_of_it(monkeypatch):
     async def fail(call, batch):
         raise StageError("down", "gone")
 
     async def main():
         mine = [Stage("logits0"), Stage("logits1", before=fail), Stage("logits2")]
-        cascade, counts = cascade_of(a_pool(DATA.models, shadow=1.0), mine)
-        recorder, early = Recorder(), np.flatnonzero(EXPECTED.stages == 0)
-        cascade.shadows.offer(await ask(cascade, early[:10]), id_of(early), recorder.agreements)
+        cascade, counts, drift = sampled_cascade(a_pool(DATA.models, shadow=1.0), mine, POLICY)
+        early = np.flatnonzero(EXPECTED.stages == 0)
+        await ask(cascade, early[:10])
         await asyncio.sleep(1)
-        assert (counts.of("shadow_rows"), recorder.agreed) == ({"dropped": 10}, [])
-        for _ in range(3 + MOST_WAITING // 20):
-            cascade.shadows.offer(await ask(cascade, early[:20]), id_of(early), recorder.agreements)
+        assert counts.of("shadow_rows") == {"dropped": 10}
+        assert not any(stage.n_compared for stage in drift.evaluate().watched.stages)
+        await asyncio.gather(*(ask(cascade, early[:20]) for _ in range(3 + MOST_WAITING // 20)))
         assert counts.of("shadow_rows")["dropped"] == 10 + 60
+        await asyncio.sleep(PATIENCE_S + 1)
+        before = counts.of("shadow_rows")["dropped"]
+        monkeypatch.setattr(shadow_sample, "MOST_BYTES", 1000)
+        await ask(cascade, early[:20])
+        assert counts.of("shadow_rows")["dropped"] == before + 20
         return counts
 
     counts = run_virtually(main())
@@ -166,50 +161,82 @@ def test_what_fails_or_is_too_much_is_dropped_and_nobody_hears_of_it():
     assert {outcome for (_, outcome), n in counts.of("rows").items() if n} == {"accepted"}
 
 
-def answered(rows, data=DATA, policy=POLICY, **options):
+def test_an_ended_request_keeps_no_input_but_a_row_for_probes():
+    """Also while an earlier one waits, whose answer comes before its own for the watch."""
+
+    async def slow(call, batch):
+        await asyncio.sleep(5.0)
+
     async def main():
-        cascade, _ = cascade_of(a_pool(data.models), [Stage(f"logits{stage}") for stage in range(3)])
-        return await cascade.answer(policy, columns_of(data.logits, rows), len(rows), **options)
+        mine = [Stage("logits0"), Stage("logits1"), Stage("logits2", before=slow)]
+        cascade, _, drift = sampled_cascade(a_pool(DATA.models, timeout_s=60.0), mine, POLICY)
+        late, early = (np.flatnonzero(test)[:50] for test in (EXPECTED.stages == 2, EXPECTED.stages == 0))
+        first = asyncio.ensure_future(ask(cascade, late))
+        await asyncio.sleep(1.0)
+        answer = await ask(cascade, early)
+        assert not first.done()
+        assert not sum(sums.n for sums in drift.evaluate().watched.stages)
+        await first
+        assert sum(sums.n for sums in drift.evaluate().watched.stages) == 100
+        return [column.base.nbytes for column in answer.columns.values() if column.base is not None], answer
 
-    return run_virtually(main())
+    kept, answer = run_virtually(main())
+    assert len(kept) == len(answer.columns)
+    assert all(n_bytes <= column.nbytes / 50 for n_bytes, column in zip(kept, answer.columns.values(), strict=True))
 
 
-def tell(watch, request, policy_id=POLICY.id):
-    with watch.asked(policy_id, request.n) as answered:
-        answered(request)
+def reported(rows, right, policy=POLICY):
+    """Return feedback on so many answers of the first stage."""
+    body = {"policy_id": policy.id, "answer_id": "0" * 32, "confidence": [0.9] * rows, "stage": [0] * rows}
+    content = {**body, "prediction": [0] * rows, "label": [0 if right else 1] * rows}
+    return Feedback.read(json.dumps(content).encode(), policy, rows)
 
 
 def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_anew(caplog, monkeypatch):
     # Whether Serve's logger passes on what it gets is up to Serve, once a test has run it in this process.
-    monkeypatch.setattr(watching, "logger", logging.getLogger(__name__))
-    recorder = Recorder()
-    watch = Watching(POLICY, POLICY.id, recorder, 1, MemoryStore(), "alarm")
-    tell(watch, answered(np.arange(50)))
-    tell(watch, answered(np.arange(50), last_stage=1))
-    tell(watch, answered(np.arange(50)), "another")
-    degraded = answered(np.arange(50))
-    degraded.degraded[np.flatnonzero(degraded.stages < 2)[:20]] = True
-    tell(watch, degraded)
-    seen = watch.settle()
-    assert sum(sums.n for sums in seen.watched.stages) == 80
-    assert watch.settle().watched.stages[0].n == seen.watched.stages[0].n
-    none = np.zeros(4000, dtype=int)
-    watch.outcomes("another", none, np.full(4000, 0.9), none == 0)
-    assert watch.settle().watched.stages[0].outcomes.n == 0
-    with caplog.at_level(logging.WARNING, logger=__name__):
-        for _ in range(3):
-            watch.outcomes(POLICY.id, none, np.full(4000, 0.9), none == 1)
-            assert not watch.settle().watched.holds
-    assert [record.message.startswith(f"policy {POLICY.id} has drifted: ") for record in caplog.records] == [True]
-    assert not recorder.seen[-1].holds
-    assert report_of(POLICY, POLICY.id, [watch.settle()])["holds"] is False
-    newer = POLICY.with_threshold(0.5)
-    watch.begin(newer, newer.id)
-    tell(watch, answered(np.arange(50)), newer.id)
-    assert watch.settle().watched is None
-    assert report_of(newer, newer.id, [watch.settle()])["holds"] is None
-    watch.begin(POLICY, POLICY.id)
-    assert watch.settle().watched.holds
+    monkeypatch.setattr(drift_watch, "logger", logging.getLogger(__name__))
+    fails = False
+
+    async def before(call, batch):
+        if fails:
+            raise StageError("down", "gone")
+
+    async def main():
+        nonlocal fails
+        stages = [Stage("logits0"), Stage("logits1", before=before), Stage("logits2", before=before)]
+        cascade, _, watch = sampled_cascade(a_pool(DATA.models, "degrade"), stages, POLICY)
+
+        async def answered(policy=POLICY, **options):
+            columns, asked = columns_of(DATA.logits, np.arange(50)), question(policy)
+            return await cascade.answer(policy, columns, 50, question=asked, **options)
+
+        await answered()
+        await answered(last_stage=1)
+        await answered(POLICY.with_threshold(0.1))
+        fails = True
+        n_degraded = int((await answered()).degraded.sum())
+        fails = False
+        seen = watch.evaluate()
+        assert n_degraded > 0
+        assert sum(sums.n for sums in seen.watched.stages) == 100 - n_degraded
+        assert watch.evaluate().watched.stages[0].n == seen.watched.stages[0].n
+        assert watch.on_feedback(reported(100, True, POLICY.with_threshold(0.1)), IN_FORCE) is None
+        assert watch.evaluate().watched.stages[0].outcomes.n == 0
+        with caplog.at_level(logging.WARNING, logger=__name__):
+            for _ in range(3):
+                assert watch.on_feedback(reported(4000, False), IN_FORCE) == 4000
+                assert not watch.evaluate().watched.holds
+        assert [record.message.startswith(f"policy {POLICY.id} has drifted: ") for record in caplog.records] == [True]
+        assert report_of(POLICY, POLICY.id, [watch.evaluate()])["holds"] is False
+        newer = POLICY.with_threshold(0.5)
+        watch.on_policies(InForce(Member.of(newer)))
+        await answered(newer)
+        assert watch.evaluate().watched is None
+        assert report_of(newer, newer.id, [watch.evaluate()])["holds"] is None
+        watch.on_policies(IN_FORCE)
+        assert watch.evaluate().watched.holds
+
+    run_virtually(main())
 
 
 @pytest.mark.parametrize("fault", ["hangs", "down"])
@@ -228,23 +255,22 @@ def test_an_outage_of_a_stage_is_no_drift(fault):
             await asyncio.sleep(0.5)
 
         mine = [Stage("logits0"), Stage("logits1"), Stage("logits2", before=before)]
-        cascade, _ = cascade_of(a_pool(data.models, "degrade", timeout_s=5.0), mine)
-        watch = Watching(POLICY, POLICY.id, Recorder(), 1, MemoryStore(), "alarm")
+        watch = DriftWatch(IN_FORCE, Counts(DATA.models), 1, MemoryStore(), "alarm")
+        cascade, _ = cascade_of(a_pool(data.models, "degrade", timeout_s=5.0), mine, watch)
         n_degraded = 0
 
         async def asked(row):
             nonlocal n_degraded
             await asyncio.sleep(0.05 * row)
-            with watch.asked(POLICY.id, 1) as answered:
-                answer = await cascade.answer(POLICY, columns_of(data.logits, np.array([row])), 1)
-                answered(answer)
+            columns = columns_of(data.logits, np.array([row]))
+            answer = await cascade.answer(POLICY, columns, 1, question=question(POLICY))
             n_degraded += int(answer.degraded.sum())
 
         asking = asyncio.gather(*(asked(row) for row in range(len(data))))
         for second in range(100):
             trouble = fault if second % 30 >= 10 else None
             await asyncio.sleep(1)
-            seen = watch.settle().watched
+            seen = watch.evaluate().watched
         await asking
         assert n_degraded > 150
         return seen
@@ -269,7 +295,7 @@ def test_feedback_of_a_row_counts_once_at_whichever_router(monkeypatch):
     assert [len(router.new(Feedback.read(body(), POLICY, 10))) for router in routers] == [2, 0, 0]  # by its content
     routers[0].forget("p")
     assert len(routers[1].new(whole)) == 2
-    monkeypatch.setattr(watching, "MOST_REMEMBERED", 1)
+    monkeypatch.setattr(feedback, "MOST_REMEMBERED", 1)
     one, answers = Reported(store, "life"), [Feedback.read(body(answer_id=digit * 32), POLICY, 10) for digit in "23"]
     assert [len(one.new(answer)) for answer in (*answers, answers[0])] == [2, 2, 2]  # the oldest is dropped
 

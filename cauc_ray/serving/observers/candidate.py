@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from cauc_ray.models.pool import CanarySpec
-from cauc_ray.numbers.types import Bools, Floats
-from cauc_ray.policies.canary import Comparison, Evidence, Rule
-from cauc_ray.serving.policies_live import Decided, InForce, Log, Member, Store
+from cauc_ray.policies.canary import Comparison, Decision, Evidence, Rule, decision
+from cauc_ray.serving.feedback import Feedback
+from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observers.shadow_sample import ShadowSample
+from cauc_ray.serving.policies_live import Decided, InForce, Log, Member, Store, StoreError, stored_json
+from cauc_ray.serving.request_state import RequestState
 
 # Number of attempts to add evidence before the next period.
 MOST_TRIES = 20
@@ -32,34 +36,68 @@ class _Compared:
     unsent: Evidence = field(default_factory=Evidence)
 
 
-class Canary:
-    """Compares the candidate with the incumbent. Rows arrive on the event loop; the rest may run in threads.
+class Canary(Observer):
+    """Compares the candidate with the incumbent, and has it promoted or rolled back.
 
-    life: of the service. There is one log of evidence for each comparison, so that all routers add to one sum.
+    Args:
+        spec: The rule.
+        store: Where all routers add to one log of evidence for each comparison.
+        life: Id of the service's life.
+        shadows: Has rows answered by both policies.
+        in_force: Returns the policies.
+        decide: Promotes or rolls back for a reason, if these policies are still active.
     """
 
-    def __init__(self, spec: CanarySpec, store: Store, life: str) -> None:
+    def __init__(
+        self,
+        spec: CanarySpec,
+        store: Store,
+        life: str,
+        shadows: ShadowSample,
+        in_force: Callable[[], InForce],
+        decide: Callable[[Decision, str, InForce], Awaitable[object]],
+    ) -> None:
         self.rule = Rule(spec.error_rate, spec.accuracy_margin, spec.cost_margin, spec.min_rows)
-        self.decides, self.is_paired = spec.decide == "auto", spec.evidence == "shadow"
+        self._decides, self._is_paired = spec.decide == "auto", spec.evidence == "shadow"
         self._store, self._prefix = store, f"canary:{life}:"
+        self._shadows, self._in_force, self._decide = shadows, in_force, decide
         self._compared: dict[int, _Compared] = {}  # by the version in which the comparison began
         self._lock = threading.Lock()
 
-    def answered(self, in_force: InForce, member: Member, costs: Floats) -> None:
-        """Take the costs of answers, float (n,), whose policy was drawn."""
-        if not self.is_paired:
-            self._of(in_force).rows.costs(costs, of_candidate=member.id != in_force.id)
+    def on_answer(self, request: RequestState) -> None:
+        """Take the costs of an answer whose policy was drawn, or have shadow answers of both policies compared."""
+        question = request.question
+        if question is None or not question.drawn or not request.is_answered:
+            return
+        in_force, candidate = question.in_force, question.in_force.candidate
+        if not self._is_paired:
+            self._of(in_force).rows.costs(request.costs, of_candidate=question.member.id != in_force.id)
+        elif candidate is not None:
+            key = self._shadows.cascade.key
+            pair = {key(policy): policy for policy in (candidate.policy, in_force.policy)}
+            self._shadows.pair(pair, request, self._of(in_force).rows.pairs)
 
-    def outcomes(self, in_force: InForce, policy_id: str, right: Bools) -> None:
-        """Take which answers were right, bool (n,), whose policy was drawn."""
-        if not self.is_paired:
-            self._of(in_force).rows.outcomes(right, of_candidate=policy_id != in_force.id)
+    def on_feedback(self, rows: Feedback, in_force: InForce) -> int | None:
+        """Take which answers were right whose policy was drawn, also those that a fault cut short."""
+        if in_force.candidate is None or not rows.was_drawn or in_force.member(rows.policy_id) is None:
+            return None
+        if not self._is_paired:
+            self._of(in_force).rows.outcomes(rows.correct, of_candidate=rows.policy_id != in_force.id)
+        return len(rows)
 
-    def paired(self, in_force: InForce, right: Bools, costs: Floats) -> None:
-        """Take answers of the candidate and the incumbent to the same rows, as Comparison.pairs does."""
-        self._of(in_force).rows.pairs(right, costs)
+    async def settle(self) -> None:
+        """Add up the evidence; promote the candidate or roll it back where that decides and the pool lets it."""
+        in_force = self._in_force()
+        try:
+            evidence = await asyncio.to_thread(self.evidence, in_force)
+        except StoreError as error:
+            logger.warning(f"the evidence on the candidate cannot be stored: {error}")
+            return
+        decided = None if evidence is None else decision(evidence, self.rule)
+        if decided is not None and self._decides:
+            await self._decide(*decided, in_force)
 
-    def settle(self, in_force: InForce) -> Evidence | None:
+    def evidence(self, in_force: InForce) -> Evidence | None:
         """Add what is new of the candidate, and return what all routers have, None without one. Raises StoreError."""
         with self._lock:
             current = None if in_force.candidate is None else in_force.since
@@ -71,7 +109,7 @@ class Canary:
         self, decided: Decided, member: Member, before: InForce, after: InForce, why: str | None
     ) -> dict[str, Any]:
         """Return the receipt of a decision.   why: the rule, None for a change by hand. Raises StoreError."""
-        compared = self.settle(before) if before.candidate is not None and before.candidate.id == member.id else None
+        compared = self.evidence(before) if before.candidate is not None and before.candidate.id == member.id else None
         return {
             "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "version": after.version,
@@ -86,7 +124,7 @@ class Canary:
 
     def shown(self, evidence: Evidence) -> Mapping[str, Any]:
         """Return evidence as people read it."""
-        return {"accuracy_of": "agreement" if self.is_paired else "feedback", **evidence.as_json(self.rule)}
+        return {"accuracy_of": "agreement" if self._is_paired else "feedback", **evidence.as_json(self.rule)}
 
     def _of(self, in_force: InForce) -> _Compared:
         if (compared := self._compared.get(in_force.since)) is None:
@@ -104,7 +142,7 @@ class Canary:
         total = Evidence()
         for _ in range(MOST_TRIES):
             version, content = compared.log.read() or (0, b"")
-            total = Evidence.of_list(json.loads(content)) if content else Evidence()
+            total = Evidence.of_list(stored_json(content)) if content else Evidence()
             addition = compared.unsent
             if not addition.candidate.n + addition.candidate.n_known:
                 break

@@ -15,11 +15,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
+from cauc_ray.errors import masked
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import LogSpec, StageSpec
 from cauc_ray.numbers.types import Floats
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.elsewhere import Elsewhere
+from cauc_ray.serving.feedback import Feedback
+from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.policies_live import InForce
 
 # What may wait to be written, in flushes' worth of rows; of labels, which are small, so many times as much.
 MOST_FLUSHES, LABELS_PER_ROW = 8, 100
@@ -39,10 +43,12 @@ RowLogits: TypeAlias = Mapping[int, tuple[Floats, float | None]]
 class Logged:
     """What is written where.
 
-    costs: of the stages' calls, in cost_unit.   per_call: whether calls have costs of their own.
+    costs: of the stages' calls, in cost_unit.   per_call: whether calls have costs of their own.   share: of rows in
+    the sample.
     """
 
     spec: LogSpec
+    share: float
     stages: Sequence[StageSpec]
     costs: Sequence[float]
     cost_unit: str
@@ -58,7 +64,7 @@ class Flush:
     labels: Sequence[tuple[str, int]]
 
 
-class TableLog:
+class TableLog(Observer):
     """Has rows and labels written as a logit table, a file for each model and flush.
 
     facts: of the stages' models, None where they are not known yet.   labels: the names of the options, if known.
@@ -87,9 +93,10 @@ class TableLog:
         """Take rows by their example ids; rows beyond the limit are dropped."""
         self._take([*rows], [], "dropped")
 
-    def label(self, labels: Sequence[tuple[str, int]]) -> None:
-        """Take labels by example id; labels beyond the limit are dropped."""
-        self._take([], [*labels], "label_dropped")
+    def on_feedback(self, rows: Feedback, in_force: InForce) -> int | None:
+        """Take labels of rows in the sample; labels beyond the limit are dropped."""
+        self._take([], rows.logged(self._logged.share), "label_dropped")
+        return None
 
     def _take(self, rows: list[tuple[str, RowLogits]], labels: list[tuple[str, int]], dropped: str) -> None:
         most = MOST_FLUSHES * self._spec.flush_rows
@@ -119,7 +126,7 @@ class TableLog:
         self._thread.join(CLOSE_S)
         self._elsewhere.close()
         if self._flush is not None or self._since is not None:
-            logger.warning(f"the last rows of the log could not be written to {self._spec.to}")
+            logger.warning(f"the last rows of the log could not be written to {masked(str(self._spec.to))}")
 
     def _run(self) -> None:
         pause_s, expires_at = LOOK_S, 0.0
@@ -141,7 +148,7 @@ class TableLog:
                 pause_s, self._is_away = LOOK_S, False
             except Exception as error:  # of any type: what waits is tried again
                 if not (self._is_away or self._closing):
-                    logger.warning(f"the log cannot be written to {self._spec.to}, trying again: {error}")
+                    logger.warning(masked(f"the log cannot be written to {self._spec.to}, trying again: {error}"))
                 self._is_away = True
                 pause_s = min(max(PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S)
             if self._closing and self._flush is not None:
@@ -167,7 +174,7 @@ class TableLog:
 
 def _do(what: str, *args: Any) -> None:
     """Do what a function of table_writing does, in the process that has pyarrow. Raises RequestError."""
-    from cauc_ray.serving import table_writing
+    from cauc_ray.serving.observers import table_writing
 
     try:
         getattr(table_writing, what)(*args)

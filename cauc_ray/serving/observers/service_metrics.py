@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
-from cauc_ray.cascade.rows import Trouble
 from cauc_ray.models.answers import Wire
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.monitor import Watched
+from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.policies_live import InForce
+from cauc_ray.serving.request_state import RequestState
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
@@ -75,7 +77,7 @@ _BOUNDARIES = {
 }
 
 
-class ServingMetrics:
+class ServingMetrics(Observer):
     """Counts what one replica of a service does for the model of one name.
 
     What requests add to counters goes on with `flush` only: to Ray an addition takes longer than much of a request.
@@ -90,10 +92,15 @@ class ServingMetrics:
         self._policy: str | None = None
         self._notes: dict[tuple[str, ...], Note] = {}
         self._counts: dict[tuple[str, ...], float] = defaultdict(float)
+        self._shares: Mapping[str, float] = {}
         self._had_shares: set[str] = set()
 
     def flush(self) -> None:
         """Have everybody see what has been counted."""
+        shares = self._shares
+        for policy_id in {*self._had_shares, *shares}:
+            self._note("cauc_serve_policy", policy_id)(shares.get(policy_id, 0.0))
+        self._had_shares = set(shares)  # of one that is gone Ray forgets the series
         for key, amount in list(self._counts.items()):
             if amount > 0:  # Ray's counters refuse 0
                 self._note(*key)(amount)
@@ -104,47 +111,43 @@ class ServingMetrics:
         self._counts["cauc_serve_requests", str(status)] += 1
         self._note("cauc_serve_request_seconds")(seconds)
 
-    def rows(self, stage: int, outcome: str, n: int) -> None:
-        """Count rows that left a stage: accepted, deferred, capped, degraded or failed."""
-        self._counts["cauc_serve_rows", self._stages[stage], outcome] += n
+    def on_answer(self, request: RequestState) -> None:
+        """Count a request's rows at each stage: accepted, deferred, capped, degraded or failed."""
+        for visit in request.visits:
+            stage, n = self._stages[visit.stage], len(visit.confidences)
+            capped = request.capped and visit.stage == request.last_stage
+            self._counts["cauc_serve_rows", stage, "accepted"] += n - visit.n_on
+            self._counts["cauc_serve_rows", stage, "capped" if capped else "deferred"] += visit.n_on
+            self._counts["cauc_serve_cost", stage, self._unit] += float(visit.costs.sum())
+            self._note("cauc_serve_stage_seconds", stage)(visit.waited_s)
+            note = self._note("cauc_serve_confidence", stage)
+            for confidence in visit.confidences.tolist():
+                note(confidence)
+        for missed in request.missed:
+            stage = self._stages[missed.stage]
+            self._counts["cauc_serve_rows", stage, "degraded" if missed.degrades else "failed"] += missed.n
+            if missed.degrades:
+                self._counts["cauc_serve_degraded", stage, missed.trouble] += missed.n
+        if request.question is not None and request.is_answered:
+            self._counts["cauc_serve_policy_rows", request.question.member.id] += request.n
 
-    def answered(self, stage: int, confidences: Floats, costs: Floats, waited_s: float) -> None:
-        """Note the confidences and costs of rows after a stage, and how long they took there, in seconds."""
+    def on_call(self, stage: int, n_rows: int, call_s: float, wire: Wire | None) -> None:
+        """Note a call of a stage."""
         name = self._stages[stage]
-        note = self._note("cauc_serve_confidence", name)
-        for confidence in confidences.tolist():
-            note(confidence)
-        self._note("cauc_serve_stage_seconds", name)(waited_s)
-        self._counts["cauc_serve_cost", name, self._unit] += float(costs.sum())
-
-    def called(self, stage: int, n_rows: int, call_s: float, wire: Wire | None = None) -> None:
-        """Note a call of a stage.   wire: what it has taken of the network."""
         if wire is not None:
-            self._counts["cauc_serve_wire_bytes", self._stages[stage], "out"] += wire.bytes_out
-            self._counts["cauc_serve_wire_bytes", self._stages[stage], "in"] += wire.bytes_in
-        self._note("cauc_serve_call_seconds", self._stages[stage])(call_s)
-        self._note("cauc_serve_batch_rows", self._stages[stage])(n_rows)
+            self._counts["cauc_serve_wire_bytes", name, "out"] += wire.bytes_out
+            self._counts["cauc_serve_wire_bytes", name, "in"] += wire.bytes_in
+        self._note("cauc_serve_call_seconds", name)(call_s)
+        self._note("cauc_serve_batch_rows", name)(n_rows)
 
-    def degraded(self, stage: int, trouble: Trouble, n: int) -> None:
-        """Count rows that a stage should have answered."""
-        self._counts["cauc_serve_degraded", self._stages[stage], trouble] += n
+    def on_policies(self, in_force: InForce) -> None:
+        """Report the policies' shares of the requests, by id."""
+        self._shares = in_force.shares
 
     def queued(self, rows: Sequence[int]) -> None:
         """Report how many rows wait for each stage."""
         for stage, n in zip(self._stages, rows, strict=True):
             self._note("cauc_serve_queued_rows", stage)(n)
-
-    def shares(self, shares: Mapping[str, float]) -> None:
-        """Report the policies' shares of the requests, by id."""
-        for policy_id in self._had_shares - shares.keys():
-            self._note("cauc_serve_policy", policy_id)(0)
-        for policy_id, share in shares.items():
-            self._note("cauc_serve_policy", policy_id)(share)
-        self._had_shares = set(shares)  # of one that is gone Ray forgets the series
-
-    def policy_rows(self, policy_id: str, n: int) -> None:
-        """Count rows that a policy has answered."""
-        self._counts["cauc_serve_policy_rows", policy_id] += n
 
     def policy_decision(self, decision: str, by: str) -> None:
         """Count a decision on a policy."""
