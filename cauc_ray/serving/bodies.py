@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from starlette.types import Receive
+from typing import TYPE_CHECKING
 
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.request_state import RETRY_AFTER_S
+
+if TYPE_CHECKING:  # plain installs have no starlette
+    from starlette.types import Receive
 
 # Bytes of all requests that are open in one router; what is more is refused.
 OPEN_BYTES = 1 << 30

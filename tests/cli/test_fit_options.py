@@ -42,11 +42,7 @@ def cauc(home, tmp_path, command):
     [
         ("LOGITS", {"models": MODELS[:2], "calibrator": "isotonic"}, "calibrated by temperature and isotonic maps"),
         ("LOGITS", {"method": "rf", "certify": LIMIT}, "certified with 90 % confidence"),
-        (
-            "LOGITS",
-            {"price": 0.01},
-            "1 less the last model's error on calibration and its call at 0.01 errors per GFLOPs",
-        ),
+        ("LOGITS", {"price": 0.01}, "at 0.01 errors per GFLOPs"),
         ("FEW", {"method": "rf", "safe": True, "budget": 9.0}, "safe: "),
         ("POOL", {"models": POOL, "method": "rf", "search": True, "budget": 8.0}, "of 15 chains of 4 models"),
     ],

@@ -4,6 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import pool_of, python_model
 
+from cauc_ray.cascade.blame import Blame
+from cauc_ray.cascade.patience import RunPatience
 from cauc_ray.cascade.scheduler import Scheduler
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.replicas import Replicas, StageLoad, scale
@@ -14,7 +16,9 @@ def test_replicas_that_die_with_their_node_are_replaced_at_once(tmp_path, ray_se
     """However many there are: only what dies by itself may be the model's doing, and is waited with."""
     pool = load_pool(pool_of(tmp_path, {"m": python_model("by_x")}, replicas={"min": 6}, resources={"num_cpus": 0}))
     plan = RunPlan("run", pool.stages, None, None, None, None, n_done=0, block_rows=32, done={})
-    replicas, scheduler = Replicas(pool.stages, None, 0.0), Scheduler(*plan.limits(1e9))
+    limits, open_rows = plan.limits(1e9)
+    replicas = Replicas(pool.stages, None, 0.0)
+    scheduler = Scheduler(limits, RunPatience(), Blame("row"), open_rows)
     for _ in range(3):
         for replica in list(replicas.by_number.values()):
             replica.node = "of a node that is gone"

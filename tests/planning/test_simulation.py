@@ -88,7 +88,7 @@ def served(stages, times, answered_by):
 
     async def main():
         clients = [Sleeping(place, at) for place, at in enumerate(stages)]
-        cascade = Cascade(pool.stages, pool, clients, Counts([spec.name for spec in pool.stages]))
+        cascade = Cascade(pool.stages, pool, clients, [Counts([spec.name for spec in pool.stages])])
         for place, at in enumerate(stages):
             cascade.replicas(place, [str(number) for number in range(at.replicas)])
         await asyncio.gather(*(request(cascade, place) for place in range(len(times))))
