@@ -296,7 +296,7 @@ def little(logprobs: Iterable[Floats]) -> dict[str, int]:
     return {LITTLE_MASS: n} if n else {}
 
 
-# What a pass costs in itself on a CPU, in tokens.
+# What a pass costs in itself on a CPU, in tokens that one thread computes.
 PASS_TOKENS = 32
 
 

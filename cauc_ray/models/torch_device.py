@@ -24,6 +24,8 @@ from cauc_ray.numbers.types import Floats
 
 # Multiplications that an H100 does while Python launches a forward pass's kernels.
 _LAUNCH_WORK = 4e12
+# Passes of short texts gain nothing from more threads.
+_MOST_THREADS = 8
 # Rows of a weight that are converted at a time.
 _CONVERTED_ROWS = 2**15
 
@@ -51,8 +53,9 @@ class TorchModel(LocalModel):
         self.facts = replace(facts, params_b=params_b, dtype=dtype_name(dtype))
         self._network, self._device = network, device
         self._on_gpu = device.type == "cuda"
-        # What a pass costs in itself, in tokens.
-        self.pass_tokens = max(PASS_TOKENS, round(_LAUNCH_WORK / 1e9 / params_b)) if self._on_gpu else PASS_TOKENS
+        # What a pass costs in itself, in tokens: of those that several threads compute together, as many more.
+        on_host = PASS_TOKENS * min(torch.get_num_threads(), _MOST_THREADS)
+        self.pass_tokens = max(PASS_TOKENS, round(_LAUNCH_WORK / 1e9 / params_b)) if self._on_gpu else on_host
         self._new_event = new_event or (partial(torch.cuda.Event, enable_timing=True) if self._on_gpu else None)
         self._events: list[Any] = []
         if self._new_event is not None:
