@@ -60,9 +60,3 @@ def test_rows_without_labels_are_watched_for_what_needs_none(cauc, tables, tmp_p
     features = {feature["name"]: feature for feature in found["features"]}
     assert features["accuracy"]["evidence"] is None
     assert not features["confidence"]["holds"]
-
-
-def test_a_policy_at_another_threshold_or_without_held_out_rows_cannot_be_watched(cauc):
-    cauc_ray.fit("same", models=MODELS).with_threshold(0.5).save("other.json")
-    assert "cannot be watched at this threshold" in cauc("show", "other.json")[1]
-    assert cauc_ray.fit("same", models=MODELS, threshold=0.7, validation_split="none").reference is None

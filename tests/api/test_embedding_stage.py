@@ -9,8 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from asking import infer, outputs_of
-from batches import encoded
-from PIL import Image
 from synthetic import chain_of
 
 import cauc_ray
@@ -22,40 +20,28 @@ TOPICS = ("refund of an invoice", "router does not connect", "parcel is lost", "
 SPLITS = {"calibration": 120, "validation": 120, "test": 80}
 
 
-@pytest.fixture(scope="module")
-def vit(tmp_path_factory):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("vit")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    torch.manual_seed(0)
-    transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=32, patch_size=16)).save_pretrained(folder)
-    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
-    return folder
-
-
-def written(folder, encoder, inputs, task):
+def written(folder, encoder, inputs):
     """Write a pool with an encoder and two saved models, each of which is right on half of the inputs' kinds.
 
-    inputs: by split, of every row. Returns the pool's file and the table.
+    inputs: texts by split. Returns the pool's file and the table.
     """
     stages = [{"name": "enc", "model": encoder, "batch_size": 16}]
     for name in ("small", "large"):
         stages.append({"name": name, "model": {"kind": "saved", "logits": "LOGITS", "model": name, "split": "test"}})
-    names = {"example_id": {"datatype": "BYTES"}, next(iter(inputs["test"])): {"datatype": "BYTES"}}
-    content = {"name": "pool", "task": task, "stages": stages, "inputs": names}
+    names = {"example_id": {"datatype": "BYTES"}, "text": {"datatype": "BYTES"}}
+    content = {"name": "pool", "task": "classification", "stages": stages, "inputs": names}
     (folder / "pool.yaml").write_text(yaml.safe_dump(content))
     model = load_pool(folder / "pool.yaml").stage("enc").load()
     splits = {}
-    for place, (split, columns) in enumerate(inputs.items()):
-        ((name, values),) = columns.items()
-        column = np.empty(len(values), dtype=object)
-        column[:] = values
+    for place, (split, values) in enumerate(inputs.items()):
         rng, first = np.random.default_rng(place), np.arange(len(values)) % 4 < 2
         labels = rng.integers(0, 4, len(values))
         answers = (np.where(right, labels, (labels + 1) % 4) for right in (first, ~first))
         logits = [(3 * np.eye(4)[answer] + rng.random((len(values), 4))).astype(np.float32) for answer in answers]
         chain = chain_of(labels, logits, [f"{place}-{row}" for row in range(len(values))], np.array([1.0, 10.0]))
-        splits[split] = Examples(replace(chain, models=("small", "large")), model({name: column}).logits, None)
+        splits[split] = Examples(
+            replace(chain, models=("small", "large")), model({"text": np.array(values, dtype=object)}).logits, None
+        )
     return folder / "pool.yaml", planted.write_table(folder / "LOGITS", splits)
 
 
@@ -68,8 +54,7 @@ def texts(tmp_path_factory, minilm):
     """Return a pool with a sentence encoder, its table, and the texts by split."""
     rng = np.random.default_rng(0)
     rows = {split: [f"{TOPICS[row % 4]}, case {rng.integers(1000)}" for row in range(n)] for split, n in SPLITS.items()}
-    columns = {split: {"text": own} for split, own in rows.items()}
-    return *written(tmp_path_factory.mktemp("texts"), sentences(minilm), columns, "classification"), rows
+    return *written(tmp_path_factory.mktemp("texts"), sentences(minilm), rows), rows
 
 
 @pytest.mark.parametrize("method", ["benchmark-routing", "routellm-sw", "frugalgpt"])
@@ -91,21 +76,6 @@ def test_a_sentence_encoder_routes_texts_in_a_service_as_in_the_replay(texts, me
         status, content = infer(service.url, "pool", {"example_id": ids[:1], "text": [""]})
         assert status == 422
         assert "it has no text in text" in content["error"]
-
-
-def test_a_vision_encoder_is_a_stage(tmp_path, vit):
-    rng = np.random.default_rng(1)
-
-    def image(row):
-        shade = rng.integers(0, 20, (32, 32, 3))
-        shade[..., row % 4 // 2] += 200
-        return encoded(Image.fromarray(shade.astype(np.uint8)))
-
-    images = {split: {"image": [image(row) for row in range(n // 2)]} for split, n in SPLITS.items()}
-    pool, table = written(tmp_path, {"kind": "vision-encoder", "model": str(vit)}, images, "image-classification")
-    policy = cauc_ray.fit(table, method="benchmark-routing", embedding="enc")
-    assert cauc_ray.evaluate(table, policy).measures.accuracy.value > 0.9
-    assert load_pool(pool).stage("enc").model.columns_read.required == {"image"}
 
 
 def test_a_stage_of_the_wrong_kind_is_refused_before_the_start(texts):

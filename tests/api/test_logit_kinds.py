@@ -106,14 +106,6 @@ def test_declarations_that_cannot_be_are_refused(tmp_path, chains, kind, words):
         cauc_ray.fit(write(tmp_path / "LOGITS", chains, lambda z: z), models=MODELS, logit_kind=kind)
 
 
-def test_real_tables_of_other_kinds_are_read(shared_logits):
-    kinds = {"cifar100": "log-probabilities", "priced_mmlu": "surrogate", "cifar10": "raw"}
-    models = {"cifar100": "efs_lenet_5", "priced_mmlu": "llama3.2-1b", "cifar10": "resnet20"}
-    for name, kind in kinds.items():
-        policy = cauc_ray.fit(shared_logits / name, models=[models[name]], threshold=0.5)
-        assert policy.stages[0].logit_kind == kind
-
-
 FITS = {
     "base": {},
     "rf": {"method": "rf", "budget": 3.0},

@@ -133,17 +133,6 @@ def test_a_run_is_the_replay(home, policies, tmp_path, method, embedding):
     assert [(stage["name"], stage["reached"], stage["answered"]) for stage in summary["stages"]] == stages
 
 
-@pytest.mark.parametrize(("method", "embedding"), [*QUICK, ("duo", None), ("single:m1", None)], ids=str)
-def test_an_evaluation_has_the_figures_of_the_comparison(home, policies, method, embedding):
-    policy = policies(method, embedding)
-    measures = cauc_ray.evaluate(home / "LOGITS", policy).measures
-    names = [method.partition(":")[0]]
-    row = cauc_ray.compare(home / "LOGITS", methods=names, embedding=embedding, budget=BUDGET, seed=2).row(method)
-    assert (measures.accuracy.value, measures.cost) == pytest.approx((row["accuracy"], row["cost"]), rel=1e-12)
-    reached = {stage.name: stage.reached / measures.n for stage in measures.stages if stage.name != embedding}
-    assert {name: reached.get(name, 0.0) for name in MODELS} == pytest.approx(row["calls"])
-
-
 @pytest.mark.parametrize(("method", "embedding"), [*QUICK, ("margin", None)], ids=str)
 def test_checks_hold_on_rows_like_those_of_the_fit_and_not_on_others(home, policies, method, embedding):
     """Of the others every answer is wrong that was right, or all were answered by the last model."""

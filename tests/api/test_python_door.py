@@ -1,9 +1,7 @@
 """Fits and evaluations from Python: arrays and tables give the same, and options are checked in one place."""
 
 import inspect
-import json
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -312,7 +310,13 @@ def test_logits_come_in_whatever_holds_numbers(data, library):
         (lambda z: z.tolist(), labels.tolist()),
         (lambda z: np.asfortranarray(z, dtype=np.float64), labels.astype(np.float64)),
     ):
-        assert cauc_ray.fit({model: held(z) for model, z in logits.items()}, same, **settings).to_json() == expected
+        held_logits = {model: held(z) for model, z in logits.items()}
+        policy = cauc_ray.fit(held_logits, same, **settings)
+        assert policy.to_json() == expected
+        assert policy.predict(held_logits).to_arrow().equals(policy.predict(logits).to_arrow())
+    named = [frames.DataFrame({name: z[:, k] for k, name in enumerate("abcd")}) for z in logits.values()]
+    with pytest.raises(DataError, match="columns"):
+        policy.predict({"small": named[0], "large": named[1][list("dcba")]})
 
 
 @pytest.mark.parametrize(
@@ -350,16 +354,5 @@ def test_results_are_drawn_and_shown_in_few_lines(data, tmp_path):
     for result in (comparison, policy, evaluation, evaluation.predictions, checked):
         assert len(repr(result)) < 600
         assert result._repr_html_().startswith("<table>")
-    assert "&lt;large&gt;" in evaluation._repr_html_()
-
-
-def test_the_example_of_the_help_runs_on_the_table_in_the_package(command):
-    code, out, _ = command("fit", "--help")
-    assert code == 0
-    (example,) = [line.strip() for line in out.splitlines() if line.strip().startswith("cauc fit /")]
-    _, *arguments = shlex.split(example)
-    assert command(*arguments)[0] == 0
-    code, out, _ = command("evaluate", cauc_ray.sample_logits(), "--policy", "policy.json", "--json")
-    assert 0.9 < json.loads(out)["accuracy"] < 1
-    files = [file for file in cauc_ray.sample_logits().rglob("*") if file.is_file()]
-    assert sum(file.stat().st_size for file in files) < 120_000
+        assert "<large>" not in result._repr_html_()
+    assert all("&lt;large&gt;" in result._repr_html_() for result in (policy, evaluation, evaluation.predictions))

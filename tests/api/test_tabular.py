@@ -6,7 +6,6 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from asking import infer, outputs_of
 from runs import read_all
 
 import cauc_ray
@@ -64,15 +63,3 @@ def test_features_are_collected_and_run_under_their_own_names(home, ray_session,
     assert all(NAMES[prediction] == name for prediction, name in named)
     replayed = cauc_ray.evaluate(tmp_path / "logits", policy).to_arrow()
     assert set(replayed["prediction_label"].to_pylist()) <= set(NAMES)
-
-
-def test_a_service_answers_with_the_names_of_classes(home, tmp_path):
-    x, costs = np.random.default_rng(0).normal(size=(2, 500)), {"small": 1.0, "large": 10.0}
-    logits = {name: np.stack([np.zeros(500), x[0]], axis=1) for name in costs}
-    policy = cauc_ray.fit(logits, (x.sum(0) > 0).astype(int), costs=costs, cost_unit="s", threshold=0.5)
-    with cauc_ray.serve(home / "pool.yaml", policy, port=0, local=True) as service:
-        columns, names = {"age": [75, 20], "plan": ["gold", "basic"]}, ("prediction", "prediction_label")
-        status, content = infer(service.url, "churn", columns, names)
-    assert status == 200, content
-    outputs = outputs_of(content)
-    assert [outputs[name].tolist() for name in names] == [[1, 0], ["stays", "leaves"]]

@@ -9,7 +9,7 @@ import pytest
 from synthetic import write_table
 
 import cauc_ray
-from cauc_ray.errors import CaucWarning, GuardError
+from cauc_ray.errors import CaucWarning
 from cauc_ray.policies.policy import Policy
 from cauc_ray.schemas import schema_path
 
@@ -68,20 +68,6 @@ def test_the_command_writes_and_shows_what_python_fits(cauc, table, options, wor
     evaluate = ["evaluate", table, "--policy", "p.json"]
     assert json.loads(cauc(*evaluate, "--json")[1])["policy_id"] == policy.id
     assert ("certified at most 10 %" in cauc(*evaluate)[1]) == ("certify" in options)
-
-
-def test_guards_are_in_the_file_and_errors_where_asked(cauc, tmp_path):
-    code, out, err = cauc("fit", "FEW", *CHAIN, "-o", "p.json")
-    guards = json.loads((tmp_path / "p.json").read_text())["guards"]
-    fired = [guard for guard in guards if guard["fired"]]
-    assert (code, 0 < len(fired) < len(guards)) == (0, True)
-    assert f"guards: {len(guards)} looked at, {len(fired)} warnings: " in out
-    warned = [f"warning: {guard['name']}: {guard['says']}" for guard in fired]
-    assert err.splitlines() == [f"cauc: {line}" for line in warned]
-    assert [line for line in cauc("show", "p.json")[1].splitlines() if line.startswith("warning: ")] == warned
-    with pytest.raises(GuardError) as error:
-        cauc_ray.fit("FEW", models=MODELS, strict=True)
-    assert [guard.model_dump(mode="json") for guard in error.value.guards] == fired
 
 
 def test_examples_that_only_other_models_failed_on_count_in_the_policy(tmp_path):

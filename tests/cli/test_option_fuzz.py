@@ -5,7 +5,6 @@ Ray does not start here. Verbs that work on a cluster are drawn with an input th
 
 import random
 import shutil
-from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,19 +23,7 @@ OUTPUTS = ("out.json", "out.parquet", "memory://bucket/out.json", "logits", "tex
 TEXTS = ("test", "calibration", "absent", "é\n", "")
 NUMBERS = {int: ("0", "3", "-1", "1e9", "x"), float: ("0", "0.5", "4", "-1", "nan", "inf", "x")}
 VALUES = {
-    "method": (
-        "base",
-        "rf",
-        "stacked",
-        "auto",
-        "margin",
-        "duo",
-        "single:small",
-        "single:absent",
-        "oracle",
-        "random",
-        "",
-    ),
+    "method": ("base", "rf", "stacked", "auto", "margin", "duo", "single:small", "oracle", "random", ""),
     "methods": ("single", "base,rf", "margin,random", "rf-shared,oracle", "stacked", "recalibrated,duo", "absent", ","),
     "models": ("small", "small,large", "large,small", "small,small", "small,absent", ","),
     "chains": (),
@@ -76,26 +63,9 @@ REFUSED = {
 }
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Combinations of a verb's options that are broken today.
-
-    issue: The one that mends them.   words: An example.   options: What each of the combinations has, by its beginning.
-    """
-
-    issue: int
-    verb: str
-    words: tuple[str, ...]
-    options: dict[str, str]
-
-    def covers(self, verb, options):
-        values = {name: str(options[name]) if name in options else None for name in self.options}
-        return verb == self.verb and all(
-            value is not None and value.startswith(self.options[name]) for name, value in values.items()
-        )
-
-
-FAULTS = (Fault(35, "report", (".", "--output=memory://bucket/page.html"), {"output": "memory:"}),)
+def is_left_out(verb, options):
+    """Tell whether a combination is broken today (issue 35), of which test_command has strict expectations."""
+    return verb == "report" and str(options.get("output")).startswith("memory:")
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +188,7 @@ def draws(verb, n):
 
 def broken(cauc, verb, n):
     for options in draws(verb, n):
-        if not any(fault.covers(verb, options) for fault in FAULTS):
+        if not is_left_out(verb, options):
             words = spelled(verb, options)
             _, wrong = cauc(verb, words)
             if wrong is not None:
@@ -237,20 +207,3 @@ def test_combinations_of_options_keep_the_commands_contract(cauc, verb):
 @pytest.mark.parametrize("verb", VERBS)
 def test_many_combinations_of_options_keep_the_commands_contract(cauc, verb):
     assert not "\n".join(broken(cauc, verb, n=100 if verb == "report" else 1000))
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, marks=pytest.mark.xfail(strict=True, reason=f"issue {fault.issue}"), id=fault.verb)
-        for fault in FAULTS
-    ],
-)
-def test_combinations_that_are_left_out_keep_the_contract_too(cauc, fault):
-    assert cauc(fault.verb, fault.words)[1] is None
-
-
-@pytest.mark.xfail(strict=True, reason="issue 35: shows local files only")
-def test_show_takes_a_uri(cauc):
-    assert cauc("fit", ("logits", "--budget=4", "--output=memory://shown/policy.json"))[0] == 0
-    assert cauc("show", ("memory://shown/policy.json",))[0] == 0

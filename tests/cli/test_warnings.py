@@ -15,7 +15,7 @@ from cauc_ray import CaucWarning
 from cauc_ray.api import live
 from cauc_ray.cli.command import main
 from cauc_ray.data.writing import write_logits
-from cauc_ray.errors import BudgetError
+from cauc_ray.errors import BudgetError, GuardError
 
 MODELS = ["m0", "m1", "m2"]
 FALLING = ["--models", "m0,m1", "--costs", "3,2"]
@@ -60,6 +60,9 @@ def test_the_library_warns_of_guards_where_it_is_called(home):
     policy, said = caught(lambda: cauc_ray.fit(home / "LOGITS", models=MODELS))
     assert said == fired(policy.guards)
     assert any(message.startswith("few-examples: ") for message in said)
+    with pytest.raises(GuardError) as error:
+        cauc_ray.fit(home / "LOGITS", models=MODELS, strict=True)
+    assert fired(error.value.guards) == said
     replaced, said = caught(lambda: cauc_ray.replace_model(policy, home / "LOGITS", {"m1": "m1"}))
     assert said == fired(replaced.guards)
     two, _ = caught(lambda: cauc_ray.fit(home / "two", models=["m0", "m1"], budget=3.5))

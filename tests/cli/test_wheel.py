@@ -73,7 +73,9 @@ def test_every_verb_works_without_a_checkout(home):
         )
         assert done.returncode in ((0, 3) if verb == "check" else (0,)), (verb, done.stderr)
         assert json.loads(done.stdout), verb
-    assert {"policy.json: policy", "run: run", "comparison: comparison"} <= set(json.loads(done.stdout)["holds"])
+    assert {"policy.json: policy", "run: run", "comparison: comparison", "sweep: sweep by tasks"} <= set(
+        json.loads(done.stdout)["holds"]
+    )
 
 
 @pytest.mark.slow

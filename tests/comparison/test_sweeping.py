@@ -85,14 +85,6 @@ def test_there_is_a_row_for_everything_in_order(swept):
     assert json.loads((out / "summary.json").read_text()) == json.loads(json.dumps(sweep.as_json()))
 
 
-def test_a_sweeps_folder_is_known_for_what_it_is(swept, table, command):
-    sweep, out = swept
-    code, said, _ = command("show", out, "--json")
-    found = json.loads(said)
-    assert (code, found["kind"], found["n_rows"], found["missing"]) == (0, "sweep by tasks", len(sweep.rows), [])
-    assert "sweep" in " ".join(command("show", out)[1].split())
-
-
 def test_a_budget_below_the_cheapest_model_is_a_row_that_says_so(table, in_process, tmp_path):
     sweep = run_sweep(config(table, methods=["rf"], budgets=[0.5], relative_budgets=[0.4]), tmp_path / "out")
     relative, low = rows_of(sweep, chain="m0,m1,m2")

@@ -4,8 +4,6 @@ import copy
 import json
 import re
 import shlex
-import shutil
-import subprocess
 import tomllib
 from pathlib import Path
 
@@ -168,13 +166,10 @@ def test_every_node_mounts_the_data_and_a_cache_for_weights():
         assert of_kind(rendered(cache=cache), "PersistentVolumeClaim") == []
 
 
-def test_monitoring_has_the_alerts_and_scrapes_every_node(tmp_path):
+def test_monitoring_has_the_alerts_and_scrapes_every_node():
     objects = rendered()
     (rule,) = of_kind(objects, "PrometheusRule")
     assert rule["spec"] == yaml.safe_load((CHART / "alerts.yaml").read_text())
-    if promtool := shutil.which("promtool"):
-        (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rule["spec"]))
-        subprocess.run([promtool, "check", "rules", tmp_path / "rules.yaml"], check=True, timeout=60)
     (monitor,) = of_kind(objects, "ServiceMonitor")
     (service,) = [item for item in of_kind(objects, "Service") if item["metadata"]["name"] == "cauc-metrics"]
     ports = {port["name"]: port for port in service["spec"]["ports"]}

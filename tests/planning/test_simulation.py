@@ -12,18 +12,8 @@ from virtual_time import run_virtually
 
 from cauc_ray.cascade.bundles import Bundle, gathered
 from cauc_ray.cascade.rows import CallResult
-from cauc_ray.planning.simulation import (
-    Window,
-    simulate_arrivals,
-    simulate_backlog,
-    simulate_trace,
-)
-from cauc_ray.planning.stages import (
-    BatchSeconds,
-    PlannedStage,
-    RouterSeconds,
-    loads,
-)
+from cauc_ray.planning.simulation import Window, simulate_arrivals, simulate_backlog, simulate_trace
+from cauc_ray.planning.stages import BatchSeconds, PlannedStage, RouterSeconds, loads
 from cauc_ray.policies.fitting import ThresholdRule, fit_rf
 from cauc_ray.serving.cascade import Cascade
 

@@ -4,19 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cauc_ray.planning.sizing import (
-    MOST_LOAD,
-    Trials,
-    least_counts,
-    sized,
-)
-from cauc_ray.planning.stages import (
-    BatchSeconds,
-    PlannedStage,
-    RouterSeconds,
-    loads,
-    with_replicas,
-)
+from cauc_ray.planning.sizing import MOST_LOAD, Trials, least_counts, sized
+from cauc_ray.planning.stages import BatchSeconds, PlannedStage, RouterSeconds, loads, with_replicas
 
 
 def stage(name, batch_size, per_call, per_row, deferral=0.0, wait_s=0.005):

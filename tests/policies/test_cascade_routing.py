@@ -1,12 +1,11 @@
 """Cascade routing by its definition, one row after the other."""
 
 import math
-from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import pytest
-from planted import changed, problem
+from planted import problem
 
 from cauc_ray.policies.methods import METHODS
 from cauc_ray.policies.threshold import ThresholdRule
@@ -55,16 +54,3 @@ def test_a_policy_does_what_the_definition_says(m, embedded, share):
         assert answered.predictions[row] == prediction
         assert answered.costs[row] == pytest.approx(cost)
         assert set(np.flatnonzero(answered.calls[row, int(embedded) :])) == set(called)
-
-
-def test_a_model_that_is_a_poor_deal_is_left_out_for_each_row():
-    fitting, test = problem(2, n=500, n_test=500, m=3, embedded=False)
-
-    def costing(split):
-        chain = split.chain
-        return replace(split, chain=replace(chain, costs=replace(chain.costs, per_call=np.array([1.0, 14.0, 15.0]))))
-
-    fitted = METHODS["cascade-routing"].load()(changed(fitting, costing))
-    answers = fitted.answers(costing(test), 8.0)
-    assert 0.2 < answers.calls[:, 2].mean() < 0.8
-    assert answers.calls[:, 1].mean() < 0.1

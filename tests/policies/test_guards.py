@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from synthetic import chain, seeds, splits
 
 import cauc_ray
-from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import CaucWarning
 from cauc_ray.numbers.chain import Costs
 from cauc_ray.numbers.intervals import Mean, signs_of
@@ -176,30 +175,6 @@ def test_fits_without_labelled_validation_are_guarded_by_calibration():
     (below,) = guards_of(policy, "below-single-model")
     assert below.figures["n"] == rows.sum()
     assert "cost-shift" not in {guard.name for guard in fit_base(calibration).guards}
-
-
-@pytest.mark.parametrize(
-    ("table", "models", "fit", "expected"),
-    [
-        *(
-            (table, ["llama-2-7b-hf", "llama-2-13b-hf"], fit_rf, {"below-single-model", "fusion-within-noise"})
-            for table in ("emotion10k_task_icl1", "emotion10k_base_icl1")
-        ),
-        ("cifar100", ["efs_densenet_bc_100", "efs_wideresnet_16_4"], fit_base, {"cost-above-largest"}),
-        ("priced_mmlu", ["gpt-4o", "llama3.1-405b"], fit_base, {"cost-above-largest"}),
-        ("emotion10k_task_icl1", ["falcon-7b", "qwen-14b"], fit_base, {"uninformative-confidence"}),
-        ("priced_medmcqa", ["llama3.2-3b", "gpt-4o"], fit_rf, {"few-examples"}),
-    ],
-)
-def test_guards_fire_on_real_outputs_where_a_cascade_does_not_pay(shared_logits, table, models, fit, expected):
-    data = LogitTable(shared_logits / table)
-    policy = fit(data.read_chain(models, "calibration"), data.read_chain(models, "validation"))
-    assert expected <= {guard.name for guard in policy.guards if guard.fired}
-    measures = measure_replay(policy, test := data.read_chain(models, "test"))[1]
-    if "below-single-model" in expected:
-        assert measures.accuracy.value < is_right(test, 1).mean()
-    if "cost-above-largest" in expected:
-        assert measures.relative_cost > 1.05
 
 
 @pytest.mark.parametrize(("method", "budget"), [("base", None), ("base", 0.1), ("rf", 0.05), ("rf", 0.166)])

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from synthetic import splits, steps
 
-import cauc_ray
 from cauc_ray.api.evaluated import Evaluation, evaluation_summary
 from cauc_ray.errors import PolicyError
 from cauc_ray.numbers.intervals import share, share_to_come
@@ -62,15 +61,10 @@ def test_an_interval_of_rows_to_come_is_wider_than_of_all_rows_and_narrows_with_
     assert share_to_come(0, 10).low == 0.0 < share_to_come(0, 10).high
 
 
-def test_the_file_holds_one_prefix_for_each_stage_but_the_last(command):
+def test_the_file_holds_one_prefix_for_each_stage_but_the_last():
     policy = fit_rf(*splits(6, 200))
     content = policy.model_dump(mode="json")
     assert Policy.of(content).offline == policy.offline
     assert policy.with_threshold(policy.threshold / 2).offline is None
     with pytest.raises(PolicyError, match="offline"):
         Policy.of(content | {"offline": content["offline"][1:]})
-    assert command("fit", cauc_ray.sample_logits(), "--method", "rf")[0] == 0
-    for words in (("show", "policy.json"), ("evaluate", cauc_ray.sample_logits(), "--policy", "policy.json")):
-        code, out, _ = command(*words)
-        assert code == 0
-        assert "offline" in out

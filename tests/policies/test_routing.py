@@ -80,17 +80,6 @@ def test_margins_are_the_gap_of_the_two_best_and_keep_their_order_where_they_rou
     assert np.isfinite(margins(np.array([[1.0, -np.inf], [2.0, 1.0]]))).all()
 
 
-def test_random_choices_cost_what_they_may_and_gain_nothing():
-    random, test = fitted("random", strengths=(0.5, 2.5))
-    costs, accuracies = test.chain.costs.means, test.correct().mean(axis=0)
-    for share in (0.25, 0.5, 0.75):
-        budget = costs[0] + share * (costs[1] - costs[0])
-        answers = random.answers(test, METHODS["random"].setting(random, budget))
-        assert answers.costs(test.chain).mean() == pytest.approx(budget, rel=0.15)
-        expected = accuracies[0] + answers.calls[:, 1].mean() * (accuracies[1] - accuracies[0])
-        assert np.mean(answers.predictions == test.chain.labels) == pytest.approx(expected, abs=0.06)
-
-
 def test_the_oracle_is_right_wherever_a_model_is_and_calls_the_cheapest_such():
     oracle, test = fitted("oracle")
     answers = oracle.answers(test, oracle.default)
@@ -98,16 +87,3 @@ def test_the_oracle_is_right_wherever_a_model_is_and_calls_the_cheapest_such():
     assert ((answers.predictions == test.chain.labels) == correct.any(axis=1)).all()
     first = np.where(correct.any(axis=1), correct.argmax(axis=1), 0)
     assert (answers.calls.argmax(axis=1) == first).all()
-
-
-def test_shuffled_confidences_keep_the_cascade_s_cost_and_lose_its_gain():
-    shuffled, test = fitted("shuffled", strengths=(1.0, 2.5))
-    rf, _ = fitted("rf", strengths=(1.0, 2.5))
-    budget = float(test.chain.costs.means @ [1.0, 0.4])
-    costs, accuracies = [], []
-    for name, method in (("rf", rf), ("shuffled", shuffled)):
-        answers = method.answers(test, METHODS[name].setting(method, budget))
-        costs.append(answers.costs(test.chain).mean())
-        accuracies.append(np.mean(answers.predictions == test.chain.labels))
-    assert costs[1] == pytest.approx(budget, rel=0.15)
-    assert accuracies[0] > accuracies[1]

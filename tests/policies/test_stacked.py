@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic import chain, chain_of, rows_of, seeds, splits
+from synthetic import chain_of, rows_of, seeds, splits
 
 import cauc_ray
 from cauc_ray.errors import ConfigError, DataError, PolicyError
@@ -234,15 +234,3 @@ def test_the_options_of_rule_and_price_reach_both_methods():
     assert (len(by_gain.threshold), by_gain.decision.at) == (2, 0.02)
     assert (type(plain.threshold), plain.decision) == (float, None)
     assert cauc_ray.fit(arrays[0], calibration.labels, method="stacked", **options).decision.at == 0.02
-
-
-def test_a_search_takes_stacked_cascades_of_the_best_sub_chains():
-    calibration, validation = (chain(11, 250, shift=shift) for shift in range(2))
-    arrays = [dict(zip(data.models, data.logits, strict=True)) for data in (calibration, validation)]
-    options = {"costs": [1, 4, 15], "validation": (arrays[1], validation.labels), "budget": 6.0}
-    policy = cauc_ray.fit(arrays[0], calibration.labels, method="auto", **options)
-    whole = cauc_ray.fit(arrays[0], calibration.labels, method="stacked", **options)
-    assert policy.method == policy.search.chosen.method == "stacked"
-    assert policy.expected.accuracy.value >= whole.expected.accuracy.value
-    assert policy.expected.accuracy.value == pytest.approx(policy.search.chosen.quality)
-    assert policy.expected.cost == pytest.approx(policy.search.chosen.cost)
