@@ -139,24 +139,6 @@ def test_where_labels_are_confused_it_is_better_and_its_biases_are_part_of_the_i
         assert Policy.of(moved).id != policy.id
 
 
-@settings(max_examples=6, deadline=None)
-@given(seeds, st.booleans())
-def test_answers_depend_on_no_batch_order_or_padding_and_steps_are_the_replay(seed, ragged):
-    calibration, validation = (confused(seed, 150, m=3, ragged=ragged, shift=shift) for shift in range(2))
-    policy = fitted("stacked", calibration, validation, budget=15.0)
-    whole, traced = replay(policy, validation), trace_policy(policy, validation)
-    answered = traced.at(policy.threshold, validation)
-    order = np.random.default_rng(seed).permutation(150)[:40]
-    padded = [np.pad(z[order], ((0, 0), (0, 2)), constant_values=-np.inf) for z in validation.logits]
-    for rows in ([z[order] for z in validation.logits], padded):
-        for stage, at, step in steps_of(policy, np.arange(40), lambda stage, at, rows=rows: rows[stage][at]):
-            done = order[at[step.accepted]]
-            assert (whole.stages[done] == stage).all()
-            assert np.array_equal(step.confidences[step.accepted], whole.confidences[done])
-    assert np.array_equal(answered.confidences, whole.confidences)
-    assert np.array_equal(answered.predictions, whole.predictions)
-
-
 def test_the_order_of_rows_changes_numbers_by_other_folds_only():
     calibration = confused(2, 400)
     policy = fitted("stacked", calibration, price=0.01)
