@@ -201,7 +201,8 @@ class Parts:
     def _entries(self) -> dict[str, Entry]:
         names = self._names()
         with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
-            return dict(zip(names, pool.map(self._entry, names), strict=True))
+            entries = zip(names, pool.map(self._entry, names), strict=True)
+            return {name: entry for name, entry in entries if entry is not None}
 
     def _whole_entries(self) -> dict[str, Entry]:
         """Return the entries; where a part is missing, once the attempt that has just written its entry has removed it.
@@ -221,8 +222,15 @@ class Parts:
             time.sleep(pause_s)
         return entries
 
-    def _entry(self, name: str) -> Entry:
-        return read_model(self.manifest / f"{name}.json", Entry)
+    def _entry(self, name: str) -> Entry | None:
+        """Return a part's entry; None if the attempt that wrote it has withdrawn it since it was listed."""
+        file = self.manifest / f"{name}.json"
+        try:
+            return read_model(file, Entry)
+        except DataError:
+            if file.exists():
+                raise
+            return None
 
 
 class Claim:

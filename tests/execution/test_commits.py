@@ -167,9 +167,10 @@ def test_of_two_drivers_in_one_folder_the_first_ends_and_no_row_is_there_twice(f
     # The first has written an entry whose part the second has removed, and is about to find that out.
     entry, *_ = visible(folder / "manifest")
     stray = folder / "manifest" / "part-000009-0123abcd.json"
-    stray.write_bytes(entry.read_bytes())
-    threading.Timer(0.3, stray.unlink).start()
-    parts_of(folder).committed()
+    for delay_s in (0.001, 0.003, 0.01, 0.3):
+        stray.write_bytes(entry.read_bytes())
+        threading.Timer(delay_s, stray.unlink).start()
+        parts_of(folder).committed()
     parts_of(folder).clean()
     assert parts_of(folder).committed().rows == {0: 4, 1: 4, 2: 4}
     assert len(rows_of(folder / "predictions")) == 12
