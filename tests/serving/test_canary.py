@@ -128,9 +128,17 @@ def test_feedback_and_costs_are_evidence_but_for_answers_whose_policy_was_chosen
     body |= {output["name"]: output["data"] for output in content["outputs"]}
     body["label"] = canaries.test.labels[:50].tolist()
     assert http("POST", f"{service.url}/v2/models/six/feedback", body)[0] == 200
+    roles = {"candidate": canaries.better, "incumbent": canaries.policy}
+    n_rows = {role: 10 * n_answers[policy.id] for role, policy in roles.items()}
+
+    def evidence_of(name):
+        evidence = policies(service)["candidate"]["evidence"]
+        return {role: evidence[role][name] for role in roles}
+
+    until(lambda: evidence_of("labelled") == n_rows)  # what a router has seen reaches the others a moment later
+    assert evidence_of("rows") == n_rows
     evidence = policies(service)["candidate"]["evidence"]
-    for role, policy in (("candidate", canaries.better), ("incumbent", canaries.policy)):
-        assert evidence[role]["labelled"] == evidence[role]["rows"] == 10 * n_answers[policy.id]
+    for role, policy in roles.items():
         assert abs(evidence[role]["accuracy"] - canaries.accuracy(policy)) < 0.2
     assert evidence["candidate"]["cost"] > evidence["incumbent"]["cost"]
 
