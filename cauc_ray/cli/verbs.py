@@ -282,7 +282,10 @@ def serve(options: Serve, say: Say) -> None:
     """Serve a cascade until interrupted; what it is called and where is shown as soon as it answers."""
     from cauc_ray.api import serving
 
-    if options.local:  # elsewhere Serve has logs of its own
+    if options.local:  # elsewhere Serve has logs of its own, and takes connections in another process
+        from cauc_ray.serving.connections import raise_file_limit
+
+        raise_file_limit()
         log = logging.getLogger("cauc_ray")
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)

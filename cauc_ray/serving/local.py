@@ -24,14 +24,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cauc_ray.cascade.isolation import reason_of
-from cauc_ray.cascade.worker import find_user_code
 from cauc_ray.errors import CaucError, ExecutionError
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.protocol.tensors import RequestError
-from cauc_ray.serving.connections import Connection, raise_file_limit
+from cauc_ray.serving.connections import Connection
 from cauc_ray.serving.http_app import Tokens, http_app
 from cauc_ray.serving.observers.service_metrics import ACTS, Kind, Note
 from cauc_ray.serving.policies_live import InForce, PolicyChange, Store
@@ -262,9 +261,6 @@ def local_service(
     before that.
     """
     stages, policies = pool.chain(policy.models), policies_at_start(pool, policy)
-    for spec in stages:
-        find_user_code(spec)
-    raise_file_limit()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, port), family=family, backlog=2048)
     with listening as listener, _loaded_clients(pool, stages) as clients:

@@ -8,6 +8,7 @@ import os
 import pickle
 import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -56,11 +57,12 @@ class ReplicaProcess:
         self.facts: Future[ModelFacts] = Future()
         self._spec, self._numbers = spec, count()
         self._open: dict[int, _OpenCall] = {}
-        self._process = python_process(__name__)
         self._messages: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._messages.put((spec, stage, name))
-        for work in (self._write, self._read):
-            threading.Thread(target=work, name=name, daemon=True).start()
+        started: Future[subprocess.Popen[bytes]] = Future()
+        threading.Thread(target=self._write, args=(started,), name=name, daemon=True).start()
+        self._process = started.result()
+        threading.Thread(target=self._read, name=name, daemon=True).start()
 
     async def answer(self, call: StageCall, begin: Callable[[], None] = lambda: None) -> Answer:
         """Answer a call's rows, as Replica.answer does. Raises StageError where the process ends."""
@@ -101,8 +103,15 @@ class ReplicaProcess:
             self._process.wait(CLOSE_S if self.hangs() is None and self.facts.done() else 0)
         self.end(reason)
 
-    def _write(self) -> None:
-        pipe = self._process.stdin
+    def _write(self, started: Future[subprocess.Popen[bytes]]) -> None:
+        """Start the process and write to it. It ends with the thread that starts it: this one lives as long."""
+        try:
+            process = python_process(__name__)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        pipe = process.stdin
         assert pipe is not None
         with suppress(OSError), pipe:
             while (message := self._messages.get()) is not None:

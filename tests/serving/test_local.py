@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
@@ -120,6 +121,14 @@ def test_a_service_that_is_killed_leaves_no_process(home, command):
 def replica_processes():
     children = psutil.Process().children(recursive=True)
     return [one for one in children if "cauc_ray.serving.replica_process" in one.cmdline()]
+
+
+def test_replicas_outlive_the_thread_that_starts_their_service(home):
+    with ThreadPoolExecutor(1) as starter:
+        starting = starter.submit(cauc_ray.serve, home / "pool.yaml", home / "policy.json", port=0, local=True)
+    with starting.result():
+        time.sleep(0.5)
+        assert [process.status() == psutil.STATUS_ZOMBIE for process in replica_processes()] == [False, False]
 
 
 def test_a_model_that_cannot_be_loaded_anew_is_loaded_once_it_can(home):
