@@ -233,9 +233,9 @@ def show_policy(policy: Policy) -> None:
             f"cost {cost_with_interval(whole.cost, whole.cost_interval)} {unit}{relative(whole.relative_cost)}"
         )
     if (chosen := policy.on_selection) is not None:
-        accuracy, cost = _share(chosen.accuracy), f"{number(chosen.cost)} {unit}"
         line(
-            f"with thresholds chosen on the other half of it; on the rows that chose: accuracy {accuracy}, cost {cost}"
+            "accuracy is that of each half with thresholds chosen on the other; on the rows that chose them it is "
+            f"{_share(chosen.accuracy)}"
         )
     for alone in policy.offline or ():
         line(f"offline, {', '.join(policy.models[: alone.stages])} alone: accuracy {_share(alone.accuracy)}")

@@ -149,11 +149,11 @@ class Policy(Shown, FrozenModel):
     chosen for, null where there was none.   threshold_choice: how it was chosen.   logit_kind: what
     the models give.   calibration: what numbers were fitted on.   validation: what the threshold was chosen on.
     stages: the chain.
-    expected: results on validation, of a threshold that was chosen there on the half without a row; null if they were
-    not measured at this threshold.   on_selection: results on the rows that chose the threshold, which are too good;
-    null where none have.   curve: operating points on
-    validation, the best within every budget by rising cost, thinned as OperatingPoints.pareto does; quality is that of
-    the objective, else accuracy; empty if validation had no labels.   search: how the chain was found, null if it was
+    expected: results on validation; its accuracy, where validation chose the threshold, with one that the half without
+    a row chose; null if they were not measured at this threshold.   on_selection: results on the rows that chose the
+    threshold, whose accuracy is too good; null where none have.   curve: operating points on validation, the best
+    within every budget by rising cost, thinned as OperatingPoints.pareto does; quality is that of the objective, else
+    accuracy; empty if validation had no labels.   search: how the chain was found, null if it was
     given.   safe: the changes made by --safe, null without it, or at another threshold.   guards: all checks, whether
     they warn or not; empty at a threshold without measurements.   reference: the reference for later answers at this
     threshold; null if validation had missing labels.   noise: of the models' own numbers; null if it was not measured.

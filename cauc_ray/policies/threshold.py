@@ -16,7 +16,14 @@ from cauc_ray.numbers.guarantees import CertifiedThreshold, EarlyAnswers, RiskLi
 from cauc_ray.numbers.sweep import Frontier, Objective, OperatingPoints
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.checks import look
-from cauc_ray.policies.evidence import MOST_CURVE_POINTS, CurvePoint, Decision, RiskCertificate, ThresholdChoice
+from cauc_ray.policies.evidence import (
+    MOST_CURVE_POINTS,
+    CurvePoint,
+    Decision,
+    Measures,
+    RiskCertificate,
+    ThresholdChoice,
+)
 from cauc_ray.policies.monitor import reference_of
 from cauc_ray.policies.policy import Policy, check_budget, check_threshold
 from cauc_ray.policies.trace import Trace, answers_alone, measure, measure_offline, trace_policy
@@ -80,7 +87,7 @@ def choose_threshold(
     policy: fitted on these splits, at any threshold.   reference: the threshold if the rule leaves it open; None for
     the best on validation.   gains: which decide who goes on, if the policy has a threshold for each stage.
     Returns the policy with the expected results at its threshold, and at others. A threshold that validation has chosen
-    looks better there than elsewhere: what to expect is then measured on each half at the threshold of the other half.
+    looks better there than elsewhere: the accuracy to expect is then that of each half at the threshold of the other.
     Raises ConfigError without a validation split to choose on, DataError if labels are missing, BudgetError if no
     operating point is within the budget, RiskError if no threshold is certified.
     """
@@ -265,9 +272,8 @@ def measured(
     """
     answered = trace.at(policy.threshold, chain)
     own = measure(answered, chain, split, with_f1=False)
-    expected = own if held_out is None else measure(trace.at(held_out, chain), chain, split, with_f1=False)
     found: dict[str, Any] = {
-        "expected": expected,
+        "expected": without_optimism(own, trace, chain, held_out),
         "on_selection": None if held_out is None else own,
         "guards": look(policy, own, trace, chain, calibration),
         "offline": measure_offline(trace, policy.threshold, chain) if policy.in_turn else None,
@@ -276,6 +282,22 @@ def measured(
     if curve:
         found["reference"] = reference_of(answered, trace, chain, split)
     return type(policy)(**dict(policy) | found)
+
+
+def without_optimism(own: Measures, trace: Trace, chain: Chain, held_out: Floats | None) -> Measures:
+    """Return what to expect of a policy elsewhere: its accuracy is that of thresholds which rows did not choose.
+
+    Its costs, and which stages answer, do not depend on labels: they are the policy's own.
+
+    Args:
+        own: Of the policy on the chain.
+        trace: Of the policy on the chain.
+        chain: Examples.
+        held_out: As measured has it.
+    """
+    if held_out is None:
+        return own
+    return own.model_copy(update={"accuracy": measure(trace.at(held_out, chain), chain, "", with_f1=False).accuracy})
 
 
 def _certify(

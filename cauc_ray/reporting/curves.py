@@ -24,7 +24,7 @@ from cauc_ray.policies.evidence import Measures
 from cauc_ray.policies.methods import METHODS, Fitted, Fitting, Thresholded, cascade_of
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.scored import SolvedPolicy
-from cauc_ray.policies.threshold import Halves
+from cauc_ray.policies.threshold import Halves, without_optimism
 from cauc_ray.policies.trace import EmbeddingCall, Examples, measure, trace_policy
 from cauc_ray.reporting.measured import Measured
 
@@ -99,8 +99,9 @@ def find_budgets(measured: Measured) -> Budgets | None:
     halves = Halves.of(policy, on_validation, validation, objective)
 
     def point(threshold: float, cost: float, quality: float) -> BudgetPoint:
-        held_out = threshold if halves is None else halves.thresholds(cost, threshold)
-        expected = measure(on_validation.at(held_out, validation), validation, "", with_f1=False)
+        own = measure(on_validation.at(threshold, validation), validation, "", with_f1=False)
+        held_out = None if halves is None else halves.thresholds(cost, threshold)
+        expected = without_optimism(own, on_validation, validation, held_out)
         found = measure(on_test.at(threshold, test), test, "")
         return BudgetPoint(cost, quality, _figures(threshold, expected, found, measured), found)
 
