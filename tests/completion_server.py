@@ -200,13 +200,14 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.status is None:
             self.close_connection = True
             return
-        text = fault.body if isinstance(fault.body, str) else json.dumps(fault.body)
+        body = fault.body if isinstance(fault.body, str | bytes) else json.dumps(fault.body)
+        content = body.encode() if isinstance(body, str) else body
         self.send_response(fault.status)
         for name, value in {"content-type": "application/json", **fault.headers}.items():
             self.send_header(name, value)
-        self.send_header("content-length", str(len(text.encode())))
+        self.send_header("content-length", str(len(content)))
         self.end_headers()
-        self.wfile.write(text.encode())
+        self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

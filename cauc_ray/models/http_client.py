@@ -30,6 +30,10 @@ LONGEST_RATE_PAUSE_S = 60.0
 # attempts, and a handshake that httpx2 itself ends leaves no socket open.
 CONNECT_S, CONNECT_SHARE = 5.0, 0.45
 IDLE_CONNECTION_S = 60.0
+# Longest body of an answer, unpacked: a server, or what stands in its place, must not take a replica's memory.
+MAX_ANSWER_BYTES = 256 << 20
+# Headers that an unpacked body no longer has.
+PACKING = ("content-encoding", "content-length", "transfer-encoding")
 MESSAGE_LENGTH = 200
 # Servers give this status to clients without credit, too; the code is OpenAI's.
 RATE_LIMITED, NO_CREDIT = 429, b"insufficient_quota"
@@ -203,19 +207,28 @@ class HttpClient:
             await asyncio.sleep(pause_s)
 
     async def _attempt(self, request: httpx2.Request, left_s: float, on_lost: Callable[[], None]) -> httpx2.Response:
-        """Make one attempt. Raises TimeoutError, and what httpx2 raises."""
+        """Make one attempt; an answer that is too long becomes a refusal of the request.
+
+        Raises:
+            TimeoutError: There is no answer in time.
+            httpx2.RequestError: There is none.
+        """
         # Counted as HTTP/1.1 writes them.
         request_line = f"{request.method} {request.url.raw_path.decode()} HTTP/1.1"
         self.bytes_out += _n_bytes(request_line, request.headers) + len(request.content)
         try:
             async with asyncio.timeout(left_s):
-                response = await self._client.send(request)
+                response = await self._client.send(request, stream=True)
+                content = await _body(response)
         except (TimeoutError, asyncio.CancelledError, httpx2.ReadTimeout):
             on_lost()
             raise
         status_line = f"HTTP/1.1 {response.status_code} {response.reason_phrase}"
         self.bytes_in += _n_bytes(status_line, response.headers) + response.num_bytes_downloaded
-        return response
+        if content is None:
+            return httpx2.Response(413, text=f"the answer has more than {MAX_ANSWER_BYTES >> 20} MB", request=request)
+        headers = [(name, value) for name, value in response.headers.multi_items() if name not in PACKING]
+        return httpx2.Response(response.status_code, headers=headers, content=content, request=request)
 
     def message(self, response: httpx2.Response) -> str:
         """Return a server's message as one short line without secrets, which some servers repeat."""
@@ -303,6 +316,19 @@ async def all_until_error(jobs: Iterable[Callable[[], Awaitable[T]]], gate: asyn
     if errors:
         raise errors[0]
     return [*itertools.chain.from_iterable(results)]
+
+
+async def _body(response: httpx2.Response) -> bytes | None:
+    """Return a streamed body, unpacked; None if it is too long."""
+    content = bytearray()
+    try:
+        async for part in response.aiter_bytes():
+            content += part
+            if len(content) > MAX_ANSWER_BYTES:
+                return None
+    finally:
+        await response.aclose()
+    return bytes(content)
 
 
 def _n_bytes(first_line: str, headers: httpx2.Headers) -> int:

@@ -1,5 +1,6 @@
 import asyncio
 import base64
+import gzip
 import io
 import itertools
 import math
@@ -246,6 +247,7 @@ REFUSAL = "This model's maximum context length is\n8192 tokens " + "…" * 300
     [
         (Fault(400, {"error": {"message": REFUSAL, "param": "messages"}}), "context length is 8192 tokens"),
         (Fault(413, {"detail": "too large"}), "413: too large"),
+        (Fault(200, gzip.compress(bytes(300 << 20), 1), content_encoding="gzip"), "256 MB"),
         (Fault(422, "no JSON", content_type="text/plain"), "422: no JSON"),
         (Fault(200, "<html>", content_type="text/html"), "not JSON"),
         (Fault(200, "{", content_type="application/json"), "not JSON"),
