@@ -76,7 +76,7 @@ def test_the_guides_commands_label_definitions_as_the_replay_does(tmp_path, monk
     link_models(tmp_path / "examples" / "models")
     (tmp_path / "examples" / "definitions.yaml").write_text((EXAMPLES / "definitions.yaml").read_text())
     write_definitions(tmp_path, n_labelled=72, n_new=2)
-    guide = (EXAMPLES.parent / "docs" / "how-to" / "labelling.md").read_text().partition("## A worked example")[2]
+    guide = (EXAMPLES.parent / "docs" / "how-to" / "labelling-example.md").read_text()
     for command in re.findall(r"^cauc (.*)", guide, re.MULTILINE):
         if command.startswith("run "):  # on texts whose answers the table has
             # So few rows may all be left to one model; half of them go on.
