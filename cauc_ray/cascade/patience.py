@@ -255,7 +255,7 @@ def _wait_s(at: Stage, n: int, n_ahead: int, n_pieces: int, now: float) -> float
 def _needed_at(at: Stage, replica: int) -> float:
     """Return when a replica will have use for a batch that is not full."""
     state, compute_s = at.replicas.states[replica], at.seconds.compute_s
-    if not state.calls:
+    if not state.calls or (at.overlaps and len(state.calls) < at.calls_at_work):
         return 0.0
     # Rows that wait here can join a batch, be refused, or go to another replica.
     return state.busy_since + max(compute_s - AHEAD_S, 0.9 * compute_s) if compute_s else inf

@@ -74,6 +74,7 @@ class Stage:
         number: Its number.
         limits: Its limits.
         calls_at_work: Calls of a replica that may have caused its end.
+        overlaps: Whether a replica takes the next call while it waits for the answers of one.
         again: Calls that are tried again.
         known_good: A row that it has answered, None before the first.
         refused: A row to probe a paused stage with, as long as none is known to be good.
@@ -101,6 +102,7 @@ class Stage:
     number: int
     limits: StageLimits
     calls_at_work: int = 1
+    overlaps: bool = False
     again: list[Call] = field(default_factory=list)
     known_good: Rows | None = None
     refused: Rows | None = None
@@ -273,6 +275,7 @@ class Stage:
 
     def take_facts(self, facts: ModelFacts) -> None:
         """Note whether a replica is at two calls at a time: it prepares one, or waits for its answers."""
+        self.overlaps = facts.overlaps
         self.calls_at_work = 2 if facts.prepares or facts.overlaps else 1
 
     def add_replica(self, replica: int, now: float) -> None:

@@ -101,13 +101,12 @@ class StageServer:
             return replica.name, LOADING, 0.0
         if (failed := loading.exception()) is None:
             return replica.name, loading.result(), replica.load_s
-        replica.end("its model is loaded again")
-        self._replica = Replica(self._spec, self._stage, replica.name)
+        replica.load()
         return replica.name, f"its model cannot be loaded: {reason_of(failed)}", 0.0
 
     def __del__(self) -> None:
         """End, as Serve asks a replica to: close the model."""
-        self._replica.close("the service ends")
+        self._replica.close()
 
     async def answer(self, call: StageCall) -> Answer:
         """Answer a call's rows. A fault of the model is a result.
@@ -303,13 +302,11 @@ def stage_deployment(name: str) -> str:
     return f"stage:{name}"
 
 
-def ray_metric(
-    name: str, kind: Kind, tags: tuple[str, ...], description: str, boundaries: list[float]
-) -> Callable[[Mapping[str, str]], Note]:
+def ray_metric(name: str, kind: Kind, tags: tuple[str, ...], description: str, boundaries: list[float]) -> Metric:
     """Return a metric that Ray exports."""
     options = {"boundaries": boundaries} if kind == "histogram" else {}
     metric = _METRICS[kind](name, description, tag_keys=tags, **options)
-    return lambda tags: partial(getattr(metric, ACTS[kind]), tags=tags)
+    return Metric(lambda tags: partial(getattr(metric, ACTS[kind]), tags=tags))
 
 
 class RayStore(Store):

@@ -1,16 +1,18 @@
-"""A replica of a stage in this process: its worker answers in one thread, and prepares the next call in another."""
+"""A replica of a stage in this process: one thread prepares calls, another has the model answer them.
+
+A model whose calls overlap has two threads.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cauc_ray.cascade.bundles import Bundle
 from cauc_ray.cascade.isolation import reason_of
@@ -25,6 +27,8 @@ T = TypeVar("T")
 
 # Seconds in which a model may close.
 CLOSE_S = 5.0
+# Calls that a model answers at a time where they overlap.
+CALLS_THAT_OVERLAP = 2
 
 
 def hanging_s(spec: StageSpec, busy_since: float | None) -> float | None:
@@ -38,23 +42,29 @@ def hanging_s(spec: StageSpec, busy_since: float | None) -> float | None:
 class Replica:
     """A loaded model and its threads.
 
-    name: as people know it.   facts: of the model, once it is loaded.   leaves: whether it is being
-    replaced, and answers no more.
+    Attributes:
+        name: Name for people.
+        facts: Facts of the model, once it is loaded.
+        load_s: How long it took to load.
+        leaves: Whether it is being replaced, and answers no more.
     """
 
     def __init__(self, spec: StageSpec, stage: int, name: str) -> None:
-        self.name = name
-        self.leaves = False
+        self.name, self.load_s, self.leaves = name, 0.0, False
         self._spec = spec
         self._worker = Worker(spec.served(), stage, {}, replica=name)
-        self._model = _Thread(f"{name}: model", at_end=self._worker.close)
-        self._host = _Thread(f"{name}: host")
-        started = time.monotonic()
-        self.load_s = 0.0
-        self.facts: Future[ModelFacts] = self._model.submit(lambda: self._loaded(started))
+        self._model, self._host = ThreadPoolExecutor(1, f"{name}: model"), ThreadPoolExecutor(1, f"{name}: host")
+        self.load()
 
-    def _loaded(self, started: float) -> ModelFacts:
+    def load(self) -> None:
+        """Load the model, once more where that has failed before."""
+        self.facts: Future[ModelFacts] = self._model.submit(_contained, self._loaded)
+
+    def _loaded(self) -> ModelFacts:
+        started = time.monotonic()
         facts = self._worker.load()
+        if facts.overlaps:  # as in runs: requests of the next call go out while the last answers of one are awaited
+            self._model = ThreadPoolExecutor(CALLS_THAT_OVERLAP, f"{self.name}: model")
         self.load_s = time.monotonic() - started
         return facts
 
@@ -82,22 +92,17 @@ class Replica:
         """Return the seconds that a call may take, where one has taken longer; else None."""
         return hanging_s(self._spec, self._worker.busy_since)
 
-    def end(self, reason: str) -> None:
-        """End all calls, and the threads once they do nothing; what they are at goes nowhere."""
+    def close(self) -> None:
+        """Close the model, at once if no call holds it; calls that come later are not answered."""
         self.leaves = True
-        self._model.end(reason)
-        self._host.end(reason)
+        is_idle = self.facts.done() and self._worker.busy_since is None
+        with suppress(TimeoutError, RuntimeError):  # the interpreter may be ending
+            self._model.submit(self._worker.close).result(CLOSE_S if is_idle else 0.0)
 
-    def close(self, reason: str) -> None:
-        """End the replica, and wait until its model is closed if no call holds it."""
-        self.end(reason)
-        if self.facts.done() and self._worker.busy_since is None:
-            self._model.join(CLOSE_S)
-
-    async def _done_in(self, thread: _Thread, work: Callable[[Callable[[], bool]], T]) -> T:
+    async def _done_in(self, threads: ThreadPoolExecutor, work: Callable[[Callable[[], bool]], T]) -> T:
         """Run work in a thread; it is notified if the caller goes away."""
         stopped = threading.Event()
-        future = thread.submit(partial(work, stopped.is_set))
+        future = threads.submit(_contained, partial(work, stopped.is_set))
         try:
             return await asyncio.wrap_future(future)
         finally:
@@ -135,46 +140,11 @@ class Replica:
         return result, goes_on.state
 
 
-class _Thread:
-    """Does one thing after the other, from the first on. One that hangs does not keep the process from ending."""
-
-    def __init__(self, name: str, at_end: Callable[[], None] = lambda: None) -> None:
-        self._at_end = at_end
-        self._open: set[Future[Any]] = set()
-        self._asked: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def submit(self, do: Callable[[], T]) -> Future[T]:
-        """Have something done when its turn comes."""
-        future: Future[T] = Future()
-        if self._thread.ident is None:
-            self._thread.start()
-        self._open.add(future)
-        future.add_done_callback(self._open.discard)
-        self._asked.put((future, do))
-        return future
-
-    def join(self, timeout_s: float) -> None:
-        """Wait until the thread has ended."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-
-    def end(self, reason: str) -> None:
-        """End with all that is not done."""
-        self._asked.put(None)
-        for future in list(self._open):
-            with suppress(InvalidStateError):  # it has just ended
-                future.set_exception(StageError("died", reason))
-
-    def _run(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            future, do = asked
-            with suppress(InvalidStateError):  # it was ended
-                if not future.done() and future.set_running_or_notify_cancel():
-                    try:
-                        future.set_result(do())
-                    except Exception as error:
-                        future.set_exception(error)
-                    except BaseException as error:  # it must not end the event loop
-                        future.set_exception(StageError("died", f"its model raised {type(error).__name__}"))
-        self._at_end()
+def _contained(work: Callable[[], T]) -> T:
+    """Do some work of a model, whose end of the process does not end the event loop. Raises StageError for that."""
+    try:
+        return work()
+    except Exception:
+        raise
+    except BaseException as error:
+        raise StageError("died", f"its model raised {type(error).__name__}") from error

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import Any, BinaryIO
 
@@ -153,9 +152,8 @@ class ReplicaProcess:
 class _Served:
     """The process's side: a replica, and what it is asked."""
 
-    def __init__(self, load: Callable[[], Replica], results: BinaryIO) -> None:
-        self._load, self._results, self._lock = load, results, threading.Lock()
-        self.replica = load()
+    def __init__(self, replica: Replica, results: BinaryIO) -> None:
+        self.replica, self._results, self._lock = replica, results, threading.Lock()
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, calls: BinaryIO) -> None:
@@ -183,8 +181,7 @@ class _Served:
         if what == "answer":
             self._tasks[number] = asyncio.ensure_future(self._answer(number, *content))
         elif what == "load":
-            self.replica.end("its model is loaded again")
-            self.replica = self._load()
+            self.replica.load()
             self.replica.facts.add_done_callback(self._report)
         elif number in self._tasks:
             self._tasks[number].cancel()
@@ -213,9 +210,9 @@ def main() -> None:
     calls, results = pipes()
     spec, stage, name = pickle.load(calls)
     prepare_process(spec)
-    served = _Served(partial(Replica, spec, stage, name), results)
+    served = _Served(Replica(spec, stage, name), results)
     asyncio.run(served.serve(calls))
-    served.replica.close("the service ends")
+    served.replica.close()
     os._exit(0)  # a model that hangs does not keep the process
 
 

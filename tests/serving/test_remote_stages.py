@@ -2,7 +2,9 @@
 
 import datetime
 import ipaddress
+import json
 import ssl
+import threading
 
 import numpy as np
 import openai
@@ -142,18 +144,21 @@ def test_rows_that_the_cloud_cannot_answer_fail_and_no_others(deployed, cloud):
     assert all("'nobody' is not in" in why for why in answers.failures.values())
 
 
+def policy_of_m():
+    logits = np.log([[0.7, 0.3], [0.2, 0.8]] * 20)
+    fitted = {"costs": {"m": 1}, "threshold": 0.5, "logit_kind": "log-probabilities"}
+    return cauc_ray.fit({"m": logits}, np.array([0, 1, 1, 1] * 10), **fitted)
+
+
 def test_questions_are_answered_as_a_remote_stage_and_as_decisions(tmp_path):
     def by_length(prompt, before):
         return chat_answer({"A": 1 / len(prompt), "B": 0.25, "C": 0.5})
 
     batch = question_batch(("é?", ["x", "y"]), ("b?", ["x", "y", "z"], "seen in May"), ("c?", ["u", "v", "w"]))
-    logits = np.log([[0.7, 0.3], [0.2, 0.8]] * 20)
-    fitted = {"costs": {"m": 1}, "threshold": 0.5, "logit_kind": "log-probabilities"}
-    policy = cauc_ray.fit({"m": logits}, np.array([0, 1, 1, 1] * 10), **fitted)
     with scripted_server(by_length) as server:
         path = pool_path(tmp_path, {"m": {"kind": "openai", "model": "m", "base_url": server.url}})
         direct = load_pool(path).stages[0].load()(batch)
-        with cauc_ray.serve(path, policy, port=0, name="large", local=True) as service:
+        with cauc_ray.serve(path, policy_of_m(), port=0, name="large", local=True) as service:
             model = {"kind": "remote", "url": service.url, "model": "large"}
             for kind in ("raw", "log-probabilities"):
                 stages = [{"name": "m", "model": {**model, "logit_kind": kind}}]
@@ -172,6 +177,22 @@ def test_questions_are_answered_as_a_remote_stage_and_as_decisions(tmp_path):
     assert np.array_equal(answers.logits, direct.logits)
     assert answers.n_options.tolist() == direct.n_options.tolist() == [2, 3, 3]
     assert len({row[0] for row in answers.logits.tolist()}) == 3  # each prompt was another
+
+
+def test_calls_of_an_endpoint_overlap_as_in_runs(tmp_path):
+    both = threading.Barrier(2)
+
+    def script(prompt, before):
+        if "first" not in prompt:  # a replica has one call until it has answered one
+            both.wait(10)  # the other call's request is there
+        return chat_answer({"A": 0.5, "B": 0.5})
+
+    with scripted_server(script, hold_s=1.5) as server:
+        path = pool_path(tmp_path, {"m": {"kind": "openai", "model": "m", "base_url": server.url}}, batch_size=1)
+        with cauc_ray.serve(path, policy_of_m(), port=0, name="m", local=True) as service:
+            for texts in (["first?"], ["b?", "c?"]):
+                questions = [json.dumps({"question": text, "choices": ["x", "y"]}) for text in texts]
+                assert infer(service.url, "m", {"question": questions})[0] == 200
 
 
 def test_reset_connections_lose_no_row(deployed, cloud):
