@@ -231,7 +231,8 @@ def counted(service: Service, event: str, headers: Mapping[str, str]) -> Iterato
         raise
     finally:
         seconds = time.perf_counter() - started
-        service.metrics.request(status, seconds)
+        service.metrics.count("requests", str(status))
+        service.metrics.note("request_seconds", seconds)
         if logger.isEnabledFor(logging.INFO):
             line: dict[str, Any] = {"event": event, "request_id": headers.get("x-request-id"), "model": service.model}
             line = {**line, **fields, "status": status, "seconds": round(seconds, 6)}

@@ -32,7 +32,7 @@ from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.connections import Connection
 from cauc_ray.serving.http_app import Tokens, http_app
-from cauc_ray.serving.observers.service_metrics import ACTS, Kind, Note
+from cauc_ray.serving.observers.service_metrics import ACTS, Kind, Metric
 from cauc_ray.serving.policies_live import InForce, PolicyChange, Store
 from cauc_ray.serving.replica_process import ReplicaProcess
 from cauc_ray.serving.request_state import Answer, StageCall, StageError
@@ -168,11 +168,13 @@ class LocalService(Service):
 
     def _new_metric(
         self, name: str, kind: Kind, tags: tuple[str, ...], description: str, boundaries: list[float]
-    ) -> Callable[[Mapping[str, str]], Note]:
+    ) -> Metric:
         """Return a metric of this service's own registry."""
         options = {"buckets": boundaries} if kind == "histogram" else {}
         metric = _METRICS[kind](name, description, tags, registry=self._registry, **options)
-        return lambda tags: getattr(metric.labels(**tags), ACTS[kind])
+        return Metric(
+            lambda tags: getattr(metric.labels(**tags), ACTS[kind]), lambda tags: metric.remove(*tags.values())
+        )
 
     async def ask_all(self, what: str, *arguments: Any) -> list[Any]:
         """Call a method of this replica."""

@@ -34,7 +34,7 @@ from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.protocol.grpc_messages import CALLS
 from cauc_ray.serving.http_app import http_app
-from cauc_ray.serving.observers.service_metrics import ACTS, Kind, Note
+from cauc_ray.serving.observers.service_metrics import ACTS, Kind, Metric
 from cauc_ray.serving.over_grpc import GrpcCalls, ProxyResponse, answer_proxy
 from cauc_ray.serving.policies_live import InForce, Store, StoreError
 from cauc_ray.serving.replica import Replica

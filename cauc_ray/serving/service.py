@@ -351,16 +351,16 @@ class Service(ABC):
                 await asyncio.sleep(max(0.0, written + LEASE_S - time.monotonic()))
             newest = await self.current_policy()
         except CaucError as error:
-            self.metrics.policy_change("refused")
+            self.metrics.note("policy_changes", 1, "refused")
             raise RequestError(str(error), 409) from error
         if newest.shares != after.shares:
-            self.metrics.policy_change("overtaken")
+            self.metrics.note("policy_changes", 1, "overtaken")
             raise RequestError(
                 f"another change at the same time has replaced this one: policy {newest.id} is active (version "
                 f"{newest.version}); make yours again if you still want it",
                 409,
             )
-        self.metrics.policy_change("taken")
+        self.metrics.note("policy_changes", 1, "taken")
         note = None if n_replicas is not None else "a replica has not confirmed it, but will adopt it before it answers"
         content = {"policy_id": after.id, "previous": before.id, "version": after.version, "shares": after.shares}
         return {**content, "replicas": n_replicas, "says": note}, self.etag(after)
@@ -390,16 +390,17 @@ class Service(ABC):
         n_counted, note = max(counts, default=0), None
         if member is None:
             note = f"policy {in_force.id} is active; feedback on another policy's answers is not counted"
-            self.metrics.feedback(other_policy=n)
+            self.metrics.count("feedback_rows", "other_policy", n=n)
         elif not counts:
             note = f"policy {member.id} has no reference to compare answers with; feedback is not counted"
-            self.metrics.feedback(not_watched=n)
+            self.metrics.count("feedback_rows", "not_watched", n=n)
         else:
             n_cut, n_repeated = len(new) - n_counted, n - len(new)
             reasons = [f"{n_cut} answers cut short by the request or a failure are not counted"] if n_cut else []
             reasons += [f"{n_repeated} answers already had feedback and are not counted again"] if n_repeated else []
             note = "; ".join(reasons) or None
-            self.metrics.feedback(counted=n_counted, cut_short=n_cut, repeated=n_repeated)
+            for outcome, rows in {"counted": n_counted, "cut_short": n_cut, "repeated": n_repeated}.items():
+                self.metrics.count("feedback_rows", outcome, n=rows)
         return {"policy_id": in_force.id, "rows": n, "counted": n_counted, "says": note}
 
     async def _decide(self, decision: Decision, why: str, in_force: InForce) -> None:
@@ -423,14 +424,14 @@ class Service(ABC):
             before = self._adopt_stored()
             tags = "*" if if_match is None else if_match
             if not {"*", self.etag(before)} & {tag.strip() for tag in tags.split(",")}:
-                self.metrics.policy_change("overtaken")
+                self.metrics.note("policy_changes", 1, "overtaken")
                 raise RequestError(f"policy {before.id} is active with ETag {self.etag(before)}, not {tags:.80}", 412)
             after, decided, member = before.after(change)
             receipt = self.canary.receipt(decided, member, before, after, why)
             after = replace(after, receipts=(*before.receipts, receipt)[-MOST_RECEIPTS:])
             if self._log.append(after.version, after.to_bytes()):
                 logger.info("%s", json.dumps({"event": "policy", "model": self.model, **receipt}))
-                self.metrics.policy_decision(decided, receipt["by"])
+                self.metrics.note("policy_decisions", 1, decided, receipt["by"])
                 return before, after
         raise RequestError("the policy is being changed by others; try again later", 409, 1.0)
 
@@ -470,7 +471,8 @@ class Service(ABC):
 
     async def _count(self) -> None:
         """Bring the metrics up to date."""
-        self.metrics.queued([at.n_waiting for at in self.cascade.scheduler.stages])
-        if self.table_log is not None:
-            self.metrics.logged(self.table_log.take_counts())
+        for spec, stage in zip(self.specs, self.cascade.scheduler.stages, strict=True):
+            self.metrics.note("queued_rows", stage.n_waiting, spec.name)
+        for outcome, n in (self.table_log.take_counts() if self.table_log is not None else {}).items():
+            self.metrics.count("log_rows", outcome, n=n)
         self.metrics.flush()

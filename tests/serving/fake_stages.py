@@ -21,7 +21,7 @@ from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.cascade import Cascade
 from cauc_ray.serving.local import MemoryStore
 from cauc_ray.serving.observers.drift_watch import DriftWatch
-from cauc_ray.serving.observers.service_metrics import ServingMetrics
+from cauc_ray.serving.observers.service_metrics import Metric, ServingMetrics
 from cauc_ray.serving.observers.shadow_sample import ShadowSample
 from cauc_ray.serving.policies_live import InForce, Member
 from cauc_ray.serving.request_state import Question, StageError
@@ -102,7 +102,7 @@ class Counts(ServingMetrics):
         super().__init__(self._noted, "m", stages, "")
 
     def _noted(self, name, kind, tags, description, boundaries):
-        return lambda labels: lambda amount: self._seen.update({(name, *labels.values()): amount})
+        return Metric(lambda labels: lambda amount: self._seen.update({(name, *labels.values()): amount}))
 
     def of(self, name):
         """Return a metric's sums, by its tags but the model and the unit."""

@@ -146,13 +146,15 @@ def test_feedback_and_costs_are_evidence_but_for_answers_whose_policy_was_chosen
 def test_shares_and_rows_of_each_policy_are_metrics(canaries, service):
     canaries.traffic(service, seeded(4), n_requests=40, size=1)
 
-    def metric(name, policy):
+    def series(name):
         text = http("GET", f"{service.url}/metrics")[1].decode()
-        match = re.search(rf'^cauc_serve_{name}{{[^}}]*policy="{policy.id}"}} (.*)$', text, re.M)
-        return match and float(match[1])
+        return dict(re.findall(rf'^cauc_serve_{name}{{[^}}]*(?:policy|role)="(\w+)"}} (.*)$', text, re.M))
 
-    until(lambda: (metric("policy", canaries.policy), metric("policy", canaries.better)) == (0.75, 0.25))
-    assert metric("policy_rows_total", canaries.better) > 0
+    active, candidate = canaries.policy.id, canaries.better.id
+    assert series("policy") == {active: "0.75", candidate: "0.25"}
+    assert set(series("policy_rows_total")) == {"incumbent", "candidate"}
+    put_policy(service, {"promote": True})
+    until(lambda: series("policy") == {candidate: "1.0"})  # no series of a policy outlives it
 
 
 @contextmanager

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from cauc_ray.models.answers import Wire
-from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.monitor import Watched
 from cauc_ray.serving.observers.observer import Observer
 from cauc_ray.serving.policies_live import InForce
@@ -17,8 +17,23 @@ Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 # Takes what is to be added, set or observed of a metric with its tags.
 Note: TypeAlias = Callable[[float], None]
-# Takes the name, the kind, the tags, the description and a histogram's boundaries; returns the Note for given tags.
-NewMetric: TypeAlias = Callable[[str, Kind, tuple[str, ...], str, list[float]], Callable[[Mapping[str, str]], Note]]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric of a shell.
+
+    Attributes:
+        series: Returns what takes the values of given tags.
+        end: Forgets the series of given tags; Ray forgets gauges that are set no more by itself.
+    """
+
+    series: Callable[[Mapping[str, str]], Note]
+    end: Callable[[Mapping[str, str]], object] = lambda tags: None
+
+
+# Takes the name, the kind, the tags, the description and a histogram's boundaries.
+NewMetric: TypeAlias = Callable[[str, Kind, tuple[str, ...], str, list[float]], Metric]
 # What a metric of a kind is asked to do, in prometheus_client as in Ray.
 ACTS: Mapping[Kind, str] = {"counter": "inc", "gauge": "set", "histogram": "observe"}
 
@@ -44,7 +59,7 @@ METRICS: dict[str, tuple[Kind, tuple[str, ...], str]] = {
     "cauc_serve_degraded": ("counter", ("model", "stage", "reason"), "Rows that a stage should have answered"),
     "cauc_serve_queued_rows": ("gauge", ("model", "stage"), "Rows waiting for a stage in one router"),
     "cauc_serve_policy": ("gauge", ("model", "policy"), "Share of requests of an active policy, 0 for earlier ones"),
-    "cauc_serve_policy_rows": ("counter", ("model", "policy"), "Rows that a policy has answered"),
+    "cauc_serve_policy_rows": ("counter", ("model", "role"), "Rows that the incumbent or the candidate has answered"),
     "cauc_serve_policy_decisions": (
         "counter",
         ("model", "decision", "by"),
@@ -89,110 +104,90 @@ class ServingMetrics(Observer):
             name: new_metric(name, kind, tags, description, _BOUNDARIES.get(name, _SECONDS))
             for name, (kind, tags, description) in METRICS.items()
         }
-        self._policy: str | None = None
         self._notes: dict[tuple[str, ...], Note] = {}
         self._counts: dict[tuple[str, ...], float] = defaultdict(float)
         self._shares: Mapping[str, float] = {}
         self._had_shares: set[str] = set()
 
+    def count(self, name: str, *tags: str, n: float = 1.0) -> None:
+        """Add to a counter.   name, tags: as METRICS has them, without `cauc_serve_` and the model."""
+        self._counts[f"cauc_serve_{name}", *tags] += n
+
+    def note(self, name: str, value: float, *tags: str) -> None:
+        """Set a gauge, or add to another metric at once, from any thread; name and tags as for count."""
+        self._note(f"cauc_serve_{name}", *tags)(value)
+
     def flush(self) -> None:
         """Have everybody see what has been counted."""
         shares = self._shares
         for policy_id in {*self._had_shares, *shares}:
-            self._note("cauc_serve_policy", policy_id)(shares.get(policy_id, 0.0))
-        self._had_shares = set(shares)  # of one that is gone Ray forgets the series
+            self.note("policy", shares.get(policy_id, 0.0), policy_id)
+        for policy_id in self._had_shares - shares.keys():
+            self._end("cauc_serve_policy", policy_id)
+        self._had_shares = set(shares)
         for key, amount in list(self._counts.items()):
             if amount > 0:  # Ray's counters refuse 0
                 self._note(*key)(amount)
             del self._counts[key]
-
-    def request(self, status: int, seconds: float) -> None:
-        """Count a request for inference that has been answered."""
-        self._counts["cauc_serve_requests", str(status)] += 1
-        self._note("cauc_serve_request_seconds")(seconds)
 
     def on_answer(self, request: RequestState) -> None:
         """Count a request's rows at each stage: accepted, deferred, capped, degraded or failed."""
         for visit in request.visits:
             stage, n = self._stages[visit.stage], len(visit.confidences)
             capped = request.capped and visit.stage == request.last_stage
-            self._counts["cauc_serve_rows", stage, "accepted"] += n - visit.n_on
-            self._counts["cauc_serve_rows", stage, "capped" if capped else "deferred"] += visit.n_on
-            self._counts["cauc_serve_cost", stage, self._unit] += float(visit.costs.sum())
-            self._note("cauc_serve_stage_seconds", stage)(visit.waited_s)
+            self.count("rows", stage, "accepted", n=n - visit.n_on)
+            self.count("rows", stage, "capped" if capped else "deferred", n=visit.n_on)
+            self.count("cost", stage, self._unit, n=float(visit.costs.sum()))
+            self.note("stage_seconds", visit.waited_s, stage)
             note = self._note("cauc_serve_confidence", stage)
             for confidence in visit.confidences.tolist():
                 note(confidence)
         for missed in request.missed:
             stage = self._stages[missed.stage]
-            self._counts["cauc_serve_rows", stage, "degraded" if missed.degrades else "failed"] += missed.n
+            self.count("rows", stage, "degraded" if missed.degrades else "failed", n=missed.n)
             if missed.degrades:
-                self._counts["cauc_serve_degraded", stage, missed.trouble] += missed.n
+                self.count("degraded", stage, missed.trouble, n=missed.n)
         if request.question is not None and request.is_answered:
-            self._counts["cauc_serve_policy_rows", request.question.member.id] += request.n
+            is_candidate = request.question.member is request.question.in_force.candidate
+            self.count("policy_rows", "candidate" if is_candidate else "incumbent", n=request.n)
 
     def on_call(self, stage: int, n_rows: int, call_s: float, wire: Wire | None) -> None:
         """Note a call of a stage."""
         name = self._stages[stage]
         if wire is not None:
-            self._counts["cauc_serve_wire_bytes", name, "out"] += wire.bytes_out
-            self._counts["cauc_serve_wire_bytes", name, "in"] += wire.bytes_in
-        self._note("cauc_serve_call_seconds", name)(call_s)
-        self._note("cauc_serve_batch_rows", name)(n_rows)
+            self.count("wire_bytes", name, "out", n=wire.bytes_out)
+            self.count("wire_bytes", name, "in", n=wire.bytes_in)
+        self.note("call_seconds", call_s, name)
+        self.note("batch_rows", n_rows, name)
 
     def on_policies(self, in_force: InForce) -> None:
         """Report the policies' shares of the requests, by id."""
         self._shares = in_force.shares
 
-    def queued(self, rows: Sequence[int]) -> None:
-        """Report how many rows wait for each stage."""
-        for stage, n in zip(self._stages, rows, strict=True):
-            self._note("cauc_serve_queued_rows", stage)(n)
-
-    def policy_decision(self, decision: str, by: str) -> None:
-        """Count a decision on a policy."""
-        self._note("cauc_serve_policy_decisions", decision, by)(1)
-
-    def policy_change(self, outcome: Literal["taken", "refused", "overtaken"]) -> None:
-        """Count what became of a change."""
-        self._note("cauc_serve_policy_changes", outcome)(1)
-
     def watched(self, watched: Watched) -> None:
         """Report the monitoring of the active policy."""
-        self._note("cauc_serve_watch_holds")(float(watched.holds))
+        self.note("watch_holds", float(watched.holds))
         for feature, evidence in watched.evidence.items():
-            self._note("cauc_serve_watch_evidence", feature)(max(0.0, evidence.log10))
+            self.note("watch_evidence", max(0.0, evidence.log10), feature)
         for stage, sums in zip(self._stages, watched.stages, strict=True):
             if sums.mean_cost is not None:
-                self._note("cauc_serve_watch_cost", stage, self._unit)(sums.mean_cost[0])
+                self.note("watch_cost", sums.mean_cost[0], stage, self._unit)
             if sums.outcomes.n:
-                self._note("cauc_serve_watch_accuracy", stage)(sums.accuracy.value)
-                self._note("cauc_serve_watch_calibration_error", stage)(sums.outcomes.error)
+                self.note("watch_accuracy", sums.accuracy.value, stage)
+                self.note("watch_calibration_error", sums.outcomes.error, stage)
             if sums.n_compared:
-                self._note("cauc_serve_watch_agreement", stage)(sums.agreement.value)
-
-    def feedback(self, **n_rows: int) -> None:
-        """Count rows of feedback by outcome: counted, cut_short, repeated, other_policy or not_watched."""
-        for outcome, n in n_rows.items():
-            self._counts["cauc_serve_feedback_rows", outcome] += n
-
-    def shadowed(self, stage: int, costs: Floats) -> None:
-        """Note the costs of a stage's shadow answers, by row."""
-        self._counts["cauc_serve_shadow_cost", self._stages[stage], self._unit] += float(costs.sum())
-
-    def shadow_rows(self, outcome: str, n: int) -> None:
-        """Count chosen early answers: compared with the whole cascade's, or dropped."""
-        self._counts["cauc_serve_shadow_rows", outcome] += n
-
-    def logged(self, counts: Mapping[str, int]) -> None:
-        """Count rows of the log by outcome: written, incomplete or dropped; labels as label_written, label_dropped."""
-        for outcome, n in counts.items():
-            self._counts["cauc_serve_log_rows", outcome] += n
+                self.note("watch_agreement", sums.agreement.value, stage)
 
     def _note(self, name: str, *values: str) -> Note:
         """Return what takes what is noted of a metric.   values: of its tags after the model."""
         note = self._notes.get((name, *values))
         if note is None:
-            tags = dict(zip(METRICS[name][1], (self._model, *values), strict=True))
-            note = self._notes[name, *values] = self._metrics[name](tags)
+            note = self._notes[name, *values] = self._metrics[name].series(self._tags(name, *values))
         return note
+
+    def _end(self, name: str, *values: str) -> None:
+        del self._notes[name, *values]
+        self._metrics[name].end(self._tags(name, *values))
+
+    def _tags(self, name: str, *values: str) -> dict[str, str]:
+        return dict(zip(METRICS[name][1], (self._model, *values), strict=True))

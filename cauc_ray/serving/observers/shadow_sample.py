@@ -229,15 +229,17 @@ class ShadowSample(Observer):
                 self._drop(waiting)
                 return
             finally:
-                for visit in (visit for request in waiting.requests for visit in request.visits):
-                    self._metrics.shadowed(visit.stage, visit.costs)
-            self._metrics.shadow_rows("compared", waiting.n)
+                for request in waiting.requests:
+                    for visit in request.visits:
+                        stage, unit = request.policy.models[visit.stage], request.policy.cost_unit
+                        self._metrics.count("shadow_cost", stage, unit, n=float(visit.costs.sum()))
+            self._metrics.count("shadow_rows", "compared", n=waiting.n)
         waiting.report()
 
     def _drop(self, *dropped: _Waiting) -> None:
         for waiting in dropped:
             if waiting.asks:
-                self._metrics.shadow_rows("dropped", waiting.n)
+                self._metrics.count("shadow_rows", "dropped", n=waiting.n)
             if waiting.logged and self._log is not None:
                 self._log.count("incomplete", waiting.n)
 
