@@ -145,7 +145,7 @@ class _Handlers:
 
     async def feedback(self, request: Request) -> Response:
         self._require_model(request)
-        self._tokens.require(request.headers, TOKEN)
+        self._tokens.require(request.headers, TOKEN, changes=True)
         limit = FEEDBACK_BYTES + FEEDBACK_ROW_BYTES * self._service.pool.serving.max_request_rows
         async with self._body(request, limit) as body:
             return JSONResponse(await self._service.feedback(body))
@@ -278,12 +278,18 @@ class Tokens:
         """Raise RequestError unless a request may change the policy: 401, or 403 where no request may."""
         if TOKEN in self._tokens and POLICY_TOKEN not in self._tokens:
             raise RequestError(f"changing the policy needs its own token: start the service with {POLICY_TOKEN}", 403)
-        self.require(headers, POLICY_TOKEN)
+        self.require(headers, POLICY_TOKEN, changes=True)
 
-    def require(self, headers: Mapping[str, str], *names: str) -> None:
-        """Raise RequestError (401) unless a request bears one of the tokens in these variables, where any is set."""
+    def require(self, headers: Mapping[str, str], *names: str, changes: bool = False) -> None:
+        """Raise RequestError (401) unless a request bears one of the tokens in these variables, where any is set.
+
+        Where none is, a request that changes something must not come from a page in a browser (403): the page that
+        somebody visits would reach services of this machine and its network, whatever name it gives them.
+        """
         tokens = {name: self._tokens[name] for name in names if name in self._tokens}
         if not tokens:
+            if changes and "origin" in headers:
+                raise RequestError(f"a page in a browser may change nothing: start the service with {names[0]}", 403)
             return
         scheme, _, text = headers.get("authorization", "").partition(" ")
         # The header's bytes as they came; stripped as bytes: a letter of UTF-8 may end in what Latin-1 calls a space.

@@ -174,7 +174,13 @@ def test_a_blank_token_lets_nobody_in_and_none_everybody():
     for value in (b"Bearer", b"Bearer ", b"Bearer  \n"):
         with pytest.raises(RequestError):
             tokens_of(CAUC_TOKEN=" \n").require(asked_with(value), "CAUC_TOKEN")
-    tokens_of(CAUC_TOKEN="").require(Headers(raw=[]), "CAUC_TOKEN", "CAUC_POLICY_TOKEN")
+    anybody, page = tokens_of(CAUC_TOKEN=""), Headers({"origin": "http://evil.example"})
+    for headers in (Headers(), page):
+        anybody.require(headers, "CAUC_TOKEN", "CAUC_POLICY_TOKEN")
+    anybody.require_changer(Headers())
+    with pytest.raises(RequestError) as refused:  # a page that somebody visits would reach services of their machine
+        anybody.require_changer(page)
+    assert refused.value.status == 403
     tokens_of(CAUC_POLICY_TOKEN="x").require_reader(Headers(raw=[]))
     token = os.fsdecode(b"\xff\xfe")  # it need not be UTF-8
     tokens_of(CAUC_TOKEN=token).require(asked_with(b"Bearer \xff\xfe"), "CAUC_TOKEN")
