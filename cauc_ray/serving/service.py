@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from cauc_ray.cascade.events import VerdictReached
@@ -114,8 +113,6 @@ def require_servable(pool: Pool, policy: Policy, *, local: bool) -> tuple[StageS
     require_agreement(stages, policy)
     for stage in stages:
         stage.model.check(local)
-    if pool.serving.log is not None and find_spec("pyarrow") is None:
-        raise ConfigError("serving.log writes Parquet files; install with: pip install pyarrow")
     policies_at_start(pool, policy)
     return stages
 

@@ -21,6 +21,7 @@ from cauc_ray.files.parquet import parquet_below, read_parquet
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Floats
+from cauc_ray.policies.policy import Policy
 from jobs.bench.planted import planted_logits, write_input, write_pool, write_split
 
 N_OPTIONS = 4
@@ -59,13 +60,21 @@ def give_order(notes: Path, stage: int, **order: Any) -> bool:
     return written.rename(notes / f"order-{stage}").exists()
 
 
-def planted(stage: int, seconds: float, notes: str, n_options: int = N_OPTIONS) -> Callable[[Batch], object]:
+def planted(
+    stage: int, seconds: float, notes: str, n_options: int = N_OPTIONS, shift: int = 0, load_s: float = 0.0
+) -> Callable[[Batch], object]:
     """Answer with a stage's logits, from the input's payload, after some seconds.
 
-    notes: a folder with orders, where every process notes itself and each fault.   n_options: of a row; those beyond
-    the planted ones are as unlikely as FILLER.
+    Args:
+        stage: The stage.
+        seconds: How long a call takes.
+        notes: A folder with orders, where every process notes itself and each fault.
+        n_options: Options of a row; those beyond the planted ones are as unlikely as FILLER.
+        shift: Places by which the planted ones are shifted.
+        load_s: How long the model takes to load.
     """
     folder = Path(notes)
+    time.sleep(load_s)
     order = _order(folder, stage)
     if _claim(folder / f"struck-{stage}-loading", order.get("loads", 0)):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -88,7 +97,8 @@ def planted(stage: int, seconds: float, notes: str, n_options: int = N_OPTIONS) 
         due = is_due(order, batch["payload"][:, NUMBER])
         time.sleep(seconds)
         logits = np.full((len(batch["payload"]), n_options), FILLER, dtype=np.float32)
-        logits[:, :N_OPTIONS] = batch["payload"][:, N_OPTIONS * stage : N_OPTIONS * (stage + 1)]
+        of_stage = batch["payload"][:, N_OPTIONS * stage : N_OPTIONS * (stage + 1)]
+        logits[:, :N_OPTIONS] = np.roll(of_stage, shift, axis=1)
         return _misbehaved(order["does"], logits) if due else logits
 
     return answer
@@ -131,6 +141,7 @@ class Cascade:
     Attributes:
         input: The folder of the input.
         policy: The policy's file.
+        next_table: The test split as the models of the next version answer it, whose logits are shifted by a place.
         expected: Every row's answer, of the offline replay, by example_id.
         at: The answer of every row that stops at each stage.
         heads: The beginning of each row's payload, with all that models look at.
@@ -138,6 +149,7 @@ class Cascade:
 
     input: Path
     policy: Path
+    next_table: Path
     expected: Mapping[str, Row]
     at: Sequence[Mapping[str, Row]]
     heads: Mapping[str, list[float]]
@@ -160,7 +172,8 @@ def write_cascade(folder: Path, n: int, *, files: int = 5) -> Cascade:
     columns = {"example_id": ids, "label": labels, "payload": values}
     groups = {"row_group_size": 4 * BLOCK_ROWS, "use_dictionary": False, "write_page_checksum": True}
     write_input(folder / "input", columns, files=files, **groups)
-    expected = {row["example_id"]: row for row in cauc_ray.evaluate(table, policy).to_arrow().to_pylist()}
+    write_split(folder / "NEXT", COSTS, "test", ids, labels, [np.roll(of_stage, 1, axis=1) for of_stage in logits])
+    expected = answers_of(table, policy)
     state, cost, at = None, 0.0, []
     for stage, stage_logits in enumerate(logits):
         step = policy.step(stage, stage_logits, state)
@@ -169,16 +182,27 @@ def write_cascade(folder: Path, n: int, *, files: int = 5) -> Cascade:
         answers = zip(ids, step.predictions.tolist(), confidences, strict=True)
         at.append({one: {"prediction": p, "confidence": c, "stage": stage, "cost": cost} for one, p, c in answers})
     heads = dict(zip(ids, payload[:, : NUMBER + 1].tolist(), strict=True))
-    return Cascade(folder / "input", folder / "policy.json", expected, at, heads)
+    return Cascade(folder / "input", folder / "policy.json", folder / "NEXT", expected, at, heads)
 
 
-def pool_file(path: Path, notes: Path, *, on_failure: str, n_options: int = N_OPTIONS, **options: Any) -> Path:
-    """Write the pool whose models note what they do in a folder.   options: of one stage (by its name), else of all."""
+def answers_of(table: Path, policy: Policy) -> dict[str, Row]:
+    """Return a policy's answers to the test split of a logit table, by example_id."""
+    return {row["example_id"]: row for row in cauc_ray.evaluate(table, policy).to_arrow().to_pylist()}
+
+
+def pool_file(path: Path, notes: Path, *, on_failure: str, **options: Any) -> Path:
+    """Write the pool whose models note what they do in a folder.
+
+    options: those of planted, of one stage (by its name), else of all stages.
+    """
+    of_models: dict[str, Any] = {
+        name: options.pop(name) for name in ("n_options", "shift", "load_s") if name in options
+    }
     of_one = {name: options.pop(name, {}) for name in COSTS}
     whole = {"batch_size": BATCH_ROWS, "batch_wait_s": 0.3, "replicas": {"min": 2}, "resources": {"num_cpus": 0.5}}
     stages = []
     for stage, name in enumerate(COSTS):
-        kwargs = {"stage": stage, "seconds": SECONDS[stage], "notes": str(notes), "n_options": n_options}
+        kwargs: dict[str, Any] = {"stage": stage, "seconds": SECONDS[stage], "notes": str(notes), **of_models}
         model = {"kind": "python", "factory": "jobs.faults.cascade:planted", "kwargs": kwargs}
         cost = {"seconds": COSTS[name]}
         stages.append({"name": name, "model": model, "cost": cost, **whole, **options, **of_one[name]})
@@ -192,10 +216,12 @@ def compare(
     answers: Sequence[Row],
     failed: Collection[str],
     must_fail: Collection[str] = (),
+    of_next: Mapping[str, Row] | None = None,
 ) -> dict[str, int]:
     """Hold answers against the replay, and count those that differ from it.
 
-    asked: an example_id for each row, of which some must_fail. Returns the rows that were lost, doubled, different,
+    asked: an example_id for each row, of which some must_fail.   of_next: the answers of the next version, which are
+    right as well. Returns the rows that were lost, doubled, different,
     wrongly_failed (failed without a reason, or answered whole where there was one), and degraded: answered without
     a stage and marked, which is right where the replay answers them so there.
     """
@@ -206,7 +232,8 @@ def compare(
         truth = cascade.expected[example] | {"degraded": degraded and row["stage"] < cascade.expected[example]["stage"]}
         if truth["degraded"]:
             truth |= cascade.at[row["stage"]][example]
-        different += any(value != truth[key] for key, value in row.items())
+        truths = [truth] if of_next is None else [truth, of_next[example] | {"degraded": False}]
+        different += all(any(value != right[key] for key, value in row.items()) for right in truths)
         n_whole += not degraded and example in must_fail
     return {
         "lost": (Counter(asked) - ended).total(),

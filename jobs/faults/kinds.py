@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow.parquet as pq
 import ray
+from ray import serve
 from ray.exceptions import RayError
 
 from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.ledger import ATTEMPT_REPLICAS
 from cauc_ray.files.parquet import parquet_files
 from cauc_ray.files.paths import AnyPath
+from cauc_ray.models.pool import load_pool
+from cauc_ray.policies.policy import Policy
+from cauc_ray.serving.app import application
 from jobs.bench.processes import ROOT, processes
-from jobs.faults.cascade import WIDE, Cascade, give_order
+from jobs.faults.cascade import WIDE, Cascade, Row, answers_of, give_order, pool_file
 from jobs.faults.cluster import NOTICED_S, Cluster, kill, replicas, wait_until
 
 # Returns whether there was something to hit.
@@ -43,10 +50,16 @@ SESSIONS: dict[str, dict[str, Any]] = {
 _MANY: dict[str, Any] = {"large": {"replicas": {"min": 6, "max": 6}, "resources": {"num_cpus": 0.1}, "batch_size": 4}}
 _ANSWERS: dict[str, Any] = {"n_options": WIDE, "batch_size": 64}
 _IMPATIENT: dict[str, Any] = {"call_timeout_s": 2.0}
+_ALONE: dict[str, Any] = {"replicas": {"min": 1}}
 # The last stage is down after this many seconds without a replica.
 _SOON_DOWN: dict[str, Any] = {"large": {"down_after_s": 4.0}}
 # A stage of a service is down for this long, an object store full.
 DOWN_S, HELD_S = 6.0, 4.0
+# The budget of the next version's policy; the first one's is 8.
+NEXT_BUDGET = 12.0
+# Hostile clients: so many with a body of this many bytes, with one that does not go on, and without a byte. They wait
+# this long for an answer.
+N_LARGE, LARGE_BYTES, N_SLOW, N_SILENT, HOSTILE_S = 3, 52_000_000, 100, 300, 30.0
 # What takes longer hangs.
 DEADLINE_S = 240.0
 
@@ -67,6 +80,9 @@ class Scene:
         must_fail: The rows that nothing can answer.
         hits: How often it was struck.
         child: The process that asked for it.
+        url: Address of the service.
+        of_next: The answers of the version that is deployed meanwhile.
+        reached: What strikes have brought about, of SOMETIMES_SERVED.
     """
 
     cascade: Cascade
@@ -80,6 +96,9 @@ class Scene:
     must_fail: set[str] = field(default_factory=set)
     hits: int = 0
     child: subprocess.Popen[bytes] | None = None
+    url: str = ""
+    of_next: Mapping[str, Row] | None = None
+    reached: set[str] = field(default_factory=set)
 
     @property
     def notes(self) -> Path:
@@ -123,6 +142,15 @@ class Scene:
         """Return the last line that the process printed."""
         return ((self.folder / "log").read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
 
+    def note_answer(self, row: Row) -> None:
+        """Note whether the version that is deployed meanwhile has answered."""
+        example, prediction = row["example_id"], row["prediction"]
+        if (
+            self.of_next
+            and self.of_next[example]["prediction"] == prediction != self.cascade.expected[example]["prediction"]
+        ):
+            self.reached.add(_NEXT)
+
     def strike(self, strike: Strike, moments: Sequence[float]) -> None:
         """Strike at moments, in seconds from now, each time until there is something to hit; count that."""
         began = time.monotonic()
@@ -150,8 +178,9 @@ class Kind:
         pool: How the pool differs.
         ends: Words of the error that ends a run, to be resumed; "" where the fault kills the run's process.
         loses: It ends what holds the requests of a service.
+        goes_unnoticed: No client of a service may meet any trouble.
         remote: The input of a run, and the output of a collection, are in a store at a distance.
-        sometimes: What some of several runs must show, of SOMETIMES.
+        sometimes: What some of several trials must show, of SOMETIMES or SOMETIMES_SERVED.
     """
 
     name: str
@@ -164,6 +193,7 @@ class Kind:
     pool: Mapping[str, Any] = field(default_factory=dict)
     ends: str | None = None
     loses: bool = False
+    goes_unnoticed: bool = False
     remote: bool = False
     sometimes: tuple[str, ...] = ()
 
@@ -175,6 +205,14 @@ SOMETIMES: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "another attempt went on": lambda call: call["replica"] >= ATTEMPT_REPLICAS,
 }
 _AGAIN, _LOST, _ATTEMPT = SOMETIMES
+# And a service under a fault that only services have.
+SOMETIMES_SERVED = (
+    "the next version answered",
+    "a large body was refused",
+    "a slow body was refused",
+    "a silent connection was held",
+)
+_NEXT, _LARGE, _SLOW, _SILENT = SOMETIMES_SERVED
 
 
 def killed(*titles: str, stage: int | None = None, every: bool = False) -> Strike:
@@ -290,6 +328,40 @@ def input_damaged(scene: Scene) -> bool:
     return True
 
 
+def next_version(scene: Scene) -> bool:
+    """Deploy other models and another policy in place of those that answer, and wait until they do."""
+    options = {"on_failure": "degrade", "shift": 1, "load_s": scene.rng.choice((0.0, 5.0)), **_ALONE}
+    pool = load_pool(pool_file(scene.folder / "next.yaml", scene.notes, **options))
+    policy = Policy.load(scene.cascade.policy).with_budget(NEXT_BUDGET)
+    scene.of_next = answers_of(scene.cascade.next_table, policy)
+    serve.run_many([serve.RunTarget(application(pool, policy), name=pool.name, route_prefix="/", logging_config=None)])
+    return True
+
+
+def hostile_bodies(scene: Scene) -> bool:
+    """Send bodies of megabytes, bodies that do not go on, and connections without a byte, all at once."""
+    at = urlsplit(scene.url)
+    head = "POST /v1/decisions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+
+    def status(n_bytes: int, body: bytes) -> str:
+        """Return the status of the answer to a body that is announced with n_bytes, "none" without an answer."""
+        with suppress(OSError), socket.create_connection((at.hostname, at.port), HOSTILE_S) as connection:
+            connection.sendall(head.format(n_bytes).encode() + body)
+            return connection.recv(100).decode().partition(" ")[2][:3]
+        return "none"
+
+    with ExitStack() as silent, ThreadPoolExecutor(N_LARGE + N_SLOW) as clients:
+        for _ in range(N_SILENT):
+            silent.enter_context(socket.create_connection((at.hostname, at.port)))
+        question = b'{"model": "faults", "input": "' + bytes([scene.rng.randrange(97, 123)]) * LARGE_BYTES
+        large = [clients.submit(status, len(question), question) for _ in range(N_LARGE)]
+        slow = [clients.submit(status, 1000, question[: scene.rng.randrange(900)]) for _ in range(N_SLOW)]
+        for path, answers, right in ((_LARGE, large, "413"), (_SLOW, slow, "408")):
+            scene.reached |= {path} if right in [answer.result() for answer in answers] else set()
+        scene.reached.add(_SILENT)
+    return True
+
+
 def driver_killed(scene: Scene) -> bool:
     """Kill the process that asked for the run."""
     return (scene.folder / "out" / "run.json").exists() and kill([scene.child])
@@ -324,6 +396,23 @@ KINDS = (
     Kind("input-damaged", "input", input_damaged, ("run",), when="before"),
     Kind("router-killed", "router, 1 of 2", killed("ServeReplica:faults:Router"), ("service",), loses=True),
     Kind("proxy-killed", "Serve's proxy", killed("ProxyActor"), ("service",), loses=True),
+    Kind(
+        "version-next",
+        "pool and policy",
+        next_version,
+        ("service",),
+        pool=_ALONE,
+        goes_unnoticed=True,
+        sometimes=(_NEXT,),
+    ),
+    Kind(
+        "bodies-hostile",
+        "bodies and connections",
+        hostile_bodies,
+        ("service",),
+        goes_unnoticed=True,
+        sometimes=(_LARGE, _SLOW, _SILENT),
+    ),
     Kind("node-killed", "a node, room elsewhere", node_killed(replaced=False), session="nodes", loses=True),
     Kind("node-replaced", "a node, another comes", node_killed(replaced=True), session="nodes", loses=True),
     Kind("reader-node-killed", "a node that reads", reader_node_killed, ("run",), "nodes", remote=True),

@@ -100,23 +100,26 @@ class Answers:
             outputs = {output["name"]: output["data"][0] for output in answer["outputs"]}
             numbers = {name: float(np.float32(outputs[name])) for name in ("confidence", "cost")}
             self.rows.append({"example_id": example, **outputs, **numbers})
+            self.scene.note_answer(self.rows[-1])
             return GUILTY if guilty else DEGRADED if outputs["degraded"] else WHOLE
         if status in (429, 503) and not guilty:
             return AGAIN
         self.failed.append(example)
         return GUILTY if guilty else FAILED
 
-    def figures(self, *, loses: bool) -> dict[str, Any]:
-        """Return what was wrong.   loses: whether the fault ends what holds requests: they may be asked again."""
+    def figures(self, kind: Kind) -> dict[str, Any]:
+        """Return what was wrong under a kind of fault."""
         asked = [*(row["example_id"] for row in self.rows), *self.failed]
-        outcome = compare(self.scene.cascade, asked, self.rows, self.failed, self.scene.must_fail)
+        scene, loses = self.scene, kind.loses
+        outcome = compare(scene.cascade, asked, self.rows, self.failed, scene.must_fail, scene.of_next)
         kinds = Counter(np.concatenate([result.kinds for result in self.results]).tolist())
         n_troubled = kinds.total() - kinds[WHOLE] - kinds[GUILTY]
         n_lost = n_troubled - kinds[DEGRADED] - kinds[FAILED] - kinds[AGAIN]
         return {
             **outcome,
             "lost": kinds[TIMEOUT] if loses else n_lost,
-            "refused": n_troubled if self.scene.must_fail else 0,  # nothing is wrong there but rows of others
+            # Nothing is wrong there but rows of others.
+            "refused": n_troubled if scene.must_fail or kind.goes_unnoticed else 0,
             "again": kinds[AGAIN] + (n_lost - kinds[TIMEOUT] if loses else 0),
             "asked": kinds.total(),
             "why": dict(self.why.most_common(4)),
@@ -158,6 +161,7 @@ def disturbed_service(scene: Scene, kind: Kind, moments: Sequence[float]) -> dic
         cauc_ray.serve(scene.folder / "pool.yaml", scene.cascade.policy, port=0) as service,
         ThreadPoolExecutor(1) as clients,
     ):
+        scene.url = service.url
         answers, struck = Answers(f"{service.url}/v2/models/{service.model}/infer", scene), threading.Event()
         asking = clients.submit(answers.ask_until_well, struck)
         try:
@@ -165,7 +169,8 @@ def disturbed_service(scene: Scene, kind: Kind, moments: Sequence[float]) -> dic
         finally:
             struck.set()
         seconds = asking.result()
-    return {**answers.figures(loses=kind.loses), "seconds": seconds}
+    reached = {"reached": sorted(scene.reached)} if kind.on == ("service",) else {}
+    return {**answers.figures(kind), "seconds": seconds, **reached}
 
 
 def trials(kind: Kind, scene: Scene, seeds: Iterable[int]) -> Iterator[dict[str, Any]]:
@@ -174,7 +179,7 @@ def trials(kind: Kind, scene: Scene, seeds: Iterable[int]) -> Iterator[dict[str,
         for attempt in range(TRIES):
             rng, folder = random.Random(f"{kind.name} {seed} {attempt}"), scene.folder / f"{kind.name}-{seed}-{attempt}"
             asked = rng.sample(scene.asked, N_SERVED) if scene.serves else scene.asked
-            outcome = trial(kind, replace(scene, folder=folder, rng=rng, asked=asked, must_fail=set()))
+            outcome = trial(kind, replace(scene, folder=folder, rng=rng, asked=asked, must_fail=set(), reached=set()))
             yield {"kind": kind.name, "seed": seed, "folder": str(folder), **outcome}
             scene.cluster.restore()
             if outcome["struck"] or "error" in outcome:

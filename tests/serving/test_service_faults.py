@@ -9,7 +9,6 @@ from contextlib import suppress
 
 import poisoned
 import pytest
-import ray.serve as ray_serve
 import yaml
 from asking import Chain, ask, in_force, infer, put_policy, until
 from ray.serve.exceptions import RayServeException
@@ -50,39 +49,6 @@ def test_what_a_service_would_refuse_is_refused_before_any_replica_stops(tmp_pat
     policy = two_model_policy().model_dump(mode="json")
     with pytest.raises(error, match=reason):
         build_app(ServingArgs(pool=content, policy=policy))
-
-
-@pytest.mark.slow
-def test_each_answer_is_of_one_version_and_none_fails_while_another_is_deployed(tmp_path):
-    """Of one replica of each stage; the new version's models answer otherwise, and one loads slowly."""
-    pool, policies = python_pool(tmp_path), (two_model_policy(), two_model_policy(0.6))
-    expected = {policies[0].id: 0, policies[1].id: 1}  # of x = 9, which the first stage answers
-    answers, stop = [], threading.Event()
-
-    def client(service):
-        while not stop.is_set():
-            answers.append([infer(service.url, "six", {"x": [x]}, ("prediction", "stage")) for x in (9.0, 0.1)])
-
-    with cauc_ray.serve(pool, policies[0], port=0, name="six") as service, ThreadPoolExecutor(2) as clients:
-        running = [clients.submit(client, service) for _ in range(2)]
-        try:
-            python_pool(tmp_path, [("by_x", {"factor": -1.0}), ("loads_slowly", {"seconds": 5.0})])
-            app = build_app(ServingArgs(pool=str(pool), policy=policies[1].model_dump(mode="json"), name="six"))
-            target = ray_serve.RunTarget(app, name="six", route_prefix="/", logging_config=None)
-            ray_serve.run_many([target], wait_for_applications_running=False)
-            until(lambda: answers and answers[-1][1][1]["parameters"]["policy_id"] == policies[1].id)
-            n = len(answers)
-            until(lambda: len(answers) > n + 100)
-        finally:
-            stop.set()
-        for request in running:
-            request.result()
-    assert {status for pair in answers for status, _ in pair} == {200}
-    seen = {answer[0][1]["parameters"]["policy_id"] for answer in answers}
-    assert seen == set(expected)
-    for (_, confident), (_, deferred) in answers:
-        assert confident["outputs"][0]["data"] == [expected[confident["parameters"]["policy_id"]]]
-        assert deferred["outputs"][1]["data"] == [1]
 
 
 @FAULTS

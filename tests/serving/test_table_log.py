@@ -254,14 +254,9 @@ def test_a_table_of_other_models_is_not_added_to(tmp_path, policy, log, caplog):
         assert logged(to) == []
 
 
-def test_a_log_needs_a_shadow_sample_and_pyarrow(tmp_path, policy, monkeypatch):
+def test_a_log_needs_a_shadow_sample(tmp_path, policy):
     with pytest.raises(ConfigError, match="set shadow to"):
         cauc_ray.serve(pool_in(tmp_path, "LOG", shadow=0.0), policy, port=0, local=True)
-    from cauc_ray.serving import service
-
-    monkeypatch.setattr(service, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"serving\.log writes Parquet files; install with: pip install pyarrow"):
-        cauc_ray.serve(pool_in(tmp_path, "LOG"), policy, port=0, local=True)
 
 
 @pytest.mark.soak("faults")

@@ -173,7 +173,7 @@ class TableLog(Observer):
 
 
 def _do(what: str, *args: Any) -> None:
-    """Do what a function of table_writing does, in the process that has pyarrow. Raises RequestError."""
+    """Do what a function of table_writing does, in the process that writes. Raises RequestError."""
     from cauc_ray.serving.observers import table_writing
 
     try:
