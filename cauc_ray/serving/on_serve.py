@@ -35,7 +35,7 @@ from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.protocol.grpc_messages import CALLS
 from cauc_ray.serving.http_app import http_app
 from cauc_ray.serving.observers.service_metrics import ACTS, Kind, Metric
-from cauc_ray.serving.over_grpc import GrpcCalls, ProxyResponse, answer_proxy
+from cauc_ray.serving.over_grpc import GrpcCalls, ProxyResponse
 from cauc_ray.serving.policies_live import InForce, Store, StoreError
 from cauc_ray.serving.replica import Replica
 from cauc_ray.serving.request_state import Answer, StageCall, StageError
@@ -412,7 +412,7 @@ class Router(Service):
 
 def _call_of(name: str) -> Callable[[Router, bytes, Any], Awaitable[ProxyResponse]]:
     async def call(self: Router, body: bytes, grpc_context: Any) -> ProxyResponse:
-        return await answer_proxy(self.grpc_calls, name, body, grpc_context)
+        return ProxyResponse(await self.grpc_calls.answer(name, body, grpc_context))
 
     return call
 

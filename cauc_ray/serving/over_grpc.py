@@ -31,39 +31,36 @@ _CODES: Mapping[int, str] = {
 logger = logging.getLogger(__name__)
 
 
-class Refused(Exception):  # noqa: N818  # it is an answer
-    """A call that is refused.   trailing: metadata that go with the code and the details."""
-
-    def __init__(self, error: RequestError) -> None:
-        self.code = grpc.StatusCode[_CODES.get(error.status, "INVALID_ARGUMENT")]
-        self.details = printable(" ".join(error.message.split()))
-        seconds = error.retry_after_s
-        self.trailing = () if seconds is None else (("retry-after", str(max(1, round(seconds)))),)
-
-
 class GrpcCalls:
-    """Answers a service's calls.   answer() takes a call's name, its body and its metadata, and returns a body."""
+    """Answers a service's calls, whichever server they come through."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._tokens = service, Tokens()
         self._max_body = int(service.pool.serving.max_body_mb * 1e6)
 
-    async def answer(self, name: str, body: bytes, metadata: Mapping[str, Any]) -> bytes:
-        """Answer a call. Raises Refused."""
+    async def answer(self, name: str, body: bytes, context: Any) -> bytes:
+        """Return the body of a call's response; a refusal goes to the call's context."""
+        metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
         try:
             if name == "ModelInfer":
                 return await self._infer(body, metadata)
             if name.endswith("Metadata"):
                 self._tokens.require_reader(metadata)
-            asked, answered = CALLS[name]
-            content = await self._told(name, parsed(asked, body))
-            response: bytes = ParseDict(content, answered(), ignore_unknown_fields=True).SerializeToString()
+            request_type, response_type = CALLS[name]
+            content = await self._told(name, parsed(request_type, body))
+            response: bytes = ParseDict(content, response_type(), ignore_unknown_fields=True).SerializeToString()
             return response
         except RequestError as error:
-            raise Refused(error) from error
-        except Exception as error:  # whatever it is, this call is over and the others go on
+            refusal = error
+        except Exception:  # whatever it is, this call is over and the others go on
             logger.exception(f"internal error at {name}")
-            raise Refused(RequestError(INTERNAL_ERROR, 500)) from error
+            refusal = RequestError(INTERNAL_ERROR, 500)
+        # Raised, it would be logged as a fault of the service.
+        context.set_code(grpc.StatusCode[_CODES.get(refusal.status, "INVALID_ARGUMENT")])
+        context.set_details(printable(" ".join(refusal.message.split())))
+        if (seconds := refusal.retry_after_s) is not None:
+            context.set_trailing_metadata([("retry-after", str(max(1, round(seconds))))])
+        return b""
 
     async def _told(self, name: str, message: Any) -> dict[str, Any]:
         """Return the content of the response to a call that asks about the service or its model."""
@@ -92,11 +89,6 @@ class GrpcCalls:
         return content
 
 
-def metadata_of(context: Any) -> dict[str, Any]:
-    """Return a call's metadata as headers."""
-    return {name: value for name, value in context.invocation_metadata() if isinstance(value, str)}
-
-
 def handler_of(answer: Callable[[str, bytes, Any], Awaitable[bytes]]) -> grpc.GenericRpcHandler:
     """Return what a gRPC server calls.   answer: takes a call's name, its body and its context."""
 
@@ -112,20 +104,11 @@ def handler_of(answer: Callable[[str, bytes, Any], Awaitable[bytes]]) -> grpc.Ge
 @asynccontextmanager
 async def grpc_server(service: Service, host: str, port: int, grace_s: float) -> AsyncIterator[None]:
     """Answer a service's calls at a port for the length of the block. Raises RuntimeError where it is taken."""
-    calls = GrpcCalls(service)
-
-    async def answer(name: str, body: bytes, context: Any) -> bytes:
-        try:
-            return await calls.answer(name, body, metadata_of(context))
-        except Refused as refused:
-            await context.abort(refused.code, refused.details, refused.trailing)
-            raise
-
     # A message beyond the limit is refused before it is read. Without the last option two servers may share a port.
     limit = int(service.pool.serving.max_body_mb * 1e6)
     sizes = {"grpc.max_receive_message_length": limit, "grpc.max_send_message_length": -1, "grpc.so_reuseport": 0}
     server = grpc.aio.server(options=list(sizes.items()))
-    server.add_generic_rpc_handlers((handler_of(answer),))
+    server.add_generic_rpc_handlers((handler_of(GrpcCalls(service).answer),))
     server.add_insecure_port(f"{f'[{host}]' if ':' in host else host}:{port}")
     await server.start()
     try:
@@ -140,17 +123,6 @@ class ProxyResponse(bytes):
     def SerializeToString(self) -> bytes:  # noqa: N802
         """Return it."""
         return bytes(self)
-
-
-async def answer_proxy(calls: GrpcCalls, name: str, body: bytes, context: Any) -> ProxyResponse:
-    """Answer a call that one of Serve's proxies passes on.   context: Serve's copy of the call's."""
-    try:
-        return ProxyResponse(await calls.answer(name, body, metadata_of(context)))
-    except Refused as refused:  # raised, it would be logged as a fault of the service
-        context.set_code(refused.code)
-        context.set_details(refused.details)
-        context.set_trailing_metadata(list(refused.trailing))
-        return ProxyResponse()
 
 
 def add_to_proxy(_: object, server: Any) -> None:

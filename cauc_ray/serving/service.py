@@ -183,7 +183,7 @@ class Service(ABC):
             return None
         costs = [stage.cost for stage in policy.stages]
         logged = Logged(spec, self.pool.serving.shadow, self.specs, costs, policy.cost_unit, policy.costs == "per-call")
-        return TableLog(logged, lambda: self.facts, lambda: self.labels)
+        return TableLog(logged, lambda: self.facts, lambda: self.labels, self.metrics)
 
     @abstractmethod
     async def ask_all(self, what: str, *arguments: Any) -> list[Any]:
@@ -348,16 +348,16 @@ class Service(ABC):
                 await asyncio.sleep(max(0.0, written + LEASE_S - time.monotonic()))
             newest = await self.current_policy()
         except CaucError as error:
-            self.metrics.note("policy_changes", 1, "refused")
+            self.metrics.count("policy_changes", "refused")
             raise RequestError(str(error), 409) from error
         if newest.shares != after.shares:
-            self.metrics.note("policy_changes", 1, "overtaken")
+            self.metrics.count("policy_changes", "overtaken")
             raise RequestError(
                 f"another change at the same time has replaced this one: policy {newest.id} is active (version "
                 f"{newest.version}); make yours again if you still want it",
                 409,
             )
-        self.metrics.note("policy_changes", 1, "taken")
+        self.metrics.count("policy_changes", "taken")
         note = None if n_replicas is not None else "a replica has not confirmed it, but will adopt it before it answers"
         content = {"policy_id": after.id, "previous": before.id, "version": after.version, "shares": after.shares}
         return {**content, "replicas": n_replicas, "says": note}, self.etag(after)
@@ -421,14 +421,14 @@ class Service(ABC):
             before = self._adopt_stored()
             tags = "*" if if_match is None else if_match
             if not {"*", self.etag(before)} & {tag.strip() for tag in tags.split(",")}:
-                self.metrics.note("policy_changes", 1, "overtaken")
+                self.metrics.count("policy_changes", "overtaken")
                 raise RequestError(f"policy {before.id} is active with ETag {self.etag(before)}, not {tags:.80}", 412)
             after, decided, member = before.after(change)
             receipt = self.canary.receipt(decided, member, before, after, why)
             after = replace(after, receipts=(*before.receipts, receipt)[-MOST_RECEIPTS:])
             if self._log.append(after.version, after.to_bytes()):
                 logger.info("%s", json.dumps({"event": "policy", "model": self.model, **receipt}))
-                self.metrics.note("policy_decisions", 1, decided, receipt["by"])
+                self.metrics.count("policy_decisions", decided, receipt["by"])
                 return before, after
         raise RequestError("the policy is being changed by others; try again later", 409, 1.0)
 
@@ -470,6 +470,4 @@ class Service(ABC):
         """Bring the metrics up to date."""
         for spec, stage in zip(self.specs, self.cascade.scheduler.stages, strict=True):
             self.metrics.note("queued_rows", stage.n_waiting, spec.name)
-        for outcome, n in (self.table_log.take_counts() if self.table_log is not None else {}).items():
-            self.metrics.count("log_rows", outcome, n=n)
         self.metrics.flush()

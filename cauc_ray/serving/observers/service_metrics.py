@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,15 +107,17 @@ class ServingMetrics(Observer):
         }
         self._notes: dict[tuple[str, ...], Note] = {}
         self._counts: dict[tuple[str, ...], float] = defaultdict(float)
+        self._lock = threading.Lock()
         self._shares: Mapping[str, float] = {}
         self._had_shares: set[str] = set()
 
     def count(self, name: str, *tags: str, n: float = 1.0) -> None:
-        """Add to a counter.   name, tags: as METRICS has them, without `cauc_serve_` and the model."""
-        self._counts[f"cauc_serve_{name}", *tags] += n
+        """Add to a counter, from any thread.   name, tags: as METRICS has them, without `cauc_serve_` and the model."""
+        with self._lock:
+            self._counts[f"cauc_serve_{name}", *tags] += n
 
     def note(self, name: str, value: float, *tags: str) -> None:
-        """Set a gauge, or add to another metric at once, from any thread; name and tags as for count."""
+        """Set a gauge, or add a value to a histogram; name and tags as for count."""
         self._note(f"cauc_serve_{name}", *tags)(value)
 
     def flush(self) -> None:
@@ -125,10 +128,11 @@ class ServingMetrics(Observer):
         for policy_id in self._had_shares - shares.keys():
             self._end("cauc_serve_policy", policy_id)
         self._had_shares = set(shares)
-        for key, amount in list(self._counts.items()):
+        with self._lock:
+            counts, self._counts = self._counts, defaultdict(float)
+        for key, amount in counts.items():
             if amount > 0:  # Ray's counters refuse 0
                 self._note(*key)(amount)
-            del self._counts[key]
 
     def on_answer(self, request: RequestState) -> None:
         """Count a request's rows at each stage: accepted, deferred, capped, degraded or failed."""

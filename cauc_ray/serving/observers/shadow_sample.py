@@ -169,7 +169,7 @@ class ShadowSample(Observer):
             waiting.append(_Waiting([shadow], stage + 1, state, self._patience(), report, self._log is not None))
         if self._log is not None:
             n_chosen = int(np.count_nonzero(sample.chosen))
-            self._log.count("incomplete", n_chosen - sum(one.n for one in waiting))
+            self._metrics.count("log_rows", "incomplete", n=n_chosen - sum(one.n for one in waiting))
         self._wait(*waiting)
 
     def pair(self, policies: Mapping[str, Policy], request: RequestState, report: PairReport) -> None:
@@ -241,7 +241,7 @@ class ShadowSample(Observer):
             if waiting.asks:
                 self._metrics.count("shadow_rows", "dropped", n=waiting.n)
             if waiting.logged and self._log is not None:
-                self._log.count("incomplete", waiting.n)
+                self._metrics.count("log_rows", "incomplete", n=waiting.n)
 
     def _compared(
         self,

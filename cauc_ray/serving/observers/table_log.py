@@ -9,7 +9,6 @@ import logging
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,6 +22,7 @@ from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.elsewhere import Elsewhere
 from cauc_ray.serving.feedback import Feedback
 from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observers.service_metrics import ServingMetrics
 from cauc_ray.serving.policies_live import InForce
 
 # What may wait to be written, in flushes' worth of rows; of labels, which are small, so many times as much.
@@ -76,6 +76,7 @@ class TableLog(Observer):
         logged: Logged,
         facts: Callable[[], Sequence[ModelFacts | None]],
         labels: Callable[[], Sequence[str] | None],
+        metrics: ServingMetrics,
     ) -> None:
         self._logged, self._spec, self._facts, self._labels_of = logged, logged.spec, facts, labels
         self._elsewhere = Elsewhere()
@@ -83,7 +84,7 @@ class TableLog(Observer):
         self._rows: list[tuple[str, RowLogits]] = []
         self._labels: list[tuple[str, int]] = []
         self._since: float | None = None
-        self._counts: Counter[str] = Counter()
+        self._metrics = metrics
         self._flush: Flush | None = None
         self._declared = self._closing = self._is_away = False
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
@@ -102,22 +103,11 @@ class TableLog(Observer):
         most = MOST_FLUSHES * self._spec.flush_rows
         with self._lock:
             if len(self._rows) >= most or len(self._labels) >= LABELS_PER_ROW * most:
-                self._counts[dropped] += len(rows) + len(labels)
+                self._metrics.count("log_rows", dropped, n=len(rows) + len(labels))
                 return
             self._rows += rows
             self._labels += labels
             self._since = time.monotonic() if self._since is None else self._since
-
-    def count(self, outcome: str, n: int) -> None:
-        """Count rows by what became of them."""
-        with self._lock:
-            self._counts[outcome] += n
-
-    def take_counts(self) -> Mapping[str, int]:
-        """Return what was counted since the last time: rows written, incomplete or dropped; labels as label_…."""
-        with self._lock:
-            counts, self._counts = self._counts, Counter()
-        return counts
 
     def close(self) -> None:
         """Write what is left, for CLOSE_S at most."""
@@ -139,8 +129,8 @@ class TableLog(Observer):
                     self._declared = True
                 if self._flush is not None and self._declared:
                     self._done("write", self._flush)
-                    self.count("written", len(self._flush.rows))
-                    self.count("label_written", len(self._flush.labels))
+                    self._metrics.count("log_rows", "written", n=len(self._flush.rows))
+                    self._metrics.count("log_rows", "label_written", n=len(self._flush.labels))
                     self._flush = None
                 if self._spec.keep_days is not None and time.monotonic() >= expires_at:
                     expires_at = time.monotonic() + EXPIRE_S
