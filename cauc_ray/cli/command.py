@@ -160,7 +160,9 @@ def _stopped_by_sigterm(terminated: threading.Event) -> Iterator[None]:
 
 
 def _say(kind: str, message: str) -> None:
-    print(masked(f"cauc: {kind}: {' '.join(message.split())}"), file=sys.stderr)
+    line = masked(f"cauc: {kind}: {' '.join(message.split())}")
+    # Names in others' files must not move the cursor.
+    print("".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in line), file=sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -151,6 +151,11 @@ def test_free_models_and_names_like_markup_are_shown(cauc, tmp_path):
     assert "[red]" in cauc("show", "LOGITS")[1]
     code, out, _ = cauc("evaluate", "LOGITS", "--policy", "p.json", "--json")
     assert (code, json.loads(out)["relative_cost"]) == (0, None)
+    policy = json.loads((tmp_path / "p.json").read_text())
+    policy["stages"][0]["name"] = "a\x1b[2Jb"
+    (tmp_path / "named.json").write_text(json.dumps(policy))
+    code, _, err = cauc("show", "named.json")
+    assert (code, "a\\x1b[2Jb" in err, "\x1b" in err) == (2, True, False)
     for verb in (["evaluate", "LOGITS", "--policy", "p.json"], ["sweep", "LOGITS", *CHAIN, "--costs", "0,0,0"]):
         assert cauc(*verb)[0] == 0
 
