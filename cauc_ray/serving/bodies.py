@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from pydantic import BaseModel, ValidationError
+
+from cauc_ray.errors import explain, printable
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.request_state import RETRY_AFTER_S
 
 if TYPE_CHECKING:  # plain installs have no starlette
     from starlette.types import Receive
+
+Content = TypeVar("Content", bound=BaseModel)
 
 # Bytes of all requests that are open in one router; what is more is refused.
 OPEN_BYTES = 1 << 30
@@ -48,6 +53,14 @@ class OpenBytes:
             yield take
         finally:
             self._n -= n_own
+
+
+def read_as(kind: type[Content], body: bytes, what: str = "body") -> Content:
+    """Read a body of JSON. Raises RequestError naming the key that is wrong."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise RequestError(printable(f"the {what} is invalid: {explain(error)}")) from error
 
 
 async def read_body(receive: Receive, limit: int, take: Callable[[int], None]) -> bytes:

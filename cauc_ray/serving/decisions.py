@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
-from cauc_ray.errors import explain, printable
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.logits import softmax
 from cauc_ray.protocol.tensors import RequestError
@@ -76,14 +75,6 @@ class DecisionRequest(BaseModel):
     model: str
     input: str | list[_Message]
     questions: list[Annotated[Question, Field(discriminator="type")]] = Field(min_length=1, max_length=MOST_QUESTIONS)
-
-    @classmethod
-    def read(cls, body: bytes) -> DecisionRequest:
-        """Read a body. Raises RequestError."""
-        try:
-            return cls.model_validate_json(body)
-        except ValidationError as error:
-            raise RequestError(printable(explain(error))) from error
 
     @property
     def text(self) -> str:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from cauc_ray.errors import explain
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.answer_ids import sampled_rows, was_drawn
+from cauc_ray.serving.bodies import read_as
 from cauc_ray.serving.policies_live import Store, stored_json
 
 # Confidences are the float32 values of the answer.
@@ -84,10 +84,7 @@ class Feedback:
 
         labels: the names of the options, if they are the same for all rows and known.
         """
-        try:
-            message = FeedbackMessage.model_validate_json(body)
-        except ValidationError as error:
-            raise RequestError(f"the feedback is invalid: {explain(error)}") from error
+        message = read_as(FeedbackMessage, body, "feedback")
         columns = {name: getattr(message, name) for name in ("prediction", "confidence", "stage", "label", "rows")}
         sizes = {name: len(values) for name, values in columns.items() if values is not None}
         if len(set(sizes.values())) > 1:

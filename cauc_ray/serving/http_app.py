@@ -15,7 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -23,10 +22,10 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cauc_ray.errors import PolicyError, printable
+from cauc_ray.errors import printable
 from cauc_ray.protocol.messages import BINARY_DATA, decoded_body
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
-from cauc_ray.serving.bodies import CLIENT_GONE, read_body
+from cauc_ray.serving.bodies import CLIENT_GONE, read_as, read_body
 from cauc_ray.serving.elsewhere import LONG_JSON
 from cauc_ray.serving.inference import HttpMessage
 from cauc_ray.serving.policies_live import PolicyChange
@@ -134,7 +133,7 @@ class _Handlers:
     async def _set_policy(self, request: Request) -> Response:
         self._tokens.require_changer(request.headers)
         async with self._body(request, MAX_POLICY_BYTES) as body:
-            change = await self._service.elsewhere.call_if(len(body) > LONG_JSON, read_change, body)
+            change = await self._service.elsewhere.call_if(len(body) > LONG_JSON, read_as, PolicyChange, body, "change")
         answer, etag = await self._service.set_policy(change, request.headers.get("if-match"))
         return JSONResponse(answer, headers={"ETag": etag})
 
@@ -238,16 +237,6 @@ def counted(service: Service, event: str, headers: Mapping[str, str]) -> Iterato
             line = {**line, **fields, "status": status, "seconds": round(seconds, 6)}
             line = {name: value for name, value in line.items() if value is not None}
             logger.info("%s", json.dumps(line), extra={**_ACCESS, "cauc": line})
-
-
-def read_change(body: bytes) -> PolicyChange:
-    """Read a change of policies. Raises RequestError."""
-    try:
-        return PolicyChange.of(from_json(body, allow_inf_nan=False))
-    except PolicyError as error:
-        raise RequestError(str(error)) from error
-    except ValueError as error:
-        raise RequestError("the body is not JSON") from error
 
 
 def require_model(service: Service, name: str, version: str | None) -> None:

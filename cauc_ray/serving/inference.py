@@ -25,6 +25,7 @@ from cauc_ray.protocol.messages import (
 )
 from cauc_ray.protocol.tensors import Datatype, RequestError, Tensor
 from cauc_ray.serving.answer_ids import new_answer_id
+from cauc_ray.serving.bodies import read_as
 from cauc_ray.serving.decisions import DecisionRequest, columns_of, require_decisions, response
 from cauc_ray.serving.elsewhere import LONG_JSON, LONG_OUTPUT
 from cauc_ray.serving.inputs import Inputs
@@ -125,7 +126,7 @@ class Inference:
         asked, texts = (headers, time.time_ns()), self._inputs.texts
         labels = None if self._service.pool.task == "multiple-choice" else self._service.labels
         require_decisions(labels, texts)
-        request = await self._service.elsewhere.call_if(len(body) > LONG_JSON, DecisionRequest.read, body)
+        request = await self._service.elsewhere.call_if(len(body) > LONG_JSON, read_as, DecisionRequest, body)
         if request.model != self._service.model:
             raise RequestError(f"unknown model {request.model!r:.80}; this service has {self._service.model!r}", 404)
         columns, orders = columns_of(request, labels, texts)

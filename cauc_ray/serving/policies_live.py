@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cauc_ray.errors import CaucError, PolicyError, explain
 from cauc_ray.policies.policy import Policy
@@ -79,18 +79,21 @@ class PolicyChange(BaseModel):
     def of(cls, content: Any) -> PolicyChange:
         """Read a change. Raises PolicyError in one line."""
         try:
-            change = cls.model_validate(content)
+            return cls.model_validate(content)
         except ValidationError as error:
             raise PolicyError(f"invalid change of policy: {explain(error)}") from error
-        if change.threshold is not None and change.budget is not None:
-            raise PolicyError("give a budget or a threshold, not both: a budget chooses the threshold")
-        changes = (change.gives_policy or change.share is not None, change.promote, change.rollback)
+
+    @model_validator(mode="after")
+    def _require_one(self) -> Self:
+        if self.threshold is not None and self.budget is not None:
+            raise ValueError("give a budget or a threshold, not both: a budget chooses the threshold")
+        changes = (self.gives_policy or self.share is not None, self.promote, self.rollback)
         if sum(changes) != 1:
-            raise PolicyError(
+            raise ValueError(
                 "give one change: a policy, a threshold or a budget, each with a share for a candidate; or a share, "
                 "promote or rollback for the candidate"
             )
-        return change
+        return self
 
     @property
     def gives_policy(self) -> bool:
