@@ -113,7 +113,6 @@ def test_a_router_that_hangs_delays_a_change_of_policy_and_answers_by_no_other(t
         assert set(answers) == {in_force(service)} == {chain.policies["base"].id}
 
 
-# Issue 33: after such a row, Serve may report the whole stage as one that could not be deployed.
 @FAULTS
 @pytest.mark.parametrize(("replicas", "code"), [(1, 670), (2, 671)], ids=["kills", "hangs"])
 def test_a_row_that_kills_or_hangs_its_process_harms_no_other(tmp_path, replicas, code):
