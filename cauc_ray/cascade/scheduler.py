@@ -27,23 +27,25 @@ from typing import Any
 import numpy as np
 
 from cauc_ray.cascade import events
-from cauc_ray.cascade.blame import Blame, guilty
-from cauc_ray.cascade.deadlines import Deadlines
+from cauc_ray.cascade.blame import Blame
 from cauc_ray.cascade.dispatch import Dispatch
 from cauc_ray.cascade.events import Again, CountFailure, Event, Failure, Fate, GiveUp
+from cauc_ray.cascade.flow import RowFlow, late
 from cauc_ray.cascade.patience import Patience
-from cauc_ray.cascade.rows import Call, CallResult, Ended, Owner, Positions, Rows, Trouble
+from cauc_ray.cascade.rows import Call, CallResult, Owner, Rows
 from cauc_ray.cascade.stage import PROBE_PAUSE_S, Stage, StageLimits
-from cauc_ray.cascade.suspects import Verdict
-from cauc_ray.numbers.types import Bools, Ints
-
-# The most restarts of an owner whose objects are lost with their nodes.
-RESTARTS = 5
+from cauc_ray.numbers.types import Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some neighbouring rows of an owner.   source: what holds them, which only the shell can read."""
+    """Some neighbouring rows of an owner.
+
+    Attributes:
+        source: What holds them, which only the shell can read.
+        n_rows: Their number.
+        n_bytes: Their size.
+    """
 
     source: Any
     n_rows: int
@@ -64,20 +66,16 @@ class Scheduler:
     def __init__(self, stages: Sequence[StageLimits], patience: Patience, blame: Blame, open_rows: float = inf) -> None:
         """Take the stages' limits, the rules, and how many rows may have no answer yet before reading pauses."""
         self.stages = [Stage(number, limits) for number, limits in enumerate(stages)]
-        self.done: list[Owner] = []
-        self.lost: list[Owner] = []
         self.withdrawn: list[Call] = []
         self.n_reads = 0
         self._patience, self._blame = patience, blame
         self._dispatch = Dispatch(patience, blame, self._more_can_come)
+        self._flow = RowFlow(self.stages, patience)
+        self.done, self.lost = self._flow.done, self._flow.lost
         self._most_open_rows = open_rows
-        self._open: set[Owner] = set()
-        self._open_rows = 0
         self._row_bytes = 0.0
         self._block_rows = 0
         self._input_ended = False
-        self._drops = False
-        self._deadlines = Deadlines()
 
     # Input
 
@@ -85,11 +83,11 @@ class Scheduler:
         """Return whether another block may be read: the first queue and the open rows have room, or all is done."""
         if self._input_ended:
             return False
-        if not self._open and not self.n_reads:
+        if not (self._flow.open or self.n_reads):
             return True
         limits, queue, coming = self.stages[0].limits, self.stages[0].waiting, self.n_reads * self._block_rows
         return (
-            self._open_rows + coming < self._most_open_rows
+            self._flow.n_open + coming < self._most_open_rows
             and queue.n_rows + coming < limits.queue_rows
             and queue.n_bytes + coming * self._row_bytes < limits.queue_bytes
         )
@@ -101,7 +99,7 @@ class Scheduler:
     @property
     def finished(self) -> bool:
         """Return whether every row of the input is answered or failed."""
-        return self._input_ended and not (self._open or self.n_reads or self.lost)
+        return self._input_ended and not (self._flow.open or self.n_reads or self.lost)
 
     @property
     def starved(self) -> bool:
@@ -125,39 +123,32 @@ class Scheduler:
             first: The stage that rows go to, all of them or each, int8 (n,); None for the first one.
             unreadable: Why rows could not be read, by position; they fail at once.
         """
-        self._open.add(owner)
-        self._open_rows += owner.n
+        self._flow.add(owner)
         self._block_rows = max(self._block_rows, owner.n)
         indices = np.arange(owner.n)
         for position, reason in unreadable.items():
             owner.left_out(np.array([position]), -1, "error", reason)
         if unreadable:
             indices = np.delete(indices, list(unreadable))
-            self._end_rows(owner, len(unreadable))
+            self._flow.end(owner, len(unreadable))
         start = 0
         for chunk in chunks:
             row_bytes = chunk.n_bytes / chunk.n_rows
             self._row_bytes = max(self._row_bytes, row_bytes)
             positions = np.arange(chunk.n_rows)
             rows = Rows(owner, indices[start : start + chunk.n_rows], chunk.source, positions, now, row_bytes)
-            self._spread(rows, first[rows.indices] if isinstance(first, np.ndarray) else first or 0, now)
+            self._flow.spread(rows, first[rows.indices] if isinstance(first, np.ndarray) else first or 0, now)
             start += chunk.n_rows
 
     def cancel(self, owner: Owner) -> None:
         """Forget an owner whose answers are no longer wanted."""
-        owner.live = False
-        if owner in self._open:
-            self._drops = True
-            self._close(owner)
+        self._flow.cancel(owner)
 
     # Calls
 
     def schedule(self, now: float) -> Iterator[Call]:
         """Yield the calls that can go to their replicas now, those of the deepest stages first."""
-        if self._drops:  # once for all owners that have left since
-            self._drops = False
-            for at in self.stages:
-                at.drop_ended()
+        self._flow.drop_leavers()
         for at in reversed(self.stages):
             while not self.held_back(at.number) and (call := self._dispatch.next_call(at, now)) is not None:
                 yield call
@@ -165,7 +156,7 @@ class Scheduler:
     def wait_s(self, now: float) -> float | None:
         """Return the seconds until something is due, None if nothing waits for time."""
         waits = [self._dispatch.wait_s(at, now) for at in self.stages if not self.held_back(at.number)]
-        if (deadline := self._deadlines.next_at()) is not None:
+        if (deadline := self._flow.deadlines.next_at()) is not None:
             waits.append(max(0.0, deadline - now))
         return min((wait for wait in waits if wait is not None), default=None)
 
@@ -249,35 +240,12 @@ class Scheduler:
         if call.probe:
             return
         at.count(result)
-        self._note(call, result, answered, goes_on, now)
+        self._flow.advance(call, result, answered, goes_on, now)
         for position, reason in sorted(result.failures.items()):
             (row,) = call.where(np.arange(len(call)) == position)
             if row.owner.live:
                 single = Call(at.number, [row], now, call.attempt, failed_on=call.failed_on, replica=call.replica)
                 self._failed(at, single, "raised" if position in result.raised else "named", reason, now)
-
-    def _note(self, call: Call, result: CallResult, answered: Bools, goes_on: Any, now: float) -> None:
-        """Note the answers of a call, and have deferred rows wait for the next stage."""
-        carried = answered & ~result.accepted if result.carried is None else result.carried
-        held_at = np.cumsum(carried) - 1  # where goes_on has each row that it holds
-        ended, is_whole = Ended(call.stage, result, goes_on, held_at, now), bool(answered.all())
-        positions: Positions
-        for rows, positions in call.pieces():
-            if not rows.owner.wants(call.stage):
-                continue
-            if not is_whole:
-                mask = answered[positions]
-                rows, positions = rows.part(mask), np.flatnonzero(mask) + positions.start
-            on = rows.owner.note(ended, rows, positions)
-            n_on = int(np.count_nonzero(on))
-            rows.owner.at[rows.indices[~on]] = -1
-            self._end_rows(rows.owner, len(rows) - n_on)
-            if n_on:
-                row_bytes = rows.row_bytes - rows.state_bytes + result.state_bytes
-                at = held_at[positions][on]
-                onward = Rows(rows.owner, rows.indices[on], goes_on, at, now, row_bytes, result.state_bytes)
-                to = call.stage + 1 if result.next is None else result.next[positions][on]
-                self._spread(onward, to, now, sender=self.stages[call.stage])
 
     def _unanswered(self, at: Stage, call: Call, result: CallResult, now: float) -> None:
         """Take the result of a call that answered no row."""
@@ -301,15 +269,7 @@ class Scheduler:
         if call.probe:
             return
         for owner in dict.fromkeys(rows.owner for rows in call.rows if rows.owner.live):
-            self.cancel(owner)
-            if owner.restarts < RESTARTS:
-                self.lost.append(owner)
-                continue
-            # Whatever waits of it may be lost too, and what was answered stays.
-            left = np.flatnonzero(owner.at >= 0)
-            owner.left_out(left, call.stage, "error", reason)
-            at.note_failed([reason] * len(left))
-            self.done.append(owner)
+            self._flow.restart(at, owner, reason)
 
     def _replica_lost(self, event: events.ReplicaLost, now: float) -> None:
         """Forget a replica, and send its calls elsewhere.
@@ -359,11 +319,11 @@ class Scheduler:
                 case Again(call):
                     at.try_again(call)
                 case GiveUp(rows, trouble, reason):
-                    self._give_up(at, rows, trouble, reason)
+                    self._flow.leave_out(at, rows, trouble, reason)
                 case CountFailure():
                     self._count_failure(at, fate, now)
         if at.health.is_down or (at.limits.degrades and at.health.missing(now)):
-            self._give_up(at, at.take_all(), "down", at.because(at.health.why_not(now) or "", " is down"))
+            self._flow.leave_out(at, at.take_all(), "down", at.because(at.health.why_not(now) or "", " is down"))
 
     def _count_failure(self, at: Stage, failure: CountFailure, now: float) -> None:
         """Note a call that came to nothing; if that pauses the stage, give back all that waits."""
@@ -373,95 +333,23 @@ class Scheduler:
         if failure.rows:
             at.note_refused(failure.rows[0], now)
         why = at.because(at.health.why_paused, " is down")
-        self._give_up(at, at.take_all(), "down", why)
+        self._flow.leave_out(at, at.take_all(), "down", why)
         if failure.for_good:
             calls = [call for call in at.replicas.calls() if not call.probe]
             for owner in dict.fromkeys(rows.owner for call in calls for rows in call.rows):
-                self._close_stage(at, owner, "down", why)
-
-    def _give_up(self, at: Stage, rows: Iterable[Rows], trouble: Trouble, reason: str) -> None:
-        for piece in rows:
-            self._leave_out(at, piece, trouble, reason)
-
-    def _leave_out(self, at: Stage, rows: Rows, trouble: Trouble, reason: str) -> None:
-        """Note rows that a stage will not answer."""
-        owner, live, mask = rows.owner, rows.owner.live, rows.owner.at[rows.indices] == at.number
-        if not (live and mask.any()):  # they have been left out before, while they were at a replica
-            return
-        rows = rows.part(mask)
-        n_degraded = owner.left_out(rows.indices, at.number, trouble, reason)
-        at.degraded += n_degraded
-        at.note_failed([reason] * (len(rows) - n_degraded))
-        if owner.live:
-            self._end_rows(owner, len(rows))
-        else:  # all of it is refused
-            self.cancel(owner)
-
-    def _spread(self, rows: Rows, stages: int | Ints, now: float, sender: Stage | None = None) -> None:
-        """Have rows wait, each for its stage, or all for one.   sender: the stage that they come from."""
-        rows.owner.at[rows.indices] = stages
-        for stage, piece in [(stages, rows)] if isinstance(stages, int) else _by_stage(rows, stages):
-            if sender is not None:
-                sender.sent[stage] += len(piece)
-            self._wait(self.stages[stage], piece, now)
-
-    def _wait(self, at: Stage, rows: Rows, now: float) -> None:
-        """Have rows wait for a stage that takes them, at most until they expire."""
-        owner = rows.owner
-        if at.number in owner.closed:  # others of its rows have waited too long there
-            self._leave_out(at, rows, "timeout", _late(at, owner))
-            return
-        self._deadlines.add(owner, at.number, min(now + at.limits.timeout_s, owner.deadline))
-        verdict = at.suspects.verdict(owner, now)
-        if (refusal := self._refusal(at, rows, verdict, now)) is not None:
-            self._leave_out(at, rows, *refusal)
-            return
-        if verdict == "clear":
-            at.waiting.push(rows)
-        else:
-            at.set_apart(rows, now)
-        if at.overflows():
-            surplus = at.waiting.take_surplus(owner.priority, at.overflows)
-            self._give_up(at, surplus, "overloaded", f"stage {at.limits.name!r} is overloaded")
-
-    def _refusal(self, at: Stage, rows: Rows, verdict: Verdict, now: float) -> tuple[Trouble, str] | None:
-        """Return why a stage takes no rows now, None where it does."""
-        if (why := at.health.why_not(now)) is not None:
-            is_probe = at.health.paused and at.probe_row is None and not at.in_work  # the first one
-            if not (is_probe and at.replicas.n_open):
-                if not at.health.is_down:
-                    at.note_refused(rows, now)
-                return "down", at.because(why, " is down")
-        if verdict == "guilty":
-            return "refused", guilty(at)
-        if self._patience.overloaded(at, rows, now):
-            return "overloaded", f"stage {at.limits.name!r} is overloaded"
-        return None
-
-    def _end_rows(self, owner: Owner, n: int) -> None:
-        """Count rows of an owner that need nothing more."""
-        owner.n_left -= n
-        self._open_rows -= n
-        if not owner.n_left and owner in self._open:
-            self._close(owner)
-            self.done.append(owner)
-
-    def _close(self, owner: Owner) -> None:
-        self._open.discard(owner)
-        self._open_rows -= owner.n_left
-        owner.n_left = 0
+                self._flow.leave_stage(at, owner, "down", why)
 
     # What takes too long
 
     def _expire(self, now: float) -> None:
         """Give up the rows whose time is over."""
-        late = [(owner, self.stages[stage]) for owner, stage in self._deadlines.late(now)]
-        for owner, at in late:
+        expired = [(owner, self.stages[stage]) for owner, stage in self._flow.deadlines.late(now)]
+        for owner, at in expired:
             self._settle(at, self._blame.late(at, owner, now), now)
-        for owner, at in late:
-            self._close_stage(at, owner, "timeout", _late(at, owner))
+        for owner, at in expired:
+            self._flow.leave_stage(at, owner, "timeout", late(at, owner))
         for at in self.stages:
-            if not any(stage is at and not owner.hurries for owner, stage in late):
+            if not any(stage is at and not owner.hurries for owner, stage in expired):
                 continue
             idle = [call for call in at.replicas.calls() if not (call.wanted or call.probe)]
             # While others are answered, a replica hangs or the stage is busy: no reason to pause its calls.
@@ -469,15 +357,6 @@ class Scheduler:
             if silent and (idle or (at.replicas.n_open and not at.replicas.n_working)):
                 why = f"it has not answered within {at.limits.timeout_s:g} s"
                 self._settle(at, [CountFailure(why, idle[0].rows if idle else (), for_good=True)], now)
-
-    def _close_stage(self, at: Stage, owner: Owner, trouble: Trouble, reason: str) -> None:
-        """Give up all rows of an owner that wait for a stage or are at it."""
-        if not owner.wants(at.number):
-            return
-        indices = np.flatnonzero(owner.at == at.number)
-        self._leave_out(at, Rows(owner, indices, None, indices, 0.0, 0.0), trouble, reason)
-        owner.closed.add(at.number)
-        self._drops = True
 
     def _withdraw(self, now: float) -> None:
         """Take back the calls of replicas that hang, and those whose answers are no longer waited for."""
@@ -500,12 +379,3 @@ class Scheduler:
                     if late:
                         at.postpone_probe(call.replica, now + PROBE_PAUSE_S)
                     self.withdrawn.append(call)
-
-
-def _by_stage(rows: Rows, stages: Ints) -> list[tuple[int, Rows]]:
-    return [(stage, rows.part(stages == stage)) for stage in np.unique(stages).tolist()]
-
-
-def _late(at: Stage, owner: Owner) -> str:
-    within = "the request's timeout" if owner.hurries else f"{at.limits.timeout_s:g} s"
-    return f"stage {at.limits.name!r} has not answered within {within}"

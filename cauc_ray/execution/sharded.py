@@ -19,17 +19,15 @@ from cauc_ray.data.logits import ChainHeads, require_fit_rows
 from cauc_ray.data.model_rows import ShardFiles, SpooledLogits, unfit_row
 from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, explained, kind_of, make_actor, placement
-from cauc_ray.execution.cluster import autoscales, room_for, wait_for_nodes
+from cauc_ray.execution.cluster import room_for, wait_for_nodes
 from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.arrays import require_no_probabilities
 from cauc_ray.numbers.chain import Chain, ChainPart
 from cauc_ray.numbers.logits import SumsToOne
 from cauc_ray.numbers.types import Ints
 
-# A shard whose actor dies again and again is what they die of, or the cluster is.
+# Where so many actors die for each shard, a shard is what they die of, or the cluster is.
 MOST_DEATHS = 8
-# A new actor that has not started by then is given up: those that live take its shards over.
-REPLACE_DEADLINE_S = 60.0
 # For one answer of all shards, the reading of a large table included.
 DEADLINE_S = 3600.0
 
@@ -155,20 +153,25 @@ def of_models(places: Sequence[int], width: int, question: Callable[[ChainPart],
 
 
 class Shards:
-    """Actors that hold the shards of some chains: one each, until one dies."""
+    """Actors that hold the shards of some chains: one each; the shards of one that dies go to those that live."""
 
     def __init__(self, sharding: Sharding, chains: Sequence[ChainHeads]) -> None:
         """Cut the chains. Raises ExecutionError where they do not fit on the cluster."""
         self.watched, self._sharding = ShardsWatched(), sharding
         n = _n_shards(chains, sharding)
         self._rows = [[ray.put(rows) for rows in cut_rows(chain, n)] for chain in chains]
-        self._holders: list[Any] = [None] * n
-        self._deaths = [0] * n
+        self._holders: list[Any] = []
+        self._n_deaths = 0
 
     def start(self) -> None:
         """Start the actors. Raises ExecutionError where none has started in time."""
         started = time.perf_counter()
-        self._hold({None}, START_DEADLINE_S)
+        self._holders = [self._new_holder() for _ in self._rows[0]]
+        ready = {holder.__ray_ready__.remote(): holder for holder in self._holders}
+        _, late = ray.wait(list(ready), num_returns=len(ready), timeout=START_DEADLINE_S)
+        if len(late) == len(ready):
+            raise ExecutionError(f"no shard of {self._sharding.resources} has started in {START_DEADLINE_S:.0f} s")
+        self._hand_over({ready[ref] for ref in late})  # one that has died fails its first call
         self.watched.start_s = time.perf_counter() - started
 
     def open(self, number: int, heads: ChainHeads) -> ShardedChain:
@@ -189,7 +192,7 @@ class Shards:
         return ShardedChain(**arguments, shards=self, number=number, width=width, places=places)
 
     def ask(self, number: int, question: Callable[[ChainPart], T]) -> list[T]:
-        """Ask all shards about their rows of a chain, and other holders in place of those that die.
+        """Ask all shards about their rows of a chain, again where their holders die.
 
         Raises ExecutionError where one has no answer in time, CaucError as the question does.
         """
@@ -199,17 +202,16 @@ class Shards:
         while len(answers) < len(rows):
             waiting = [shard for shard in range(len(rows)) if shard not in answers]
             refs = [self._holders[shard].ask.remote((number, shard), rows[shard], question) for shard in waiting]
-            dead = set()
+            dead = set[Any]()
             for shard, ref in zip(waiting, refs, strict=True):
                 try:
                     answers[shard] = ray.get(ref, timeout=max(0.0, ends - time.monotonic()))
                 except RayError as error:
-                    self._deaths[shard] += 1
-                    if kind_of(error) != "died" or self._deaths[shard] > MOST_DEATHS:
+                    if kind_of(error) != "died" or self._n_deaths >= MOST_DEATHS * len(rows):
                         raise explained(error, f"shard {shard + 1} of {len(rows)}", deadline_s) from error
                     dead.add(self._holders[shard])
-            if dead:
-                self._hold(dead, REPLACE_DEADLINE_S)
+            self._n_deaths += len(dead)
+            self._hand_over(dead)
         self.watched.peak_bytes = [answers[shard][1] for shard in range(len(rows))]
         self.watched.n_passes += 1
         self._sharding.on_pass(self.watched.n_passes)
@@ -217,38 +219,22 @@ class Shards:
 
     def stop(self) -> None:
         """End the actors."""
-        for holder in set(self._holders) - {None}:
+        for holder in set(self._holders):
             ray.kill(holder)
 
-    def _hold(self, dead: set[Any], deadline_s: float) -> None:
-        """Give the shards of dead actors, at first of none, to new ones, and where these do not fit to those alive."""
-        needs = self._sharding.resources
-        for gone in dead - {None}:
-            ray.kill(gone)  # one that cannot be reached must not come back
-        free = [shard for shard, holder in enumerate(self._holders) if holder in dead]
-        live = set(self._holders) - dead
-        n_new = len(free) if None in dead else len(dead)
-        kind = make_actor(
-            ShardActor, **placement(needs), max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD"
-        )
-        ready = {new.__ray_ready__.remote(): new for new in (kind.remote() for _ in range(n_new))}
-        started: list[Any] = []
-        ends = time.monotonic() + deadline_s
-        # Ray misses a dead node only after a while. An actor that was to be there would wait indefinitely.
-        grows = None in dead and autoscales()
-        while len(started) < (n_new if grows else room_for(needs, len(live) + n_new) - len(live)):
-            started, _ = ray.wait(list(ready), num_returns=n_new, timeout=1.0)
-            if time.monotonic() >= ends:
-                break
-        for ref, new in ready.items():
-            if ref in started:
-                live.add(new)  # if it died, its first call fails
-            else:
-                ray.kill(new)
-        if not live:
-            raise ExecutionError(f"no node is left for a shard of {needs}")
-        for shard in free:
-            self._holders[shard] = min(live, key=self._holders.count)
+    def _hand_over(self, dead: set[Any]) -> None:
+        """Give the shards of dead actors to those that live, and to a new one where none does."""
+        for holder in dead:
+            ray.kill(holder)  # one that cannot be reached must not come back
+        live = set(self._holders) - dead or {self._new_holder()}
+        for shard, holder in enumerate(self._holders):
+            if holder in dead:
+                self._holders[shard] = min(live, key=self._holders.count)
+
+    def _new_holder(self) -> Any:
+        options = placement(self._sharding.resources)
+        kind = make_actor(ShardActor, **options, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD")
+        return kind.remote()
 
 
 def _n_shards(chains: Sequence[ChainHeads], sharding: Sharding) -> int:

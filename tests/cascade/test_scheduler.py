@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from cauc_ray.cascade.blame import Blame
 from cauc_ray.cascade.events import CallEnded, CallPostponed, ReplicaLost, ReplicaReady, RowsLost, StageDown
+from cauc_ray.cascade.flow import RESTARTS
 from cauc_ray.cascade.patience import CALLS_PER_REPLICA, CALLS_TO_GIVE_UP, RunPatience
 from cauc_ray.cascade.rows import CallResult, Owner
-from cauc_ray.cascade.scheduler import RESTARTS, Chunk, Scheduler
+from cauc_ray.cascade.scheduler import Chunk, Scheduler
 from cauc_ray.cascade.stage import DEATHS_TO_GIVE_UP, FAILURES_TO_REPLACE, StageLimits
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.serving.demand import OPEN_WINDOW_S, OpenRequests
