@@ -149,8 +149,7 @@ class Parts:
         Raises DataError for a file that no run has written.
         """
         entries = self._entries()
-        inputs = [] if self.inputs is None else _files(self.inputs)
-        for file in (*_files(self.rows), *_files(self.failed), *inputs):
+        for file in self._data_files():
             if not _NAME.fullmatch(file.stem):
                 raise DataError(f"{file} was not written by a run; remove it")
             if file.stem not in entries:
@@ -177,16 +176,17 @@ class Parts:
 
     def remove(self) -> None:
         """Remove everything, what commits it first."""
-        for file in [*(self.manifest / f"{name}.json" for name in self._names())]:
-            file.unlink()
-        inputs = [] if self.inputs is None else _files(self.inputs)
-        for file in (*_files(self.rows), *_files(self.failed), *inputs):
+        for file in (*(self.manifest / f"{name}.json" for name in self._names()), *self._data_files()):
             file.unlink()
 
     def next_prefix(self, kind: Literal["retry", "more"]) -> str:
         """Return what the names of the parts of the next attempt begin with."""
         numbers = [int(name.split("-")[1]) for name in self._names() if name.startswith(kind)]
         return f"{kind}-{1 + max(numbers, default=0):03d}"
+
+    def _data_files(self) -> list[AnyPath]:
+        folders = [self.rows, self.failed, *([] if self.inputs is None else [self.inputs])]
+        return [file for folder in folders for file in _files(folder)]
 
     def _committed(self, folder: AnyPath) -> list[AnyPath]:
         """Return those files of a folder that the manifest names."""

@@ -148,7 +148,7 @@ class RunTables:
         self._new = self._again = PartWriter(parts_of(out), self._claim)
         if self._retried:
             self._again = PartWriter(parts_of(out), self._claim, parts_of(out).next_prefix("retry"))
-        self._calls: list[tuple[object, ...]] = []
+        self._calls: list[dict[str, object]] = []
         self._n_written, self._has_record = 0, False
 
     @property
@@ -168,23 +168,23 @@ class RunTables:
         if call.probe:
             n_accepted, n_deferred, cost = 0, 0, 0.0
         self._calls.append(
-            (
-                self._record.run_id,
-                self._stages[call.stage],
-                self._claim.number * ATTEMPT_REPLICAS + call.replica,
-                result.node,
-                int(1e6 * result.started_at),
-                len(call) if result.error is not None else len(result.accepted),
-                n_accepted,
-                n_deferred,
-                max(0.0, result.started_at - ready_at),
-                result.compute_s,
-                result.device_s,
-                cost,
-                call.attempt,
-                None if result.wire is None else result.wire.bytes_out,
-                None if result.wire is None else result.wire.bytes_in,
-            )
+            {
+                "run_id": self._record.run_id,
+                "stage": self._stages[call.stage],
+                "replica": self._claim.number * ATTEMPT_REPLICAS + call.replica,
+                "node": result.node,
+                "started_at": int(1e6 * result.started_at),
+                "batch": len(call) if result.error is not None else len(result.accepted),
+                "accepted": n_accepted,
+                "deferred": n_deferred,
+                "queue_s": max(0.0, result.started_at - ready_at),
+                "compute_s": result.compute_s,
+                "device_s": result.device_s,
+                "cost": cost,
+                "attempt": call.attempt,
+                "bytes_out": None if result.wire is None else result.wire.bytes_out,
+                "bytes_in": None if result.wire is None else result.wire.bytes_in,
+            }
         )
 
     def add_block(self, block: Owner, example_ids: pa.Array, labels: Ints | None) -> None:
@@ -233,16 +233,8 @@ class RunTables:
         """Write what has been taken: first the calls that led there."""
         if self._calls:
             make_folder(self._out / "ledger")
-            # Column by column: from dates or rows, Arrow would import pandas, which takes a second.
-            columns = [
-                pa.array(values, pa.int64()).cast(column.type)
-                if column.name == "started_at"
-                else pa.array(values, column.type)
-                for values, column in zip(zip(*self._calls, strict=True), LEDGER_SCHEMA, strict=True)
-            ]
-            table = pa.Table.from_arrays(columns, schema=LEDGER_SCHEMA)
             name = f"attempt-{self._claim.number:03d}-{self._claim.token}-{self._n_written:06d}.parquet"
-            write_parquet(self._out / "ledger" / name, table)
+            write_parquet(self._out / "ledger" / name, pa.Table.from_pylist(self._calls, LEDGER_SCHEMA))
             self._calls, self._n_written = [], self._n_written + 1
         self._new.commit()
         if self._retried:
