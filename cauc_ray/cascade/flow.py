@@ -80,7 +80,7 @@ class RowFlow:
         self.n_open -= owner.n_left
         owner.n_left = 0
 
-    # Rows that go on
+    # Waiting and deferral
 
     def spread(self, rows: Rows, stages: int | Ints, now: float, sender: Stage | None = None) -> None:
         """Have rows wait, each for its stage, or all for one.   sender: the stage that they come from."""

@@ -196,12 +196,7 @@ class CollectedTables:
                 work.parts(split).clean()
         before = {split: work.parts(split).committed().totals for split in work.records}
         self._answered = {split for split, totals in before.items() if totals.get("rows", Counter())["answered"]}
-        self._writers = {
-            split: PartWriter(
-                work.parts(split), claims[split], work.parts(split).next_prefix("more") if totals else "part"
-            )
-            for split, totals in before.items()
-        }
+        self._writers = {split: PartWriter(work.parts(split), claim) for split, claim in claims.items()}
         self._reasons: dict[str, str] = {}
 
     @property

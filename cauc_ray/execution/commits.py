@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -42,8 +42,8 @@ FAILED_SCHEMA = pa.schema([("example_id", pa.string()), ("stage", pa.string()), 
 CLAIMS = "_attempts"
 # In the metadata of a file of failed rows: their positions in each block, in their order.
 _FAILED_BLOCKS = b"cauc.failed"
-# Of a part: the first block in it, after the number of the attempt if that does failed rows again or goes on with rows
-# that are left; and the attempt's token, which files of earlier versions do not have.
+# Of a part: the first block in it, after the number of the attempt if that does failed rows again (or went on with what
+# was left, in earlier versions); and the attempt's token, which files of earlier versions do not have.
 _NAME = re.compile(r"(part-|(retry|more)-\d{3,}-)\d{6,}(-[0-9a-f]{8})?")
 _READ_AT_ONCE = 16
 
@@ -179,11 +179,6 @@ class Parts:
         for file in (*(self.manifest / f"{name}.json" for name in self._names()), *self._data_files()):
             file.unlink()
 
-    def next_prefix(self, kind: Literal["retry", "more"]) -> str:
-        """Return what the names of the parts of the next attempt begin with."""
-        numbers = [int(name.split("-")[1]) for name in self._names() if name.startswith(kind)]
-        return f"{kind}-{1 + max(numbers, default=0):03d}"
-
     def _data_files(self) -> list[AnyPath]:
         folders = [self.rows, self.failed, *([] if self.inputs is None else [self.inputs])]
         return [file for folder in folders for file in _files(folder)]
@@ -274,11 +269,10 @@ class Claim:
 class PartWriter:
     """Gathers blocks that are done, and commits them as one part: whole or not at all."""
 
-    def __init__(self, parts: Parts, claim: Claim, prefix: str = "part") -> None:
-        """Take the table, the attempt's claim to it, and what the parts' names begin with."""
-        self._parts = parts
-        self._claim = claim
-        self._prefix = prefix
+    def __init__(self, parts: Parts, claim: Claim, *, retries: bool = False) -> None:
+        """Take the table, the attempt's claim to it, and whether it does failed rows of committed blocks again."""
+        self._parts, self._claim = parts, claim
+        self._prefix = f"retry-{claim.number:03d}" if retries else "part"
         self._blocks: dict[int, tuple[int, str | None, pa.Table, pa.Table]] = {}
         self._failed_at: dict[int, list[int]] = {}
         self._inputs: dict[int, pa.Array] = {}

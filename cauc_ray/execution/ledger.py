@@ -145,16 +145,14 @@ class RunTables:
         self._names = names
         self._retried = retried or {}
         self._claim = claim or new_claim(out)
-        self._new = self._again = PartWriter(parts_of(out), self._claim)
-        if self._retried:
-            self._again = PartWriter(parts_of(out), self._claim, parts_of(out).next_prefix("retry"))
+        self._new, self._again = (PartWriter(parts_of(out), self._claim, retries=again) for again in (False, True))
         self._calls: list[dict[str, object]] = []
         self._n_written, self._has_record = 0, False
 
     @property
     def n_bytes(self) -> int:
         """Return what is not written yet of predictions and failed rows."""
-        return self._new.n_bytes + (self._again.n_bytes if self._retried else 0)
+        return self._new.n_bytes + self._again.n_bytes
 
     def start(self, facts: ModelFacts) -> None:
         """Ignore the models' facts."""
@@ -237,8 +235,7 @@ class RunTables:
             write_parquet(self._out / "ledger" / name, pa.Table.from_pylist(self._calls, LEDGER_SCHEMA))
             self._calls, self._n_written = [], self._n_written + 1
         self._new.commit()
-        if self._retried:
-            self._again.commit()
+        self._again.commit()
 
     def close(self) -> None:
         """Write what is left after the last block."""
