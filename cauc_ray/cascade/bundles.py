@@ -36,7 +36,7 @@ class Part:
 
     Attributes:
         bundle: The argument of the call that holds them.
-        positions: Positions in it in rising order, int (n,), or a slice of neighbours.
+        positions: Positions in it, int (n,).
         policy: Key of the policy that decides.
         state: What they carry where the bundle does not hold it, float64 (n, S).
         keeps: Rows whose state is wanted even if they stop, bool (n,); None for none.
@@ -44,34 +44,22 @@ class Part:
     """
 
     bundle: int
-    positions: Ints | slice
+    positions: Ints
     policy: str = ""
     state: Floats | None = None
     keeps: Bools | None = None
     wants: frozenset[Vector] = frozenset()
 
     def __len__(self) -> int:
-        return self.positions.stop - self.positions.start if isinstance(self.positions, slice) else len(self.positions)
+        return len(self.positions)
 
     def cut(self, start: int, end: int) -> Part:
         """Return some of the rows, from one position in the part to another."""
         if start == 0 and end >= len(self):
             return self
-        if isinstance(self.positions, slice):
-            positions: Ints | slice = slice(
-                self.positions.start + start, min(self.positions.start + end, self.positions.stop)
-            )
-        else:
-            positions = self.positions[start:end]
         state = None if self.state is None else self.state[start:end]
         keeps = None if self.keeps is None else self.keeps[start:end]
-        return replace(self, positions=positions, state=state, keeps=keeps)
-
-    @classmethod
-    def of(cls, bundle: int, positions: Ints, policy: str = "", **asked: Any) -> Part:
-        """Return rows at rising positions of a bundle."""
-        first, last = int(positions[0]), int(positions[-1])
-        return cls(bundle, slice(first, last + 1) if last - first + 1 == len(positions) else positions, policy, **asked)
+        return replace(self, positions=self.positions[start:end], state=state, keeps=keeps)
 
 
 def in_batches(parts: Sequence[Part], batch_size: int) -> list[list[Part]]:
@@ -147,13 +135,11 @@ def gathered(parts: Sequence[Part], bundles: Sequence[Bundle]) -> Batch:
 def chosen(parts: Sequence[Part], bundles: Sequence[Bundle], mask: Bools) -> dict[str, Column]:
     """Gather those of a call's rows that a mask (n,) marks, as they travel on."""
     masks = np.split(mask, np.cumsum([len(part) for part in parts])[:-1])
-    pieces = [(part.bundle, _positions(part)[rows]) for part, rows in zip(parts, masks, strict=True) if rows.any()]
-    columns: dict[str, Column] = {}
-    for name in bundles[parts[0].bundle].columns:
-        columns[name] = _concatenated(
-            [_take(bundles[bundle].columns[name], _neighbours(positions)) for bundle, positions in pieces]
-        )
-    return columns
+    pieces = [(bundles[part.bundle], part.positions[rows]) for part, rows in zip(parts, masks, strict=True)]
+    return {
+        name: _concatenated([_take(bundle.columns[name], rows) for bundle, rows in pieces if len(rows)])
+        for name in bundles[parts[0].bundle].columns
+    }
 
 
 def states_of(parts: Sequence[Part], bundles: Sequence[Bundle]) -> Floats | None:
@@ -165,24 +151,13 @@ def states_of(parts: Sequence[Part], bundles: Sequence[Bundle]) -> Floats | None
     return joined_states(carried)
 
 
-def _positions(part: Part) -> Ints:
-    return np.arange(part.positions.start, part.positions.stop) if isinstance(part.positions, slice) else part.positions
-
-
-def _neighbours(positions: Ints) -> Ints | slice:
-    """Return rising positions as a slice if they are neighbours."""
-    return Part.of(0, positions).positions
-
-
 def _holds_bytes(column: npt.NDArray[Any]) -> bool:
     return column.dtype == object and all(value is None or isinstance(value, bytes) for value in column)
 
 
-def _take(column: Column, positions: Ints | slice) -> Column:
+def _take(column: Column, positions: Ints) -> Column:
     """Copy rows of a column: what is in shared memory cannot be written to, and would be kept there by a view."""
-    if isinstance(column, np.ndarray):
-        return column[positions].copy() if isinstance(positions, slice) else column[positions]
-    return column.take(np.arange(*positions.indices(len(column))) if isinstance(positions, slice) else positions)
+    return column[positions] if isinstance(column, np.ndarray) else column.take(positions)
 
 
 def _plain(column: Column) -> npt.NDArray[Any]:

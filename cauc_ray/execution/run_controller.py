@@ -188,7 +188,7 @@ class RunController:
                 self._first_call = time.perf_counter()
             pieces = [*call.rows, *([call.good_row] if call.good_row is not None else [])]
             sources = list(dict.fromkeys(rows.source for rows in pieces))
-            parts = [Part.of(sources.index(rows.source), rows.positions) for rows in pieces]
+            parts = [Part(sources.index(rows.source), rows.positions) for rows in pieces]
             good = parts.pop() if call.good_row is not None else None
             refs = self._replicas.by_number[call.replica].answer.remote(parts, good, *sources)
             result, onward = refs if isinstance(refs, list) else (refs, None)

@@ -332,7 +332,7 @@ def stage_call(call: Call, replica: str, *, router: str, needed_replicas: float)
         states = [(len(rows), None if rows.source is None else rows.source[rows.positions]) for _, rows in group]
         positions = slice(start, start + sum(n for n, _ in states))
         mask = None if keeps is None else keeps[positions]
-        parts.append(Part(0, positions, key, joined_states(states), mask, wants))
+        parts.append(Part(0, np.arange(start, positions.stop), key, joined_states(states), mask, wants))
         start = positions.stop
     indices = [slice(None) if len(rows) == rows.owner.n else rows.indices for rows in call.rows]
     good = call.good_row

@@ -138,7 +138,7 @@ def answered(workers: Sequence[PreparingWorker], policy: Policy, columns: Batch,
         while not scheduler.finished:
             for call in scheduler.schedule(time.time()):
                 held = list(dict.fromkeys(rows.source for rows in call.rows))
-                parts = [Part.of(held.index(rows.source), rows.positions) for rows in call.rows]
+                parts = [Part(held.index(rows.source), rows.positions) for rows in call.rows]
                 sent = senders.submit(workers[call.stage].decide, parts, None, *(sources[at] for at in held))
                 sent.add_done_callback(lambda done, call=call: ended.put((call, done)))  # type: ignore[misc]
             try:

@@ -109,7 +109,7 @@ def compared(case: Case, worker: PreparingWorker, rows: int, batch: int, turns: 
 def answers(worker: PreparingWorker, columns: Batch, batch: int) -> Ints:
     """Have a worker answer rows in full batches, two calls at a time as Ray has it, and return the predictions."""
     bundle, n = Bundle(packed(columns)), len(next(iter(columns.values())))
-    calls = [[Part(0, slice(start, min(start + batch, n)))] for start in range(0, n, batch)]
+    calls = [[Part(0, np.arange(start, min(start + batch, n)))] for start in range(0, n, batch)]
     with ThreadPoolExecutor(2) as senders:
         results = [
             one for call in senders.map(lambda own: worker.decide_last(own, None, bundle), calls) for one in call

@@ -64,7 +64,7 @@ def run(policy, *, seed=0, batch=16, queue=10**9, down=(), per_call=1):
         if calls:
             call = calls.pop(rng.integers(len(calls)))
             sources = list({id(rows.source): rows.source for rows in call.rows}.values())
-            parts = [Part.of([id(own) for own in sources].index(id(rows.source)), rows.positions) for rows in call.rows]
+            parts = [Part([id(own) for own in sources].index(id(rows.source)), rows.positions) for rows in call.rows]
             answer = answered(of_stage[call.stage], parts, sources, batch)
             scheduler.update(CallEnded(call, *answer), now)
         assert now < 1000
@@ -116,7 +116,7 @@ def test_an_embedding_is_not_held_against_the_number_of_choices_nor_taken_for_pr
     choices = np.empty(6, dtype=object)
     choices[:] = [["a", "b"]] * 6
     worker = worker_of(lambda batch: Answers(np.full((6, 4), 0.25, np.float32)), 0, {"": policy}, facts=FACTS[0])
-    result, goes_on = worker.decide([Part.of(0, rows)], [Bundle({"row": rows, "choices": choices})])
+    result, goes_on = worker.decide([Part(0, rows)], [Bundle({"row": rows, "choices": choices})])
     assert (result.n_answered, result.n_deferred, list(result.failures)) == (6, 6, [])
     assert len(goes_on.columns["row"]) == 6
 
@@ -128,7 +128,7 @@ def test_rows_that_come_by_different_ways_share_a_call(stage):
     worker, rows = workers(policy)[stage], np.arange(4)
     been = np.zeros((4, 4))
     been[:, 2] = 1.0
-    parts = [Part.of(0, rows[:2]), Part.of(0, rows[2:], state=been[2:])]
+    parts = [Part(0, rows[:2]), Part(0, rows[2:], state=been[2:])]
     result, _ = worker.decide(parts, [Bundle({"row": rows})])
     alone = [worker.decide([part], [Bundle({"row": rows})])[0] for part in parts]
     for name in ("predictions", "accepted", "next"):

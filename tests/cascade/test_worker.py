@@ -55,7 +55,7 @@ def test_rows_of_several_policies_are_decided_as_each_policy_does(stage, parts, 
         bundles.append(Bundle({"row": rows}, state if in_bundles else None))
         carries = None if in_bundles else state
         wants = frozenset({"scores", "logits"})
-        asked.append(Part.of(len(bundles) - 1, np.arange(len(rows)), key, state=carries, keeps=mask, wants=wants))
+        asked.append(Part(len(bundles) - 1, np.arange(len(rows)), key, state=carries, keeps=mask, wants=wants))
         expected.append(POLICIES[key].step(stage, DATA.logits[stage][rows], state))
         kept.append(np.zeros(len(rows), bool) if mask is None else mask)
     result, goes_on = worker.decide(asked, bundles)
@@ -77,7 +77,7 @@ def test_rows_of_several_policies_are_decided_as_each_policy_does(stage, parts, 
 
 def test_a_worker_asks_for_a_policy_that_it_does_not_have_and_remembers_it():
     worker = worker_at(0)
-    call = [Part.of(0, np.arange(4), "rf")], [Bundle({"row": np.arange(4)})]
+    call = [Part(0, np.arange(4), "rf")], [Bundle({"row": np.arange(4)})]
     assert worker.decide(*call)[0].fault == "policy"
     answered = worker.decide(*call, policies=POLICIES)[0]
     assert answered.n_answered == 4
@@ -92,7 +92,7 @@ def test_rows_with_other_options_than_before_fail_and_no_others():
     failing = [2, 5]
     others[failing, -1] = 0.0  # an option more than before
     worker = worker_of(lambda batch: Answers(np.array(others, np.float32)), 1, {"rf": policy})
-    result, _ = worker.decide([Part.of(0, rows, "rf")], [Bundle({"row": rows}, state)])
+    result, _ = worker.decide([Part(0, rows, "rf")], [Bundle({"row": rows}, state)])
     assert sorted(result.failures) == failing
     answered = np.setdiff1d(rows, failing)
     expected = policy.step(1, others[answered], state[answered])
@@ -107,7 +107,7 @@ def test_a_call_whose_rows_the_model_all_declines_has_their_reasons(method, stag
     declined = Answers(np.zeros((2, 0), np.float32), failures=failures, device_s=0.25)
     worker = worker_of(lambda batch: declined, stage, {"": POLICIES[method]})
     state = states_before(stage, POLICIES[method], np.arange(2))
-    result, goes_on = worker.decide([Part.of(0, np.arange(2))], [Bundle({"row": np.arange(2)}, state)])
+    result, goes_on = worker.decide([Part(0, np.arange(2))], [Bundle({"row": np.arange(2)}, state)])
     assert (result.error, result.failures) == (None, failures)
     assert result.device_s == 0.25  # what the model measured of its forward passes, nothing of the call beyond it
     assert (goes_on.columns, result.n_deferred, result.accepted.tolist()) == ({}, 0, [False, False])
@@ -118,7 +118,7 @@ def test_what_is_collected_is_what_the_model_gave():
     """Decisions are taken on the logarithms of declared probabilities; a logit table holds them as they are."""
     probabilities = np.array([[0.75, 0.25], [0.0, 1.0]], np.float32)
     worker = worker_of(lambda batch: Answers(probabilities), 0, POLICIES, facts=ModelFacts("m", "probabilities"))
-    call = [Part.of(0, np.arange(2), "base")], [Bundle({"row": np.arange(2)})]
+    call = [Part(0, np.arange(2), "base")], [Bundle({"row": np.arange(2)})]
     result, collected = worker.collect(*call)
     assert result.accepted.all()
     assert np.array_equal(collected.answers.logits, probabilities)
@@ -130,7 +130,7 @@ def test_a_row_of_zeros_and_a_one_is_no_probability_however_often_it_comes():
     """A row that is known to be good is asked again for every call that fails."""
     worker = worker_of(lambda batch: Answers(batch["x"].astype(np.float32)), 0, POLICIES)
     for row in [*([[1.0, 0.0]] * 20), [2.5, 0.7], [1.0, 0.0]]:
-        assert worker.decide([Part.of(0, np.arange(1), "rf")], [Bundle({"x": np.array([row])})])[0].n_answered == 1
+        assert worker.decide([Part(0, np.arange(1), "rf")], [Bundle({"x": np.array([row])})])[0].n_answered == 1
 
 
 def test_different_rows_that_sum_to_one_are_probabilities_though_they_come_one_by_one():
@@ -140,7 +140,7 @@ def test_different_rows_that_sum_to_one_are_probabilities_though_they_come_one_b
 
     def answer_all():
         for row in rows:
-            worker.decide([Part.of(0, np.arange(1), "rf")], [Bundle({"x": row})])
+            worker.decide([Part(0, np.arange(1), "rf")], [Bundle({"x": row})])
 
     with pytest.raises(ConfigError, match="probabilities"):
         answer_all()
