@@ -36,11 +36,7 @@ def result(predictions, accepted, *, cost=1.0, failures=None, raised=()):
         confidences=np.full(n, 0.5),
         accepted=accepted,
         costs=np.full(n, cost),
-        started_at=0.0,
         compute_s=1.0,
-        policy_s=0.0,
-        device_s=None,
-        node="here",
         failures=failures or {},
         raised=frozenset(raised),
     )
