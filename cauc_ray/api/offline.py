@@ -117,7 +117,7 @@ def fit(
             before the last stage are wrong at most so often, by validation's labels.
         search: take models as a pool, in any order, and fit the best of its sub-chains, cheapest first: the policy is
             that of its models alone, with what else there was under search (see policies.search).
-        strict: make every warning about the policy (policies.checks) an error.
+        strict: raise GuardError if a guard fires (docs/how-to/guards.md).
         safe: fuse only where that is supported, and fall back on a single model where the chain is no better on
             validation (see policies.fitting); not with search or certify.
         calibrator: of every model: "temperature"; "offsets", with one for each option of a fixed set as well;

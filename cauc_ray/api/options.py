@@ -286,7 +286,7 @@ class FitOptions(ChainOptions, ShardOptions):
     objective: Objective = option("what a chosen threshold maximises", "accuracy")
     certify: str | None = option("limit of the risk of early answers, as risk<=0.05@0.95")
     search: bool = option("fit the best sub-chain of the models, at most 12, in any order", False)
-    strict: bool = option("make every warning about the policy an error", False)
+    strict: bool = option("end with exit code 3 if a guard fires", False)
     safe: bool = option("fuse only where supported; fall back on a single model that is no worse", False)
     calibrator: CalibratorKind = option(
         "of each model: its temperature; with an offset for each option; or a map of confidences", "temperature"

@@ -205,6 +205,7 @@ def show_policy(policy: Policy) -> None:
             "stage": stage.name,
             "cost": number(stage.cost),
             **_fitted(stage),
+            **_figures(policy, stage.name),
             "answered": percent(None if whole is None else whole.stages[place].answered / whole.n),
             "accuracy": _share(None if whole is None else whole.stages[place].accepted_accuracy),
         }
@@ -265,7 +266,7 @@ def show_policy(policy: Policy) -> None:
     if policy.guards:
         fired = [at.name if at.stage is None else f"{at.name} ({at.stage})" for at in policy.guards if at.fired]
         warned = f"{len(fired)} warning{'s' if len(fired) > 1 else ''}: {', '.join(fired)}"
-        line(f"guards: {len(policy.guards)} looked at, {warned if fired else 'no warnings'}")
+        line(f"guards: {len(policy.guards)} checked, {warned if fired else 'no warnings'}")
 
 
 def _fitted(stage: Any) -> dict[str, str]:
@@ -294,6 +295,15 @@ def _fitted(stage: Any) -> dict[str, str]:
     else:
         own = {}
     return fitted | own
+
+
+def _figures(policy: Policy, name: str) -> dict[str, str]:
+    """Return how a model's confidence ranks right answers, and what fusion changes, by headings."""
+    figures = next((at for at in policy.figures if at.name == name), None)
+    if figures is None:
+        return {}
+    changes = f"+{figures.n_fixed:,} -{figures.n_broken:,}" if figures.n_fixed or figures.n_broken else "–"
+    return {"AUROC": number(figures.ranking), "fusion": changes}
 
 
 def _search(found: ChainSearch, unit: str) -> None:

@@ -12,12 +12,12 @@ from statistics import NormalDist
 import numpy as np
 
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.types import Bools, Floats
+from cauc_ray.numbers.types import Bools, Floats, Ints
 
-# Error rate of each side of an interval of gains and losses, and of an established sign.
-CONFIDENCE = 0.95
-# Of two-sided intervals of differences, and of all of several together.
+# Of an established sign, of two-sided intervals of differences, and of all of several together.
 ERROR_RATE = 0.05
+# Rows of a class that the chi-square test needs.
+FEWEST_EXPECTED = 5
 # Samples of a bootstrap.
 N_RESAMPLES = 10_000
 
@@ -104,36 +104,28 @@ def least_accepted(risk: float, confidence: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """A paired comparison on n rows: n_gain where only the first method is right, n_loss where only the second is.
+    """A paired comparison on n rows, by the sign test.
 
-    rate: (n_gain - n_loss) / n.   low, high: its interval, exact given the number of rows that differ; each side has
-    an error rate of at most 1 in 20, so it lies above 0 exactly if the gain is established.
-    p_gain, p_loss: one-sided exact p-values of this many gains, or losses, if both were equally likely.
+    Attributes:
+        n: Rows.
+        n_gain: Rows where only the first method is right.
+        n_loss: Rows where only the second method is right.
+        rate: (n_gain - n_loss) / n.
+        p_gain: One-sided exact p-value of this many gains, if gains and losses were equally likely.
+        p_loss: The same of losses.
     """
 
     n: int
     n_gain: int
     n_loss: int
     rate: float
-    low: float
-    high: float
     p_gain: float
     p_loss: float
 
     @property
     def gains(self) -> bool:
         """Return whether the first method is significantly more often right."""
-        return self.p_gain <= 1 - CONFIDENCE
-
-    @property
-    def loses(self) -> bool:
-        """Return whether the first method is significantly less often right."""
-        return self.p_loss <= 1 - CONFIDENCE
-
-    @property
-    def open(self) -> bool:
-        """Return whether the two differ on some rows, but not significantly."""
-        return self.n_gain + self.n_loss > 0 and not (self.gains or self.loses)
+        return self.p_gain <= ERROR_RATE
 
     @property
     def p_value(self) -> float:
@@ -144,27 +136,20 @@ class Signs:
 def signs(n_gain: int, n_loss: int, n: int) -> Signs:
     """Test gains against losses: the sign test (McNemar, Psychometrika 1947), one-sided and exact.
 
-    If no row differs, the interval is the point 0 and both p-values are 1.
-    Raises DataError unless n is positive and at least n_gain + n_loss.
+    If no row differs, both p-values are 1.
 
-    >>> found = signs(9, 1, 100)
-    >>> round(found.p_gain, 4), found.gains, round(found.low, 3)
-    (0.0107, True, 0.021)
+    Raises:
+        DataError: n is not positive, or less than n_gain + n_loss.
+
+    >>> test = signs(9, 1, 100)
+    >>> round(test.p_gain, 4), test.gains
+    (0.0107, True)
     """
     n_differ = n_gain + n_loss
     if n < 1 or min(n_gain, n_loss) < 0 or n_differ > n:
         raise DataError(f"gains and losses must be at least 0 and at most the rows, got {n_gain} and {n_loss} of {n}")
-    most, least = (risk_upper_bound(hits, n_differ, CONFIDENCE) if n_differ else 0.5 for hits in (n_gain, n_loss))
-    return Signs(
-        n=n,
-        n_gain=n_gain,
-        n_loss=n_loss,
-        rate=(n_gain - n_loss) / n,
-        low=(1 - 2 * least) * n_differ / n,
-        high=(2 * most - 1) * n_differ / n,
-        p_gain=binomial_tail(n_loss, n_differ, 0.5),
-        p_loss=binomial_tail(n_gain, n_differ, 0.5),
-    )
+    p_gain, p_loss = (binomial_tail(hits, n_differ, 0.5) for hits in (n_loss, n_gain))
+    return Signs(n, n_gain, n_loss, (n_gain - n_loss) / n, p_gain, p_loss)
 
 
 def signs_of(correct: Bools, other: Bools) -> Signs:
@@ -246,6 +231,11 @@ class NormalTest:
         """Return the two-sided p-value."""
         return math.erfc(abs(self.z) / math.sqrt(2))
 
+    @property
+    def p_above(self) -> float:
+        """Return the one-sided p-value of a statistic this large or larger."""
+        return math.erfc(self.z / math.sqrt(2)) / 2
+
 
 @dataclass(frozen=True, slots=True)
 class Mean:
@@ -282,24 +272,44 @@ def mean_difference(one: Mean, other: Mean) -> NormalTest:
     return NormalTest(apart / error if error > 0 else math.copysign(math.inf, apart))
 
 
-@dataclass(frozen=True, slots=True)
-class Ranking:
-    """The area under the ROC curve of confidences against correctness: 1/2 is chance.
+def label_shift(one: Ints, two: Ints) -> float:
+    """Return the p-value of two samples' labels having the same shares, by the chi-square test (Pearson, 1900).
 
-    p_value: of this area or a larger one, if confidences and correctness were independent.
+    Classes of which either sample is expected to have fewer than FEWEST_EXPECTED rows count as one.
+
+    Args:
+        one: Labels of a sample, int (N,).
+        two: Labels of the other sample, int (N',).
+
+    >>> round(label_shift(np.repeat([0, 1], [60, 40]), np.repeat([0, 1], [45, 55])), 3)
+    0.034
     """
+    from scipy.special import chdtrc
 
-    area: float
-    p_value: float
+    k = int(max(one.max(initial=0), two.max(initial=0))) + 1
+    counts = np.stack([np.bincount(labels, minlength=k) for labels in (one, two)])
+    shares = counts.sum(axis=1, keepdims=True) / counts.sum()
+    rare = (shares * counts.sum(axis=0)).min(axis=0) < FEWEST_EXPECTED
+    counts = np.column_stack([counts[:, ~rare], counts[:, rare].sum(axis=1)])
+    expected = shares * counts.sum(axis=0)
+    common = expected.min(axis=0) >= FEWEST_EXPECTED  # all rare classes together may be rare, too
+    if common.sum() < 2:
+        return 1.0
+    squares = (counts - expected)[:, common] ** 2 / expected[:, common]
+    return float(chdtrc(common.sum() - 1, squares.sum()))
 
 
-def ranking(confidences: Floats, correct: Bools) -> Ranking | None:
-    """Measure how well confidences rank right answers, by the rank-sum test (Mann and Whitney, 1947) with mid-ranks.
+def ranking(confidences: Floats, correct: Bools) -> float | None:
+    """Return the area under the ROC curve of confidences against correctness (Mann and Whitney, 1947): 1/2 is chance.
 
-    confidences: float (N,).   correct: bool (N,). The p-value uses the normal approximation with tie correction.
-    Returns None if all rows are right or all are wrong.
+    Args:
+        confidences: Confidences, float (N,); half of the ties count.
+        correct: Which answers are right, bool (N,).
 
-    >>> ranking(np.array([0.9, 0.8, 0.7, 0.6]), np.array([True, True, False, False])).area
+    Returns:
+        The area; None if all rows are right or all are wrong.
+
+    >>> ranking(np.array([0.9, 0.8, 0.7, 0.6]), np.array([True, True, False, False]))
     1.0
     """
     n, n_right = len(correct), int(correct.sum())
@@ -307,10 +317,4 @@ def ranking(confidences: Floats, correct: Bools) -> Ranking | None:
         return None
     _, index, counts = np.unique(confidences, return_inverse=True, return_counts=True)
     mid_ranks = np.cumsum(counts) - (counts - 1) / 2
-    n_pairs = n_right * (n - n_right)
-    area = (float(mid_ranks[index[correct]].sum()) - n_right * (n_right + 1) / 2) / n_pairs
-    ties = float((counts.astype(np.float64) ** 3 - counts).sum()) / (n * (n - 1))
-    variance = (n + 1 - ties) / (12 * n_pairs)
-    # All confidences are equal.
-    p_value = 1.0 if variance <= 0 else math.erfc((area - 0.5) / math.sqrt(2 * variance)) / 2
-    return Ranking(area, p_value)
+    return (float(mid_ranks[index[correct]].sum()) - n_right * (n_right + 1) / 2) / (n_right * (n - n_right))

@@ -182,6 +182,25 @@ class CalibrationSums(Summed):
         return NormalTest(self.excess / math.sqrt(self.excess_variance)) if self.excess_variance else None
 
 
+def worsening(before: Floats, after: Floats, correct: Bools) -> NormalTest:
+    """Test whether right answers are nearer to the confidences p before a change than to those after it, q.
+
+    Both are equally near, in squares, if answers are right with probability m = (p + q) / 2: sum (p - q) (c - m), with
+    c = 1 where right, then has mean 0 and variance sum (p - q)^2 m (1 - m). Above 0, the change made them worse.
+
+    Args:
+        before: Confidences, float (N,).
+        after: Confidences in the same answers, float (N,).
+        correct: Which of these are right, bool (N,).
+
+    >>> worsening(np.full(100, 0.9), np.full(100, 0.6), np.arange(100) < 90).z
+    3.464...
+    """
+    change, middle = before - after, (before + after) / 2
+    deviation = math.sqrt((change**2 * middle * (1 - middle)).sum())
+    return NormalTest(float((change * (correct - middle)).sum()) / deviation if deviation else 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Reliability:
     """A reliability diagram of B equal-width bins; NaN in bins without rows.

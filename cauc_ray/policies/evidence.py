@@ -175,31 +175,45 @@ class SafeChoice(FrozenModel):
 GuardName: TypeAlias = Literal[
     "cost-above-largest",
     "below-single-model",
-    "worse-than-part",
-    "fusion-within-noise",
-    "fusion-hurts",
     "few-examples",
-    "temperature-uncertain",
     "separable",
-    "no-information",
     "calibration-worse",
-    "uninformative-confidence",
-    "cost-shift",
+    "data-shift",
 ]
 
 
 class Guard(FrozenModel):
     """A check of a policy for a common problem, and its result.
 
-    stage: the stage that it concerns, null for the policy.   fired: whether it warns.   says: a description in one
-    line. figures: its numbers, by name.
+    Attributes:
+        name: Name of the check (docs/how-to/guards.md); files of earlier versions have others.
+        stage: Stage that it concerns, null for the policy.
+        fired: Whether it warns.
+        says: Description in one line.
+        figures: Its numbers, by name.
     """
 
-    name: GuardName
+    name: str
     stage: str | None
     fired: bool
     says: str
     figures: dict[str, float]
+
+
+class StageFigures(FrozenModel):
+    """What the models of a policy do on the split that its guards are measured on.
+
+    Attributes:
+        name: Model that answers.
+        n_fixed: Examples that reach it, whose answer is right by fusion only.
+        n_broken: Examples that reach it, whose answer is wrong by fusion only.
+        ranking: Area under the ROC curve of its confidence against right answers; null where all are right, or none.
+    """
+
+    name: str
+    n_fixed: int = Field(ge=0)
+    n_broken: int = Field(ge=0)
+    ranking: float | None = Field(ge=0, le=1)
 
 
 Likeliest = Annotated[str, StringConstraints(pattern=f"^[0-{N_GROUPS - 1}]{{{N_LIKELIEST}}}$")]

@@ -29,7 +29,7 @@ from cauc_ray.policies.calibrated import (
     sum_answers,
 )
 from cauc_ray.policies.cauc import BasePolicy, BaseStage, PairDiagnostics, RFPolicy, RFStage
-from cauc_ray.policies.evidence import FittedOn, Guard, SafeChoice, TemperatureDiagnostics, ThresholdChoice
+from cauc_ray.policies.evidence import FittedOn, SafeChoice, TemperatureDiagnostics, ThresholdChoice
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.stacking import PLAIN, Stacking
 from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_threshold
@@ -247,10 +247,7 @@ def split_entries(
 
 
 def entries_of_models(calibration: ChainLogits) -> list[dict[str, Any]]:
-    """Return the entries of all models of a chain; an encoder has nothing to calibrate.
-
-    Nothing is warned of: a guard does.
-    """
+    """Return the entries of all models of a chain; an encoder has nothing to calibrate."""
     found, costs = list[dict[str, Any]](), calibration.costs.means.tolist()
     for index, (name, kind) in enumerate(zip(calibration.models, calibration.logit_kinds, strict=True)):
         if kind == "embedding":
@@ -319,8 +316,7 @@ def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: Thres
     choice = SafeChoice(
         models=calibration.models, unfused=unfused, limit=limit, says="; ".join(changes) or "no change was needed"
     )
-    guards = tuple(_without_refusals(policy, guard) for guard in policy.guards)
-    return policy.model_copy(update={"safe": choice, "guards": guards})
+    return policy.model_copy(update={"safe": choice})
 
 
 def require_safe_rule(rule: ThresholdRule) -> None:
@@ -370,13 +366,3 @@ def _unfused(policy: Policy) -> tuple[str, ...]:
         return tuple(stage.name for stage in policy.stages if not stage.fused and (stage.complementarity_rate or 0) > 0)
     assert isinstance(policy, RFPolicy)
     return tuple(stage.name for stage in policy.stages if not stage.fused)
-
-
-def _without_refusals(policy: Policy, guard: Guard) -> Guard:
-    """Return a guard, without its warning if its fusion was rejected."""
-    refused = isinstance(policy, BasePolicy) and any(
-        stage.name == guard.stage and not stage.fused for stage in policy.stages
-    )
-    if guard.name == "fusion-within-noise" and refused:
-        return guard.model_copy(update={"fired": False})
-    return guard

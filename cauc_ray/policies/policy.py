@@ -38,6 +38,7 @@ from cauc_ray.policies.evidence import (
     OfflineAccuracy,
     Reference,
     SafeChoice,
+    StageFigures,
     TemperatureDiagnostics,
     ThresholdChoice,
 )
@@ -141,8 +142,8 @@ class Policy(Shown, FrozenModel):
     """A decision rule for a chain of models: the plain numbers of its file, and the step that uses them.
 
     scored: whether something other than confidences is compared with the threshold, which its steps give.
-    by_id: whether a row's first stage depends on its id.   one_threshold: whether its one threshold decides at every
-    stage who goes on.   spends_budget: whether a budget is for the most expensive point within it, not the best.
+    by_id: whether a row's first stage depends on its id.   spends_budget: whether a budget is for the most expensive
+    point within it, not the best.
     format: name, version.   method: by which it was fitted.   cost_unit: of all costs.   costs: whether calls of a
     model cost the same or each has its own.   threshold: the confidence at which an answer is accepted, or those of all
     stages but the last.   decision: the price that chose them; null without one.   budget: what the threshold was
@@ -155,7 +156,8 @@ class Policy(Shown, FrozenModel):
     within every budget by rising cost, thinned as OperatingPoints.pareto does; quality is that of the objective, else
     accuracy; empty if validation had no labels.   search: how the chain was found, null if it was
     given.   safe: the changes made by --safe, null without it, or at another threshold.   guards: all checks, whether
-    they warn or not; empty at a threshold without measurements.   reference: the reference for later answers at this
+    they warn or not; empty at a threshold without measurements.   figures: of the models, measured with the guards.
+    reference: the reference for later answers at this
     threshold; null if validation had missing labels.   noise: of the models' own numbers; null if it was not measured.
     offline: as expected, of the first stage alone, the first two, …, where the others cannot be reached; null as
     expected.
@@ -164,7 +166,6 @@ class Policy(Shown, FrozenModel):
     scored: ClassVar[bool] = False
     by_id: ClassVar[bool] = False
     lowest_threshold: ClassVar[float] = 0.0
-    one_threshold: ClassVar[bool] = True
     spends_budget: ClassVar[bool] = False
 
     format: Literal["cauc-policy/1"] = FORMAT
@@ -184,6 +185,7 @@ class Policy(Shown, FrozenModel):
     search: ChainSearch | None = None
     safe: SafeChoice | None = None
     guards: tuple[Guard, ...] = ()
+    figures: tuple[StageFigures, ...] = ()
     reference: Reference | None = None
     noise: Noise | None = None
     offline: tuple[OfflineAccuracy, ...] | None = None
@@ -485,7 +487,7 @@ class Policy(Shown, FrozenModel):
         }
         if threshold != self.threshold:
             changes |= dict.fromkeys(("expected", "on_selection", "safe", "reference", "noise", "offline"))
-            changes["guards"] = ()
+            changes["guards"] = changes["figures"] = ()
         return self.model_copy(update=changes)
 
     def predict(self, logits: Mapping[str, Any], *, example_ids: Any = None) -> Predictions:

@@ -15,7 +15,7 @@ from cauc_ray.numbers.gains import Gains
 from cauc_ray.numbers.guarantees import CertifiedThreshold, EarlyAnswers, RiskLimit, certify, early_answers
 from cauc_ray.numbers.sweep import Frontier, Objective, OperatingPoints
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.checks import look
+from cauc_ray.policies.checks import check_policy
 from cauc_ray.policies.evidence import (
     MOST_CURVE_POINTS,
     CurvePoint,
@@ -275,7 +275,7 @@ def measured(
     found: dict[str, Any] = {
         "expected": without_optimism(own, trace, chain, held_out),
         "on_selection": None if held_out is None else own,
-        "guards": look(policy, own, trace, chain, calibration),
+        **check_policy(policy, own, trace, answered, chain, calibration),
         "offline": measure_offline(trace, policy.threshold, chain) if policy.in_turn else None,
         "curve": curve,
     }

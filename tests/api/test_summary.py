@@ -53,7 +53,7 @@ def test_rows_that_cost_other_than_predicted_fire_a_guard(tmp_path, capsys):
         calls = [call("small", 0, 0.0, 1.0, 2000 - n_deferred, n_deferred), call("large", 0, 1.0, 1.0, n_deferred)]
         summary = summary_of(tmp_path / name, calls, [0] * (2000 - n_deferred) + [1] * n_deferred)
         (guard,) = summary["guards"]
-        assert (guard["name"], guard["fired"]) == ("cost-shift", name == "all deferred")
+        assert (guard["name"], guard["fired"]) == ("data-shift", name == "all deferred")
         cost = COST["small"] + n_deferred / 2000 * COST["large"]
         assert guard["figures"]["cost"] == pytest.approx(cost, rel=1e-6)
         assert summary["saving"] == pytest.approx(1 - cost / COST["large"])

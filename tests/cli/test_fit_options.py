@@ -24,7 +24,7 @@ def home(tmp_path_factory):
     """Return tables: enough examples for a certificate, so few that guards warn, of other options, and of a pool."""
     folder = tmp_path_factory.mktemp("home")
     write_table(folder / "LOGITS", n=1500)
-    write_table(folder / "FEW", n=150)
+    write_table(folder / "FEW", n=90)
     write_table(folder / "RAGGED", n=60, ragged=True)
     write_table(folder / "POOL", n=250, strengths=(0.8, 1.4, 1.5, 2.4))
     return folder

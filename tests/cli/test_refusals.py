@@ -20,7 +20,7 @@ from runs import MODELS, python_pool, saved_model, two_model_policy
 from synthetic import write_table
 
 import cauc_ray
-from cauc_ray.errors import BudgetError, CaucError, ConfigError, DataError, GuardError, PolicyError
+from cauc_ray.errors import BudgetError, CaucError, ConfigError, DataError, PolicyError
 from cauc_ray.policies.policy import Policy
 
 LIMIT = "risk<=0.1@0.9"
@@ -69,7 +69,6 @@ BOTH_DOORS = [
     ("fit", {"search": True, "budget": 0.5}, "below the cost of the cheapest chain, 1 GFLOPs", BudgetError),
     ("fit", {"calibrator": "isotonic"}, "for method base with one or two models", ConfigError),
     ("fit", {"logits": "RAGGED", "calibrator": "offsets"}, "lacks some of the 5 options of model 'm0'", CaucError),
-    ("fit", {"strict": True}, "few-examples", GuardError),
     # What a method cannot do.
     ("fit", {"method": "oracle"}, "needs the labels", ConfigError),
     ("fit", {"method": "routellm-bert"}, "reads the queries' texts", ConfigError),

@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 from job_cases import SWEEP, write_config
@@ -26,7 +27,7 @@ SAID_OF_FALLING = "'m1' costs 2"
 def home(tmp_path_factory):
     """A table whose fits fire guards, as it has few examples, and one that costs more on one split than expected."""
     folder = tmp_path_factory.mktemp("warned")
-    write_table(folder / "LOGITS", n=150)
+    write_table(folder / "LOGITS", n=90)
     write_table(folder / "two", n=1500, strengths=(1.0, 2.5))
     harder = chain(8, 1500, 5, (0.3, 2.5))
     for place, model in enumerate(("m0", "m1")):
@@ -69,7 +70,7 @@ def test_the_library_warns_of_guards_where_it_is_called(home):
     assert caught(lambda: cauc_ray.evaluate(home / "two", two))[1] == []
     evaluation, said = caught(lambda: cauc_ray.evaluate(home / "two", two, split="harder"))
     assert said == fired(evaluation.guards)
-    assert said[0].startswith("cost-shift: ")
+    assert said[0].startswith("data-shift: ")
 
 
 def test_the_command_warns_on_standard_error_each_message_once(cauc):
@@ -81,6 +82,9 @@ def test_the_command_warns_on_standard_error_each_message_once(cauc):
     assert SAID_OF_FALLING in said[0]
     guards = [guard for guard in json.loads(out)["guards"] if guard["fired"]]
     assert said[-len(guards) :] == [f"cauc: warning: {guard['name']}: {guard['says']}" for guard in guards]
+    code, out, strict = cauc("fit", "LOGITS", *FALLING, "--strict", "-o", "strict.json")
+    assert (code, out, Path("strict.json").exists()) == (3, "", False)
+    assert strict.splitlines()[-1].startswith(f"cauc: error: {guards[0]['name']}: ")
     code, out, err = cauc("compare", "LOGITS", *FALLING, "--methods", "single,base,rf,margin", "--json")
     assert (code, json.loads(out)["models"]) == (0, ["m0", "m1"])
     assert [line for line in err.splitlines() if SAID_OF_FALLING in line] == [said[0]]

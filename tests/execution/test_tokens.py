@@ -47,7 +47,7 @@ def join(cascade, out, head, home, **environment):
         cwd=cascade, env={**inherited, **PATIENT, "HOME": home, **environment}, capture_output=True, text=True,
         timeout=280,
     )  # fmt: skip
-    return process.returncode, [line for line in process.stderr.splitlines() if "cost-shift" not in line]
+    return process.returncode, [line for line in process.stderr.splitlines() if "data-shift" not in line]
 
 
 @pytest.mark.slow

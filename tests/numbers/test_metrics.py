@@ -25,6 +25,7 @@ from cauc_ray.numbers.metrics import (
     oracle_deferral_area,
     reliability_bins,
     upper_hull,
+    worsening,
 )
 
 
@@ -215,3 +216,19 @@ def test_aiq_is_the_integral_of_the_line_that_is_level_at_its_end(seed):
     # 1 / 280 divides every distance between whole costs, from 2 to 9 of them.
     n = 280 * int(10 - points[0][0])
     assert aiq(costs, quality, 10.0) == pytest.approx(fine_area(points, points[0][0], 10.0, n) / 10, abs=1e-9)
+
+
+def test_changes_of_confidences_are_judged_at_their_level_and_with_power():
+    """Answers right as the mean of both confidences favour neither; those right as one of them favour it."""
+    rng = np.random.default_rng(0)
+    before, after = rng.uniform(0.5, 1, (2, 300))
+    middle = (before + after) / 2
+    p_values = [
+        [worsening(before, after, rng.random(300) < right).p_above for _ in range(1000)]
+        for right in (middle, before, after)
+    ]
+    neither, worse, better = ((np.array(of) <= 0.05).mean() for of in p_values)
+    assert 0.03 < neither < 0.07
+    assert worse > 0.9
+    assert better < 0.001
+    assert worsening(before, before, np.ones(300, bool)).z == 0

@@ -1,4 +1,4 @@
-"""Every guard on planted and real logits: it fires where it must, with its numbers, and is quiet elsewhere."""
+"""Guards are quiet on policies that are healthy in truth, and fire on broken ones, by the tests that their page has."""
 
 from dataclasses import replace
 
@@ -6,160 +6,149 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 from synthetic import chain, seeds, splits
 
 import cauc_ray
-from cauc_ray.errors import CaucWarning
 from cauc_ray.numbers.chain import Costs
-from cauc_ray.numbers.intervals import Mean, signs_of
-from cauc_ray.policies.by_method import refit
-from cauc_ray.policies.checks import FEWEST_EXAMPLES, as_expected
+from cauc_ray.numbers.intervals import Mean
+from cauc_ray.policies.checks import FEWEST_EXAMPLES, LARGEST_P_OF_GAIN, LEVEL, as_expected
 from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import measure_replay, replay, trace_policy
+from cauc_ray.policies.trace import measure_replay, replay
 
-fits = st.sampled_from([fit_base, fit_rf])
-methods = pytest.mark.parametrize("fit", [fit_base, fit_rf], ids=["base", "rf"])
-
-
-def guards_of(policy, name):
-    return [guard for guard in policy.guards if guard.name == name]
+FITS = [fit_base, fit_rf]
+EARLY = ThresholdRule(threshold=0.3)
 
 
-def at_costs(data, *costs):
-    return replace(data, costs=Costs("GFLOPs", np.array(costs)))
+def fired(policy):
+    return {guard.name for guard in policy.guards if guard.fired}
 
 
-def is_right(data, place):
-    """Return which rows a model alone gets right."""
-    return data.logits[place].argmax(axis=1) == data.labels
+def guard_of(policy, name):
+    return next(guard for guard in policy.guards if guard.name == name)
 
 
-@given(seeds, fits, st.floats(0.3, 1.1), st.floats(1, 30), st.booleans())
-def test_costs_and_accuracies_are_compared_with_the_models_own(seed, fit, threshold, of_last, per_call):
-    options = {"strengths": (1.0, 2.0), "per_call": per_call}
-    calibration, validation = splits(seed, **options)
-    if not per_call:
-        calibration, validation = (at_costs(data, 1.0, max(1.01, of_last)) for data in (calibration, validation))
+def is_right(data, model):
+    return data.logits[model].argmax(axis=1) == data.labels
+
+
+def is_healthy(policy, data):
+    """Return whether a policy is as accurate as any model that costs no more, on many rows."""
+    answers, measures = measure_replay(policy, data)
+    costs = data.costs.means
+    affordable = [is_right(data, model).mean() for model in range(len(costs)) if costs[model] <= measures.cost]
+    return (answers.predictions == data.labels).mean() >= max(affordable, default=0)
+
+
+def test_healthy_policies_are_quiet_in_nine_of_ten_cases():
+    rng, quiet = np.random.default_rng(0), []
+    for seed in range(80):
+        strengths = np.sort(rng.uniform(0.5, 4, rng.integers(2, 6)))
+        n = int(np.exp(rng.uniform(np.log(200), np.log(1000))))
+        calibration, validation = splits(seed, n, strengths=strengths)
+        rule = ThresholdRule(budget=rng.uniform(1.5, calibration.costs.means[-1])) if seed % 3 else ThresholdRule()
+        policy = FITS[seed % 2](calibration, validation, rule)
+        if is_healthy(policy, chain(seed, 3000, strengths=strengths, shift=2)):
+            quiet.append(not fired(policy))
+    assert len(quiet) > 60
+    assert np.mean(quiet) >= 0.9
+
+
+def with_logits(data, model, change):
+    logits = [*data.logits]
+    logits[model] = change(data, logits[model]).astype(np.float32)
+    return replace(data, logits=tuple(logits))
+
+
+def useless_first(data):
+    rng = np.random.default_rng(0)
+    return with_logits(data.of_models([0, 2]), 0, lambda data, logits: rng.standard_normal(logits.shape))
+
+
+def labels_told(data, logits):
+    return 3 * np.eye(logits.shape[1])[data.labels]
+
+
+def outliers(data, logits):
+    """Put some right options, which the model did not choose, far below all others."""
+    logits, rows = logits.copy(), np.flatnonzero(~is_right(data, 0))[:20]
+    logits[rows, data.labels[rows]] = -50.0
+    return logits
+
+
+def sorted_by_label(calibration, validation):
+    firsts = (
+        np.argsort(np.where(np.random.default_rng(0).random(len(data)) < 0.2, 9, data.labels), kind="stable")
+        for data in (calibration, validation)
+    )
+    return tuple(
+        data.of_rows(np.sort(rows[at]))
+        for data, rows, at in zip((calibration, validation), firsts, (slice(350), slice(150, 500)), strict=True)
+    )
+
+
+def cheaper_second(data):
+    return replace(data, costs=Costs("GFLOPs", np.array([1.0, 1.1, 15.0])))
+
+
+# By kind: the guard that is to fire, what changes the splits, and the rule.
+BROKEN = {
+    "useless first model": ("cost-above-largest", lambda c, v: (useless_first(c), useless_first(v))),
+    "answers too early": ("below-single-model", lambda c, v: (cheaper_second(c), cheaper_second(v))),
+    "few examples": ("few-examples", lambda c, v: (c.of_rows(np.arange(FEWEST_EXAMPLES - 1)), v)),
+    "few to choose on": ("few-examples", lambda c, v: (c, v.of_rows(np.arange(FEWEST_EXAMPLES - 1)))),
+    "leaked labels": ("separable", lambda c, v: (with_logits(c, 1, labels_told), with_logits(v, 1, labels_told))),
+    "outliers in calibration": ("calibration-worse", lambda c, v: (with_logits(c, 0, outliers), v)),
+    "splits sorted by label": ("data-shift", sorted_by_label),
+    "harder validation": ("data-shift", lambda c, v: (c, chain(9, 500, strengths=(0.3, 1.0, 1.7), shift=1))),
+}
+
+
+@pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")  # separable or uninformative models are named, too
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_policies_are_warned_of(kind):
+    name, break_splits = BROKEN[kind]
+    rule = {"below-single-model": EARLY, "separable": EARLY}.get(name, ThresholdRule())
+    names = [
+        fired(FITS[seed % 2](*break_splits(*splits(seed, 500, strengths=(1.0, 2.5, 3.0))), rule)) for seed in range(12)
+    ]
+    assert sum(name in of for of in names) >= 10
+
+
+@given(seeds, st.sampled_from(FITS), st.floats(0.3, 1.1), st.booleans())
+@settings(max_examples=40)
+def test_single_models_are_compared_by_exact_tests_of_those_that_cost_no_more(seed, fit, threshold, per_call):
+    calibration, validation = splits(seed, per_call=per_call)
     policy = fit(calibration, validation, ThresholdRule(threshold=threshold))
     answers, measures = measure_replay(policy, validation)
-    correct, means = answers.predictions == validation.labels, validation.costs.means
-    (costs_more,) = guards_of(policy, "cost-above-largest")
-    assert costs_more.fired == (measures.cost > means[1] * (1 + 1e-9))
-    affordable = [place for place in (0, 1) if means[place] <= measures.cost * (1 + 1e-9)]
-    best = max(is_right(validation, place).mean() for place in affordable)
-    (below,) = guards_of(policy, "below-single-model")
-    assert below.fired == (correct.mean() < best)
-    assert below.figures["single_accuracy"] == best
+    correct, costs = answers.predictions == validation.labels, validation.costs.means
 
+    def p_value(better, worse):
+        gains, losses = (better & ~worse).sum(), (~better & worse).sum()
+        return binomtest(gains, gains + losses, alternative="greater").pvalue if gains + losses else 1.0
 
-@given(seeds)
-@settings(max_examples=30)
-def test_fusions_are_judged_by_the_rows_where_they_change_what_is_right(seed):
-    calibration, validation = splits(seed)
-    policy = fit_rf(calibration, validation)
-    trace = trace_policy(policy, validation)
-    fused, stops = trace.predictions == validation.labels[:, None], trace.stops(policy.threshold)
-    noisy, hurting = ({g.stage: g for g in guards_of(policy, name)} for name in ("fusion-within-noise", "fusion-hurts"))
-    for place in (1, 2):
-        name, unfused = policy.models[place], is_right(validation, place)
-        differs = bool((fused[:, place] != unfused).any())
-        assert noisy[name].fired == (differs and signs_of(fused[:, place], unfused).p_gain > 0.05)
-        rows = stops >= place
-        if rows.any():
-            assert hurting[name].fired == (signs_of(fused[rows, place], unfused[rows]).p_loss <= 0.05)
-        else:
-            assert name not in hurting
-
-
-@given(seeds)
-@settings(max_examples=30)
-def test_base_is_judged_by_its_gains_and_losses_and_refits_judge_anew(seed):
-    calibration, validation = splits(seed)
-    policy = fit_base(calibration, validation)
-    for guard, stage in zip(guards_of(policy, "fusion-within-noise"), policy.stages, strict=False):
-        assert guard.stage == stage.name
-        assert (stage.n_gain - stage.n_loss) / 200 == stage.complementarity_rate
-        assert guard.fired == (
-            guard.figures["p_gain"] > 0.05 < guard.figures["p_loss"] and stage.n_gain + stage.n_loss > 0
-        )
-        assert ("not fused" in guard.says) != stage.fused
-    assert refit(policy.model_copy(update={"guards": ()}), calibration, validation) == policy
-
-
-@given(seeds, fits)
-@settings(max_examples=20)
-def test_a_chain_is_compared_with_itself_without_each_stage(seed, fit):
-    calibration, validation = (at_costs(data, 1.0, 1.5, 2.0) for data in splits(seed))
-    policy = fit(calibration, validation, ThresholdRule(threshold=0.8))
-    measures = measure_replay(policy, validation)[1]
-    parts = []
-    for place in range(3):
-        places = [index for index in range(3) if index != place]
-        stages = [policy.stages[index] for index in places]
-        if fit is fit_base:
-            stages[-1] = stages[-1].model_copy(update={"fused": True})
-        part = policy.model_copy(update={"stages": tuple(stages)})
-        of_part = measure_replay(part, validation.of_models(places))[1]
-        if of_part.cost <= measures.cost * (1 + 1e-9):
-            parts.append(of_part.accuracy.value)
-    (guard,) = guards_of(policy, "worse-than-part")  # without the last stage no policy costs more
-    assert guard.figures["part_accuracy"] == pytest.approx(max(parts))
-    assert guard.fired == (measures.accuracy.value < max(parts))
-
-
-@methods
-def test_few_examples_and_uncertain_temperatures_are_reported(fit):
-    few, enough = (fit(*splits(3, n, strengths=(1.0, 2.0))) for n in (FEWEST_EXAMPLES - 1, FEWEST_EXAMPLES))
-    assert [guards_of(policy, "few-examples")[0].fired for policy in (few, enough)] == [True, False]
-    # A model that hardly knows anything has no temperature to speak of.
-    vague = fit(*splits(5, 400, strengths=(0.25, 2.0)))
-    first = vague.stages[0]
-    guard = guards_of(vague, "temperature-uncertain")[0]
-    assert guard.stage == "m0"
-    assert guard.fired
-    assert guard.figures["relative_error"] == first.diagnostics.standard_error / first.temperature
-
-
-@methods
-def test_separable_and_uninformative_logits_are_reported(fit):
-    data = splits(0, 500, strengths=(1.0, 2.0))
-
-    def with_first(logits_of):
-        return tuple(replace(d, logits=(logits_of(d).astype(np.float32), d.logits[1])) for d in data)
-
-    telling = with_first(lambda d: np.eye(5)[d.labels] * np.random.default_rng(0).uniform(1, 2, (len(d), 1)))
-    with pytest.warns(CaucWarning, match="separable"):
-        policy = fit(*telling)
-    assert guards_of(policy, "separable")[0].fired
-    blind = with_first(lambda d: np.random.default_rng(1).standard_normal((len(d), 5)))
-    with pytest.warns(CaucWarning, match="uninformative"):
-        policy = fit(*blind)
-    assert not guards_of(policy, "separable")[0].fired
-    assert guards_of(policy, "no-information")[0].fired
-    assert guards_of(policy, "uninformative-confidence")[0].fired
-
-
-@methods
-def test_calibration_that_makes_confidences_worse_is_reported(fit):
-    """Zeros that are declared as logits dominate the temperature."""
-    calibration, validation = splits(0, 1000, strengths=(1.0, 2.0))
-    logits = calibration.logits[0].copy()
-    wrong = np.flatnonzero(~is_right(calibration, 0))[:20]
-    logits[wrong, calibration.labels[wrong]] = -50.0
-    policy = fit(replace(calibration, logits=(logits, calibration.logits[1])), validation)
-    first, second = guards_of(policy, "calibration-worse")
-    assert first.fired
-    assert first.figures["error_after"] > first.figures["error_before"] + 0.05
-    assert not second.fired
+    above = guard_of(policy, "cost-above-largest")
+    gain = p_value(correct, is_right(validation, 2))
+    assert above.figures["p_value"] == pytest.approx(gain)
+    assert above.fired == (measures.cost > costs[-1] * (1 + 1e-9) and gain > LARGEST_P_OF_GAIN)
+    models = [model for model in range(3) if costs[model] <= measures.cost * (1 + 1e-9)]
+    if models:
+        least = min(p_value(is_right(validation, model), correct) for model in models)
+        below = guard_of(policy, "below-single-model")
+        assert below.figures["p_value"] == pytest.approx(min(1, len(models) * least))
+        assert below.fired == (below.figures["p_value"] <= LEVEL)
+    for stage, figures in zip(policy.stages, policy.figures, strict=True):
+        assert figures.name == stage.name
+        assert (figures.n_fixed + figures.n_broken == 0) or (stage.fused and stage.name != "m0")
 
 
 def test_a_cost_is_a_shift_where_sampling_does_not_explain_it():
     strengths = (1.0, 2.0)
     policy = fit_rf(*splits(1, 2000, strengths=strengths), ThresholdRule(threshold=0.8))
     costs = [replay(policy, chain(1, 2000, strengths=strengths, shift=shift)).costs for shift in range(1, 12)]
-    like_validation = [as_expected(policy.expected, Mean.of(drawn), "x", None, "u") for drawn in costs[1:]]
-    assert sum(guard.fired for guard in like_validation) <= 1
+    assert sum(as_expected(policy.expected, Mean.of(drawn), "x", None, "u").fired for drawn in costs[1:]) <= 1
     resampled = np.random.default_rng(0).choice(costs[0], 2000) + 1.0
     shifted = as_expected(policy.expected, Mean.of(resampled), "test", 3.5, "GFLOPs")
     assert shifted.fired
@@ -167,22 +156,26 @@ def test_a_cost_is_a_shift_where_sampling_does_not_explain_it():
         assert word in shifted.says
 
 
-def test_fits_without_labelled_validation_are_guarded_by_calibration():
+def test_without_labelled_validation_guards_read_what_is_labelled():
     calibration, validation = splits(2)
     unlabelled = replace(validation, labels=np.where(np.arange(200) % 2, validation.labels, -1))
     policy = fit_base(calibration, unlabelled)
-    rows = np.arange(200) % 2 == 1
-    (below,) = guards_of(policy, "below-single-model")
-    assert below.figures["n"] == rows.sum()
-    assert "cost-shift" not in {guard.name for guard in fit_base(calibration).guards}
+    right = replay(policy, unlabelled).predictions[1::2] == validation.labels[1::2]
+    assert guard_of(policy, "below-single-model").figures["accuracy"] == pytest.approx(right.mean())
+    assert "data-shift" not in {guard.name for guard in fit_base(calibration).guards}
+
+
+def test_files_with_guards_of_earlier_versions_are_read():
+    policy = fit_rf(*splits(1), ThresholdRule(threshold=0.8))
+    content = policy.packed()
+    content["guards"] = [{**content["guards"][0], "name": "fusion-within-noise"}]
+    del content["figures"]
+    assert Policy.of(content).id == policy.id
 
 
 @pytest.mark.parametrize(("method", "budget"), [("base", None), ("base", 0.1), ("rf", 0.05), ("rf", 0.166)])
 def test_all_is_quiet_on_resnet_20_to_56_of_cifar10(shared_logits, method, budget):
     folder = shared_logits / "cifar10"
     policy = cauc_ray.fit(folder, models=["resnet20", "resnet56"], method=method, budget=budget, strict=True)
-    assert not any(guard.fired for guard in policy.guards)
-    assert {"cost-above-largest", "fusion-within-noise", "few-examples", "separable", "cost-shift"} <= {
-        guard.name for guard in policy.guards
-    }
+    assert len(policy.guards) == 6
     assert [guard.fired for guard in cauc_ray.evaluate(folder, policy).guards] == [False]

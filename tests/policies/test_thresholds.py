@@ -31,7 +31,7 @@ def two_splits(seed, n=45, **options):
 
 def without_expectation(policy):
     return policy.model_copy(
-        update=dict.fromkeys(("expected", "on_selection", "offline", "reference")) | {"guards": ()}
+        update=dict.fromkeys(("expected", "on_selection", "offline", "reference")) | {"guards": (), "figures": ()}
     )
 
 
