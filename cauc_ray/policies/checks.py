@@ -23,6 +23,8 @@ from cauc_ray.policies.trace import Answered, Trace, of_rows
 
 # The false alarm rate of each guard's tests together.
 LEVEL = 0.01
+# A rise of the calibration error that matters, one point.
+LEAST_RISE = 0.01
 # A policy that costs more than its largest model has to be more accurate; with a larger p-value it hardly is.
 LARGEST_P_OF_GAIN = 0.2
 # With fewer, accuracies are not known to 10 points with 95 % confidence: (1.96 / 0.1) ** 2 / 4 = 96.04.
@@ -69,15 +71,13 @@ def check_policy(
 
 
 def _block_alone(stages: tuple[Stage, ...], part: ChainPart, rows: slice) -> tuple[Bools, Floats, Floats]:
-    """Return of each model's own answers whether they are right and their confidences, calibrated and raw, (n, M).
-
-    Raw confidences are NaN where calibration changes the answer.
-    """
+    """Return of each model's own answers whether they are right and their confidences, calibrated and raw, (n, M)."""
     columns = []
     for stage, logits in zip(stages, part.logits[-len(stages) :], strict=True):
         predictions, confidences = stage.calibrator.answers(stage.scores(logits[rows]))
-        raw_predictions, raw = top_option(real_options(logits[rows], stage.logit_kind))
-        raw = np.where(raw_predictions == predictions, raw, np.nan)
+        options, places = real_options(logits[rows], stage.logit_kind), np.arange(len(predictions))
+        raw_predictions, raw = top_option(options)
+        raw = raw * np.exp(options[places, predictions] - options[places, raw_predictions])
         columns.append((predictions == part.labels[rows], confidences, raw))
     right, after, before = (np.stack(column, axis=1) for column in zip(*columns, strict=True))
     return right, after, before
@@ -104,13 +104,12 @@ def _separable(policy: Policy) -> Guard:
 
 
 def _calibration_worse(policy: Policy, measures: Measures, alone: Bools, before: Floats, after: Floats) -> Guard:
-    """Check whether calibration makes a model's confidences worse, on the rows whose answer it does not change."""
+    """Check whether calibration makes the confidences in a model's answers worse."""
     tests = []
     for stage, right, raw, calibrated in zip(policy.answering, alone.T, before.T, after.T, strict=True):
-        rows = ~np.isnan(raw)
-        test = worsening(raw[rows], calibrated[rows], right[rows])
-        errors = [calibration_error(confidences[rows], right[rows]) for confidences in (raw, calibrated)]
-        tests.append((test.p_above if errors[0] < errors[1] else 1.0, errors, stage.name))
+        errors = [calibration_error(confidences, right) for confidences in (raw, calibrated)]
+        rises = errors[1] >= errors[0] + LEAST_RISE
+        tests.append((worsening(raw, calibrated, right).p_above if rises else 1.0, errors, stage.name))
     p_value, errors, name = min(tests)
     p_value = min(1.0, p_value * len(tests))
     text = (
