@@ -204,8 +204,8 @@ def test_a_report_names_the_extra_that_it_needs(homes, monkeypatch):
 
 
 def test_warnings_are_on_the_page_and_the_card(tmp_path):
-    with pytest.warns(cauc_ray.CaucWarning):  # the second model adds nothing but its cost, and its noise
-        fitted(tmp_path, table={"n": 300, "strengths": (2.6, 0.2)}, models=MODELS[:2], method="rf")
+    with pytest.warns(cauc_ray.CaucWarning):  # the first model adds nothing but its cost
+        fitted(tmp_path, table={"n": 300, "strengths": (0.1, 2.6)}, models=MODELS[:2], method="rf")
     report = cauc_ray.report(tmp_path)
     fired = [check.name.replace("-", " ") for check in report.checks if check.fired]
     assert fired
