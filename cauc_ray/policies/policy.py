@@ -142,8 +142,8 @@ class Policy(Shown, FrozenModel):
     """A decision rule for a chain of models: the plain numbers of its file, and the step that uses them.
 
     scored: whether something other than confidences is compared with the threshold, which its steps give.
-    by_id: whether a row's first stage depends on its id.   spends_budget: whether a budget is for the most expensive
-    point within it, not the best.
+    by_id: whether a row's first stage depends on its id.   one_threshold: whether its one threshold decides at every
+    stage who goes on.   spends_budget: whether a budget is for the most expensive point within it, not the best.
     format: name, version.   method: by which it was fitted.   cost_unit: of all costs.   costs: whether calls of a
     model cost the same or each has its own.   threshold: the confidence at which an answer is accepted, or those of all
     stages but the last.   decision: the price that chose them; null without one.   budget: what the threshold was
@@ -166,6 +166,7 @@ class Policy(Shown, FrozenModel):
     scored: ClassVar[bool] = False
     by_id: ClassVar[bool] = False
     lowest_threshold: ClassVar[float] = 0.0
+    one_threshold: ClassVar[bool] = True
     spends_budget: ClassVar[bool] = False
 
     format: Literal["cauc-policy/1"] = FORMAT

@@ -146,6 +146,7 @@ class SolvedPolicy(MethodPolicy):
     """
 
     NEEDS_ARRAYS: ClassVar[bool] = True
+    one_threshold: ClassVar[bool] = False
     solutions: tuple[tuple[float, ...], ...]
 
     @property
@@ -204,6 +205,7 @@ class DuoStage(Stage):
 class DuoPolicy(MethodPolicy):
     """Asymmetric Duo: all models answer, and their logits are summed. A row's state is the sum so far: S = K."""
 
+    one_threshold: ClassVar[bool] = False
     method: Literal["duo"] = "duo"
     stages: tuple[DuoStage, ...] = Field(min_length=1)
 
