@@ -23,7 +23,7 @@ from cauc_ray import sample_logits
 from cauc_ray.cli.command import VERBS as ABOUT
 from cauc_ray.cli.command import add_options
 from cauc_ray.cli.verbs import VERBS
-from cauc_ray.policies.methods import METHODS
+from cauc_ray.policies.method import METHODS
 from cauc_ray.schemas import CONFIGS, SCHEMAS
 
 PAGES = Path(__file__).parent

@@ -11,7 +11,7 @@ from synthetic import chain_of
 
 from cauc_ray.data.writing import write_logits
 from cauc_ray.files.documents import write_json
-from cauc_ray.policies.methods import Fitting
+from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.trace import Examples
 
 
@@ -70,22 +70,22 @@ def gain_over_mixture(fitted, test):
 
 def vectors_of(fitted, test):
     """Return what a router reads of queries."""
-    return fitted.policy.vectors(test.chain.logits[0] if test.embeddings is None else test.embeddings)
+    return fitted.members[0].vectors(test.chain.logits[0] if test.embeddings is None else test.embeddings)
 
 
 def values_of(fitted, test):
     """Return what a router expects of each model on queries, or the probability that the last one wins."""
-    return fitted.policy.values(vectors_of(fitted, test))
+    return fitted.members[0].values(vectors_of(fitted, test))
 
 
 def train_quickly(patch):
     """Train the networks of baselines at a higher rate for fewer steps."""
-    from cauc_ray.policies.baselines import graphrouter, model_vectors  # torch, which not all who plant need
+    from cauc_ray.baselines.networks import graph, model_vectors  # torch, which not all who plant need
 
     patch.setattr(model_vectors, "EMBED_RATE", 1e-3)
     patch.setattr(model_vectors, "EMBED_STEPS", 300)
-    patch.setattr(graphrouter, "LEARNING_RATE", 3e-3)
-    patch.setattr(graphrouter, "EPOCHS", 150)
+    patch.setattr(graph, "LEARNING_RATE", 3e-3)
+    patch.setattr(graph, "EPOCHS", 150)
     patch.setattr(model_vectors, "DC_SCHEDULE", replace(model_vectors.DC_SCHEDULE, n_steps=100))
 
 

@@ -36,8 +36,7 @@ from cauc_ray.policies.by_method import fit_method, fit_policy, refit
 from cauc_ray.policies.calibrated import require_calibrator
 from cauc_ray.policies.checks import require_quiet, warn_of
 from cauc_ray.policies.evidence import Noise
-from cauc_ray.policies.fitting import require_safe_rule
-from cauc_ray.policies.methods import Fitting
+from cauc_ray.policies.fitting import Fitting, require_safe_rule
 from cauc_ray.policies.monitor import Watch, Watched, verdict, watch_report
 from cauc_ray.policies.notebook import Shown, SmallTable
 from cauc_ray.policies.policy import Policy, policy_of

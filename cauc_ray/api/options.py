@@ -34,7 +34,7 @@ from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.policies.by_method import OURS, SINGLE
-from cauc_ray.policies.methods import METHODS
+from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.threshold import Compared, ThresholdRule
 
 # The folder into which Ray unpacks the working directory of a job, and which it removes afterwards.

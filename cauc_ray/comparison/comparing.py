@@ -44,7 +44,9 @@ from cauc_ray.files.parquet import write_parquet
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.numbers.sweep import Objective, OperatingPoints
 from cauc_ray.policies.by_method import SINGLE
-from cauc_ray.policies.methods import METHODS, Curve, Fitting
+from cauc_ray.policies.family import Curve
+from cauc_ray.policies.fitting import Fitting
+from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.notebook import Shown, SmallTable, share_text
 from cauc_ray.policies.predictions import pandas_frame
 

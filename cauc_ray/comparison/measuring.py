@@ -35,10 +35,10 @@ from cauc_ray.numbers.sweep import Objective, OperatingPoints
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies import by_method
 from cauc_ray.policies.by_method import SINGLE
-from cauc_ray.policies.candidates import Candidates
 from cauc_ray.policies.cauc import BasePolicy
-from cauc_ray.policies.fitting import fit_base
-from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method, Scheduled
+from cauc_ray.policies.family import Curve, Family
+from cauc_ray.policies.fitting import Fitting, fit_base
+from cauc_ray.policies.method import METHODS, Method
 from cauc_ray.policies.recalibrated import fit_recalibrated
 from cauc_ray.policies.search import MOST_MODELS
 from cauc_ray.policies.trace import Answers, Examples, measure_replay
@@ -133,8 +133,8 @@ def choose_methods(
             why = "reads the queries' embeddings: give their encoder"
         elif method.needs_hidden and (unknown := [model for model in models[:-1] if model not in hidden]):
             why = f"reads hidden states: collect those of {', '.join(unknown)} as embeddings"
-        elif method.absent:
-            why = f"needs {', '.join(method.absent)}: pip install 'cauc-ray[{method.extra}]'"
+        elif method.obstacle:
+            why = method.obstacle
         elif name == "auto" and len(models) > MOST_MODELS:
             why = f"searches the sub-chains of up to {MOST_MODELS} models"
         if why is None:
@@ -146,11 +146,11 @@ def choose_methods(
     return chosen, cannot
 
 
-def method_of(name: str, models: Sequence[str]) -> tuple[Method, Callable[[Fitting], Fitted]]:
+def method_of(name: str, models: Sequence[str]) -> tuple[Method, Callable[[Fitting], Family]]:
     """Return a method by its name, those on recalibrated logits among them, and what fits it."""
     plain = name.replace(f"{RECALIBRATED}:", f"{SINGLE}:").removeprefix(f"{RECALIBRATED}+")
-    method, of_splits = by_method.method_of(plain, models)
-    fit = (lambda fitting: of_splits(fitting.for_learning())) if method.learns else of_splits
+    method = by_method.method_of(plain, models)
+    fit = (lambda fitting: method.family(fitting.for_learning())) if method.learns else method.family
     if plain == name:
         return method, fit
     return replace(method, name=name, paradigm="recalibrated"), partial(fit_recalibrated, fit)
@@ -161,7 +161,7 @@ def hidden_of(chosen: Sequence[str], models: Sequence[str]) -> Sequence[str]:
     return models[:-1] if any(method_of(name, models)[0].needs_hidden for name in chosen) else ()
 
 
-def set_up(fit: Callable[[Fitting], Fitted], fitting: Fitting) -> tuple[Fitted, float]:
+def set_up(fit: Callable[[Fitting], Family], fitting: Fitting) -> tuple[Family, float]:
     """Fit a method and find its operating points on validation. Returns it and the seconds that took."""
     started = time.perf_counter()
     fitted = fit(replace(fitting, shared=dict(fitting.shared)))  # what other fits leave there would save it time
@@ -169,7 +169,7 @@ def set_up(fit: Callable[[Fitting], Fitted], fitting: Fitting) -> tuple[Fitted, 
     return fitted, time.perf_counter() - started
 
 
-def set_up_fairly(fit: Callable[[Fitting], Fitted], fitting: Fitting) -> tuple[Fitted, float]:
+def set_up_fairly(fit: Callable[[Fitting], Family], fitting: Fitting) -> tuple[Family, float]:
     """Fit a method as set_up does, a short fit several times; return the seconds of the shortest."""
     fitted, seconds = set_up(fit, fitting)
     repeats = FITS - 1 if seconds < SHORT_FIT_S else 0
@@ -201,7 +201,7 @@ class Bench:
         self._right: dict[str, Bools] = {}
         for of_fit in (fitting, fitting.for_learning()):
             of_fit.diagnose()
-        base, self._base_s = set_up_fairly(METHODS["base"].load(), fitting)
+        base, self._base_s = set_up_fairly(METHODS["base"].family, fitting)
         self._base = base
         own = base.curve(fitting.validation, np.array([base.default]))
         self._given = budget is not None
@@ -210,7 +210,7 @@ class Bench:
         self._published_s = published()["setup_s"]
 
     def measure(
-        self, method: Method, fit: Callable[[Fitting], Fitted]
+        self, method: Method, fit: Callable[[Fitting], Family]
     ) -> tuple[dict[str, Any], Curve, OperatingPoints]:
         """Fit a method by its function, and measure it at the budget, at its own setting, and at every other."""
         if method.name == "base":
@@ -221,7 +221,7 @@ class Bench:
         points = self._points(fitted)
         # Base's own threshold is what gives the budget its size, where nobody gave one.
         own_budget = method.name in ("base", "rf-shared") and not self._given
-        setting, steered = (fitted.default, True) if own_budget else self._at_budget(method, fitted, points)
+        setting, steered = (fitted.default, True) if own_budget else self._at_budget(fitted, points)
         answers = fitted.answers(self._seen(method), setting)
         own = fitted.answers(self._seen(method), fitted.default)
         nearest = setting
@@ -243,22 +243,21 @@ class Bench:
             "note": fitted.note,
         }
         curve = fitted.points
-        if isinstance(fitted, Candidates):  # of all its candidates, what validation would choose of
+        if fitted.is_numbered:  # of all its policies, what validation would choose of
             curve = curve.pareto(len(curve.cost))
         return row, fitted.curve(self._test, curve.settings), curve
 
-    def _points(self, fitted: Fitted) -> OperatingPoints:
+    def _points(self, fitted: Family) -> OperatingPoints:
         """Return the points on validation that the budget is spent among, by the objective."""
         if self._objective == "accuracy":
             return fitted.points
-        decides = fitted.schedule if isinstance(fitted, Scheduled) and fitted.schedule is not None else fitted
-        curve = decides.curve(self._fitting.validation, fitted.points.settings)
+        curve = (fitted.chooser or fitted).curve(self._fitting.validation, fitted.points.settings)
         return OperatingPoints(curve.settings, curve.cost, curve.macro_f1, fitted.points.unit)
 
-    def _at_budget(self, method: Method, fitted: Fitted, points: OperatingPoints) -> tuple[float, bool]:
+    def _at_budget(self, fitted: Family, points: OperatingPoints) -> tuple[float, bool]:
         """Return a method's setting for the budget, and whether the budget steers it."""
         try:
-            setting = method.setting(fitted, self.budget, points)
+            setting = fitted.setting(self.budget, points)
         except BudgetError:  # a model that costs more is called for its embedding, whatever follows
             return float(points.settings[points.cost.argmin()]), False
         return (fitted.default, False) if setting is None else (setting, True)

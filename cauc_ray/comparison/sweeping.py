@@ -20,7 +20,9 @@ from cauc_ray.data.logits import LogitKinds
 from cauc_ray.errors import BudgetError, ConfigError
 from cauc_ray.numbers.chain import Costs
 from cauc_ray.numbers.logits import stacked
-from cauc_ray.policies.methods import METHODS, Fitted, Fitting
+from cauc_ray.policies.family import Family
+from cauc_ray.policies.fitting import Fitting
+from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.trace import Examples
 
 KEYS = ("set", "chain", "method", "budget_kind", "budget")
@@ -156,7 +158,7 @@ def measure(
         try:
             if not method.sees_labels:
                 of_fit.index_of_best(cost)  # raises where the cheapest point costs more, with one setting too
-            setting = method.setting(fitted, cost)
+            setting = fitted.setting(cost)
         except BudgetError as error:
             rows.append({"status": "unmet", "reason": str(error)})
         else:
@@ -169,7 +171,7 @@ def measure(
 
 
 def _curve(
-    fitted: Fitted, final: Examples, points: np.ndarray, settings: np.ndarray | None = None
+    fitted: Family, final: Examples, points: np.ndarray, settings: np.ndarray | None = None
 ) -> list[dict[str, Any]]:
     """Return figures at points of validation, int (n,), or at settings of which validation has no more than one."""
     of_fit = fitted.points

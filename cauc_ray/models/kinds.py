@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias, Union
 
 from pydantic import (
@@ -20,7 +17,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from cauc_ray.errors import ConfigError, one_line, unknown_name
+from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.files.entry_points import is_ours, loaded, registered
 from cauc_ray.models.answers import Model
 from cauc_ray.models.kind import DeclaringSpec, KindSpec, Placement
 from cauc_ray.models.prompts import PromptSettings
@@ -28,7 +26,6 @@ from cauc_ray.models.python import called, imported, python_model
 
 # An entry point of this group names a kind, and either its KindSpec or a factory as kind `python` takes one.
 GROUP = "cauc_ray.model_kinds"
-_OWN_PACKAGE = "cauc_ray."
 
 
 class RegisteredSpec(DeclaringSpec):
@@ -41,49 +38,38 @@ class RegisteredSpec(DeclaringSpec):
 
 def load_registered(spec: RegisteredSpec, placement: Placement) -> Model:
     """Call a registered factory. Raises ConfigError if it cannot be imported or does not return a callable."""
-    entry = _entries().get(spec.kind)
+    entry = registered(GROUP).get(spec.kind)
     if entry is None:  # the pool was read on another machine
         raise ConfigError(unknown_name("kind", spec.kind, known_kinds()))
     function = called(imported(entry.value, f"kind {spec.kind!r}"), spec.model_extra or {}, placement)
     return python_model(function, f"{spec.kind} {entry.value}", spec.logit_kind)
 
 
-def _entries() -> dict[str, EntryPoint]:
-    """Return the registered kinds by name; a package cannot replace one of ours."""
-    return _entries_on(tuple(sys.path))
-
-
-@cache
-def _entries_on(search_path: tuple[str, ...]) -> dict[str, EntryPoint]:
-    entries = sorted(entry_points(group=GROUP), key=lambda entry: entry.value.startswith(_OWN_PACKAGE))
-    return {entry.name: entry for entry in entries}
-
-
 def known_kinds() -> tuple[str, ...]:
     """Return the names of all kinds that can be used here, sorted."""
-    return tuple(sorted(_entries()))
+    return tuple(sorted(registered(GROUP)))
 
 
 def spec_class(kind: str) -> type[KindSpec]:
     """Return the settings of a kind. Raises ValueError for an unknown kind, or one that cannot be imported."""
-    entry = _entries().get(kind)
+    entry = registered(GROUP).get(kind)
     if entry is None:
         raise ValueError(unknown_name("kind", kind, known_kinds()))
     try:
-        target = entry.load()
-    except Exception as error:  # another package's module may raise anything while it is imported
-        raise ValueError(f"kind {kind!r} ({entry.value}) cannot be imported: {one_line(error)}") from error
+        target = loaded(entry, "kind")
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
     return target if isinstance(target, type) and issubclass(target, KindSpec) else RegisteredSpec
 
 
 def built_in_specs() -> dict[str, type[KindSpec]]:
     """Return the settings of this package's kinds by name."""
-    return {name: spec_class(name) for name, entry in _entries().items() if entry.value.startswith(_OWN_PACKAGE)}
+    return {name: spec_class(name) for name, entry in registered(GROUP).items() if is_ours(entry)}
 
 
 def prompt_fields(kind: object) -> frozenset[str]:
     """Return the settings of a pool or a stage that models of a kind take; none for an unknown kind."""
-    if not isinstance(kind, str) or kind not in _entries():
+    if not isinstance(kind, str) or kind not in registered(GROUP):
         return frozenset()
     return frozenset(PromptSettings.model_fields.keys() & spec_class(kind).model_fields.keys())
 

@@ -26,7 +26,7 @@ from cauc_ray.files.paths import AnyPath
 from cauc_ray.paper.config import Chain, ComparedChain
 from cauc_ray.paper.measured import comparison_of
 from cauc_ray.policies.by_method import SINGLE
-from cauc_ray.policies.methods import METHODS
+from cauc_ray.policies.method import METHODS
 
 Row: TypeAlias = Mapping[str, Any]
 Marks: TypeAlias = dict[tuple[int, str], Mark]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,10 +12,10 @@ from cauc_ray.errors import ConfigError, PolicyError, unknown_name
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.guarantees import RiskLimit
-from cauc_ray.policies.baselines.routing import fit_single
 from cauc_ray.policies.candidates import fit_stacked
-from cauc_ray.policies.fitting import Fit, fit_base, fit_rf, fit_safe
-from cauc_ray.policies.methods import Fitted, Fitting, Method, Publishable, method_named
+from cauc_ray.policies.fitting import Fit, Fitting, fit_base, fit_rf, fit_safe
+from cauc_ray.policies.method import Method, method_named
+from cauc_ray.policies.methods.single import fit_single
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.threshold import ThresholdRule
 
@@ -49,14 +49,13 @@ def fit_method(name: str, fitting: Fitting, rule: ThresholdRule) -> Policy:
 
     Where a risk is certified on validation, the others choose nothing else there; ours never do.
     """
-    method, fit = method_of(name, fitting.calibration.chain.models)
-    fitted = fit(fitting.without_validation() if rule.certify is not None and method.paradigm != "ours" else fitting)
-    assert isinstance(fitted, Publishable)
-    return fitted.published(fitting, rule)
+    method = method_of(name, fitting.calibration.chain.models)
+    own = fitting.without_validation() if rule.certify is not None and method.paradigm != "ours" else fitting
+    return method.family(own).published(fitting, rule)
 
 
-def method_of(name: str, models: Sequence[str]) -> tuple[Method, Callable[[Fitting], Fitted]]:
-    """Return a method by its name, single:<model> among them, and the function that fits it.
+def method_of(name: str, models: Sequence[str]) -> Method:
+    """Return a method by its name, single:<model> among them.
 
     Raises ConfigError for an unknown name, or if the method's packages are not installed.
     """
@@ -64,9 +63,8 @@ def method_of(name: str, models: Sequence[str]) -> tuple[Method, Callable[[Fitti
     if is_single and kind == SINGLE:
         if model not in models:
             raise ConfigError(unknown_name("model", model, models))
-        return Method(name, "single-model", ""), partial(fit_single, model=models.index(model))
-    method = method_named(name)
-    return method, method.load()
+        return Method(name, "single-model", partial(fit_single, model=models.index(model)))
+    return method_named(name)
 
 
 def refit(policy: Policy, calibration: Chain, validation: Chain | None) -> Policy:

@@ -8,9 +8,11 @@ give the same numbers to the bit, whatever the other models of the chain are.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
 
 from cauc_ray.errors import BudgetError, CaucWarning, ConfigError
 from cauc_ray.numbers.calibration import FitStatus
@@ -19,7 +21,7 @@ from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.intervals import signs, signs_of
 from cauc_ray.numbers.logits import joint_kind
 from cauc_ray.numbers.metrics import accuracy, macro_f1
-from cauc_ray.numbers.sweep import STOP_NONE, most_within
+from cauc_ray.numbers.sweep import STOP_NONE, Objective, most_within
 from cauc_ray.policies.calibrated import (
     AnswerSums,
     CalibratorFit,
@@ -31,9 +33,12 @@ from cauc_ray.policies.calibrated import (
 from cauc_ray.policies.cauc import BasePolicy, BaseStage, PairDiagnostics, RFPolicy, RFStage
 from cauc_ray.policies.evidence import FittedOn, SafeChoice, TemperatureDiagnostics, ThresholdChoice
 from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.scored import MethodPolicy
 from cauc_ray.policies.stacking import PLAIN, Stacking
 from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_threshold
-from cauc_ray.policies.trace import answers_alone, replay, trace_policy
+from cauc_ray.policies.trace import Examples, answers_alone, replay, trace_policy
+
+AnyMethodPolicy = TypeVar("AnyMethodPolicy", bound=MethodPolicy)
 
 # Fits a method on two splits by a rule; with safe=True it keeps only supported fusions.
 Fit: TypeAlias = Callable[..., Policy]
@@ -176,8 +181,8 @@ def fit_rf(
         scores = [stage.scores(logits) for stage, logits in zip(stages, calibration.logits, strict=True)]
         stacking = Stacking(scores, calibration.labels)
         gains = stacking.gains(stacking.chain(range(len(stages)), PLAIN), calibration.costs.means)
-    policy = RFPolicy(**of_splits, stages=tuple(stages))
-    return choose_threshold(policy, calibration, validation, rule, gains=gains)
+    policy = RFPolicy(**of_splits, stages=tuple(stages), gains=gains)
+    return choose_threshold(policy, calibration, validation, rule)
 
 
 def _require_labels(calibration: Chain) -> None:
@@ -262,6 +267,79 @@ def entries_of_models(calibration: ChainLogits) -> list[dict[str, Any]]:
 
 def _fitted_on(chain: Chain, split: str) -> FittedOn:
     return FittedOn(split=split, n=len(chain), examples_fingerprint=chain.examples_fingerprint())
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """The input of a method's fit.
+
+    Attributes:
+        calibration: Split to fit numbers on.
+        validation: Split to choose thresholds, epochs and sizes on.
+        seed: Random seed.
+        checkpoint: Model that some methods train on texts, a hub id or a folder.
+        shared: Cache of intermediate results, reused by later fits, by name.
+        names: Names of the two splits.
+        training: Split that methods that learn are fitted on in place of calibration; None without one.
+        objective: What auto chooses chains by.
+        recorded: The splits that policies name, if not these.
+    """
+
+    calibration: Examples
+    validation: Examples
+    seed: int = 0
+    checkpoint: str | None = None
+    shared: dict[str, Any] = field(default_factory=dict)
+    names: tuple[str, str] = ("calibration", "validation")
+    training: Examples | None = None
+    objective: Objective = "accuracy"
+    recorded: Fitting | None = None
+
+    def without_validation(self) -> Fitting:
+        """Return what to fit from where validation is kept for tests: random halves of calibration."""
+        order = np.random.default_rng(self.seed).permutation(len(self.calibration))
+        first, second = (self.calibration.of_rows(np.sort(half)) for half in np.array_split(order, 2))
+        return replace(self, calibration=first, validation=second, recorded=self)
+
+    def for_learning(self) -> Fitting:
+        """Return what a method that learns is fitted from."""
+        return self if self.training is None else replace(self, calibration=self.training, training=None)
+
+    def diagnose(self) -> None:
+        """Measure what policies of all methods record of the models, which is then not measured by their fits."""
+        self._entries(self.calibration, self.calibration.chain)
+
+    def _entries(self, examples: Examples, chain: ChainLogits) -> list[dict[str, Any]]:
+        """Return what policies record of the models of a chain, with the logits of some examples."""
+        recorded = self.shared.setdefault(f"entries {id(examples)}", {})
+        for model, name in enumerate(chain.models):
+            if name not in recorded:
+                (recorded[name],) = entries_of_models(chain.of_models([model]))
+        costs = zip(chain.models, chain.costs.means.tolist(), strict=True)
+        return [{**recorded[name], "cost": cost} for name, cost in costs]
+
+    def policy(
+        self,
+        kind: type[AnyMethodPolicy],
+        models: Sequence[int] | None = None,
+        *,
+        encoded: bool = False,
+        of_stages: Sequence[Mapping[str, Any]] | None = None,
+        **fields: Any,
+    ) -> AnyMethodPolicy:
+        """Return a policy of some of the models, at a threshold that no row reaches.
+
+        models: by index; all without it.   encoded: whether the encoder is its first stage.   of_stages: what each
+        model's stage has of its own.   fields: what the policy has.
+        """
+        of, every = self.recorded or self, self.calibration.chain.models
+        names = every if models is None else [every[model] for model in models]
+        calibration = of.calibration.own_chain(names, encoded=encoded)
+        validation = of.validation.own_chain(names, encoded=encoded)
+        own: list[Mapping[str, Any]] = [*[{}] * encoded, *(of_stages or [{}] * len(names))]
+        entries = self._entries(of.calibration, calibration)
+        fields["stages"] = [{**entry, **more} for entry, more in zip(entries, own, strict=True)]
+        return kind(**split_entries(calibration, validation, self.names, BY_DEFAULT), **fields)
 
 
 def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: ThresholdRule) -> Policy:

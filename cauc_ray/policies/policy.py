@@ -13,13 +13,16 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, InstanceOf, ValidationError, field_validator, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from cauc_ray.errors import CaucWarning, ConfigError, PolicyError, explain
 from cauc_ray.files.documents import write_text
+from cauc_ray.files.entry_points import loaded, registered
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind, Isotonic
 from cauc_ray.numbers.chain import LARGEST, Chain
+from cauc_ray.numbers.gains import Gains
 from cauc_ray.numbers.logits import LogitKind, bounded_below, joint_kind, likeliest, real_options, stacked
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.types import Bools, Floats, Ints
@@ -48,6 +51,8 @@ if TYPE_CHECKING:
     from cauc_ray.policies.predictions import Predictions
 
 FORMAT: Literal["cauc-policy/1"] = "cauc-policy/1"
+# The entry points of methods, whose modules have the classes of their policies.
+METHOD_GROUP = "cauc_ray.methods"
 
 
 class Stage(FrozenModel):
@@ -142,6 +147,7 @@ class Policy(Shown, FrozenModel):
     """A decision rule for a chain of models: the plain numbers of its file, and the step that uses them.
 
     scored: whether something other than confidences is compared with the threshold, which its steps give.
+    fuses: whether answers may be others than those of its models.
     by_id: whether a row's first stage depends on its id.   one_threshold: whether its one threshold decides at every
     stage who goes on.   spends_budget: whether a budget is for the most expensive point within it, not the best.
     format: name, version.   method: by which it was fitted.   cost_unit: of all costs.   costs: whether calls of a
@@ -160,10 +166,12 @@ class Policy(Shown, FrozenModel):
     reference: the reference for later answers at this
     threshold; null if validation had missing labels.   noise: of the models' own numbers; null if it was not measured.
     offline: as expected, of the first stage alone, the first two, …, where the others cannot be reached; null as
-    expected.
+    expected.   gains: by which a price chooses the thresholds of the stages, where they are not chosen yet; not in the
+    file.
     """
 
     scored: ClassVar[bool] = False
+    fuses: ClassVar[bool] = True
     by_id: ClassVar[bool] = False
     lowest_threshold: ClassVar[float] = 0.0
     one_threshold: ClassVar[bool] = True
@@ -192,6 +200,7 @@ class Policy(Shown, FrozenModel):
     offline: tuple[OfflineAccuracy, ...] | None = None
     # Last: it is the longest part of the file.
     curve: tuple[CurvePoint, ...] = Field(default=(), max_length=MOST_CURVE_POINTS)
+    gains: SkipJsonSchema[InstanceOf[Gains] | None] = Field(default=None, exclude=True, repr=False)
 
     @field_validator("curve")
     @classmethod
@@ -303,10 +312,8 @@ class Policy(Shown, FrozenModel):
                 f"{source}: its format is {content.get('format')!r}; this version of cauc-ray reads {FORMAT!r}"
             )
         method = content.get("method")
-        if not isinstance(method, str) or method not in POLICY_CLASSES:
-            raise PolicyError(f"{source}: unknown method {method!r}; expected one of {', '.join(POLICY_CLASSES)}")
         try:
-            policy = POLICY_CLASSES[method].parsed(content, source, file)
+            policy = _class_of(method, source).parsed(content, source, file)
         except ValidationError as error:
             raise PolicyError(f"{source}: {explain(error)}") from error
         if not isinstance(policy, cls):
@@ -522,6 +529,19 @@ class Policy(Shown, FrozenModel):
             rows.append([stage.name, f"{stage.cost:g}", f"{stage.temperature:.3f}", share_text(answered)])
         caption = f"Policy {self.id}: {self.method}, threshold {self.threshold_text()}{budget}{outlook}"
         return SmallTable(caption, ["stage", f"cost ({self.cost_unit})", "temperature", "answers"], rows)
+
+
+def _class_of(method: object, source: str) -> type[Policy]:
+    """Return the class of a method's policies. Raises PolicyError if there is none."""
+    entries = registered(METHOD_GROUP)
+    if method not in POLICY_CLASSES and method in entries:
+        try:
+            loaded(entries[method], "method")
+        except ConfigError as error:
+            raise PolicyError(f"{source}: {error}") from error
+    if method not in POLICY_CLASSES:
+        raise PolicyError(f"{source}: unknown method {method!r}; expected one of {', '.join(entries)}")
+    return POLICY_CLASSES[method]
 
 
 def policy_of(policy: str | AnyPath | Policy) -> Policy:

@@ -15,10 +15,8 @@ from pydantic import Field
 
 from cauc_ray.numbers.chain import LARGEST
 from cauc_ray.numbers.logits import log_softmax, real_options, top_option
-from cauc_ray.numbers.products import products
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.arrays import ArraysPolicy
-from cauc_ray.policies.cauc import same_width
 from cauc_ray.policies.features import Scaler, answer_features
 from cauc_ray.policies.policy import Stage, Step
 
@@ -30,6 +28,7 @@ class MethodPolicy(ArraysPolicy):
     """A policy of a method that CAUC is compared with."""
 
     scored: ClassVar[bool] = True
+    fuses: ClassVar[bool] = False
     threshold: float = Field(ge=0)
 
     def contradictions(self) -> Iterator[str]:
@@ -116,29 +115,6 @@ def margins(logits: Floats) -> Floats:
     return np.where(lacking < _SATURATED, beyond, found)
 
 
-class PostHocEmbedPolicy(ScoredPolicy):
-    """Post-Hoc-Embed: a network predicts what the last model gains over a stage.
-
-    Arrays of each model: layers, (d_in + 1, d_out), with biases in the last row.
-    """
-
-    NEEDS_ARRAYS: ClassVar[bool] = True
-    method: Literal["post-hoc-embed"] = "post-hoc-embed"
-
-    def score(self, stage: int, logits: Floats, embeddings: Floats) -> Floats:
-        """Return 1 / (1 + exp(g)) of the predicted gain g: the less deferring gains, the higher."""
-        return 1.0 / (1.0 + np.exp(np.clip(self.gain(stage, logits, embeddings), -700, 700)))
-
-    def gain(self, stage: int, logits: Floats, embeddings: Floats) -> Floats:
-        """Return the predicted gain of the last model, float64 (n,)."""
-        hidden, name = self.read(stage, logits, embeddings, with_answer=False), self.stages[stage].name
-        for index in range(3):
-            layer = self.arrays[f"{name}/layer{index}"]
-            hidden = products(np.maximum(hidden, 0.0) if index else hidden, layer[:-1].T) + layer[-1]
-        gains: Floats = hidden[:, 0]
-        return gains
-
-
 class SolvedPolicy(MethodPolicy):
     """A policy whose threshold is a budget: it chooses the solution, the last of the curve that costs no more.
 
@@ -169,53 +145,3 @@ class SolvedPolicy(MethodPolicy):
         """Return the numbers that decide."""
         costs = np.array([point.threshold for point in self.curve])
         return self.solutions[max(int(np.searchsorted(costs, self.threshold, side="right")) - 1, 0)]
-
-
-class FrugalGPTPolicy(ScoredPolicy, SolvedPolicy):
-    """FrugalGPT: an answer is taken if its distance, 1 less its predicted reliability, is below its stage's threshold.
-
-    Arrays of each model: weights, (d,). A solution's numbers are thresholds of the distance, of all stages but the
-    last; at 0 none is taken, at 2 all are.
-    """
-
-    method: Literal["frugalgpt"] = "frugalgpt"
-
-    def score(self, stage: int, logits: Floats, embeddings: Floats) -> Floats:
-        """Return inf for answers that are taken, -inf for others."""
-        at = stage - (self.encoder is not None)
-        return np.where(self.distances(stage, logits, embeddings) < self.solution[at], np.inf, -np.inf)
-
-    def distances(self, stage: int, logits: Floats, embeddings: Floats) -> Floats:
-        """Return 1 less the probability that the stage's answer is right, float64 (n,)."""
-        numbers = self.stages[stage]
-        inputs = self.read(stage, logits, embeddings, with_answer=True)
-        logits = products(inputs, self.arrays[f"{numbers.name}/weights"][None])[:, 0] + (numbers.offset or 0.0)
-        found: Floats = np.exp(-np.logaddexp(0.0, logits))
-        return found
-
-
-class DuoStage(Stage):
-    """A stage of Asymmetric Duo.   weight: of its logits in the sum."""
-
-    DECIDES: ClassVar[frozenset[str]] = Stage.DECIDES | {"weight"}
-
-    weight: float = Field(gt=0, le=LARGEST)
-
-
-class DuoPolicy(MethodPolicy):
-    """Asymmetric Duo: all models answer, and their logits are summed. A row's state is the sum so far: S = K."""
-
-    one_threshold: ClassVar[bool] = False
-    method: Literal["duo"] = "duo"
-    stages: tuple[DuoStage, ...] = Field(min_length=1)
-
-    def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
-        """Add the stage's logits to the sum; the last stage's answers are taken."""
-        numbers, last = self.stages[stage], stage == len(self.stages) - 1
-        own: Floats = numbers.weight * numbers.bounded(logits).astype(np.float64)
-        if state is not None:
-            own, before = same_width(own, state, (numbers.name, "the stages before"))
-            own = own + before
-        predictions, confidences = top_option(own)
-        worth = np.full(len(own), np.inf if last else -np.inf)
-        return Step(predictions, confidences, np.full(len(own), last), own, own, worth=worth)

@@ -20,12 +20,13 @@ from cauc_ray.numbers.logits import top_option
 from cauc_ray.numbers.sweep import Frontier, OperatingPoint, OperatingPoints, most_within, pareto
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.calibrated import calibrator_of, require_calibrator
-from cauc_ray.policies.candidates import Candidate, Candidates, StackedFits
+from cauc_ray.policies.candidates import StackedFits
 from cauc_ray.policies.cauc import BasePolicy, fold
 from cauc_ray.policies.evidence import ChainSearch, ChosenChain, FoundChain
-from cauc_ray.policies.fitting import fit_base, require_base_rule
-from cauc_ray.policies.methods import Fitting
+from cauc_ray.policies.family import cascade_of
+from cauc_ray.policies.fitting import Fitting, fit_base, require_base_rule
 from cauc_ray.policies.policy import Step
+from cauc_ray.policies.stacked import StackedPolicy
 from cauc_ray.policies.threshold import ThresholdRule, random_halves
 from cauc_ray.policies.trace import Examples, Trace
 
@@ -168,14 +169,14 @@ def search_chains(
     if method in ("stacked", "auto"):
         shortlist = _shortlist(found, (), len(calibration.chain.models))
         stacked = (
-            SubChain("stacked", indices, candidate.trace)
-            for indices, candidate in _stacked(calibration, validation, shortlist)
+            SubChain("stacked", indices, cascade_of(policy)(validation))
+            for indices, policy in _stacked(calibration, validation, shortlist)
         )
         found = _measured(stacked, validation, rule, halves)
     return _report(found, validation.chain, rule, split)
 
 
-def fit_auto(fitting: Fitting) -> Candidates:
+def fit_sub_chains(fitting: Fitting) -> Sequence[StackedPolicy]:
     """Fit stacked cascades to the sub-chains that are best as CAUC-RF, for a comparison.
 
     Raises ConfigError for too many models.
@@ -187,7 +188,7 @@ def fit_auto(fitting: Fitting) -> Candidates:
     as_rf = _measured(sub_chains_of_rf(calibration.chain, validation.chain, "temperature"), validation, rule)
     fits = list(_stacked(calibration, validation, _shortlist(as_rf, budgets, len(calibration.chain.models))))
     fits.sort(key=lambda fit: (len(fit[0]), fit[0]))  # among equals the shortest
-    return Candidates([candidate for _, candidate in fits], calibration.embedding_note)
+    return [policy for _, policy in fits]
 
 
 def _by_cost(calibration: Examples, validation: Examples) -> tuple[Examples, Examples]:
@@ -204,14 +205,14 @@ def _measured(
 
 def _stacked(
     calibration: Examples, validation: Examples, chains: Sequence[tuple[int, ...]]
-) -> Iterator[tuple[tuple[int, ...], Candidate]]:
-    """Fit stacked cascades to some sub-chains: the candidates of each."""
+) -> Iterator[tuple[tuple[int, ...], StackedPolicy]]:
+    """Fit stacked cascades to some sub-chains: the policies of each."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CaucWarning)  # the final fit of the chosen chain issues the warnings
         fits = StackedFits(calibration, validation)
     for indices in sorted(chains):  # those that begin alike follow each other, and share fits
-        for candidate in fits.candidates(indices):
-            yield indices, candidate
+        for policy in fits.candidates(indices):
+            yield indices, policy
 
 
 def _shortlist(found: Sequence[_Found], budgets: Sequence[float], n_models: int) -> list[tuple[int, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -80,18 +80,17 @@ def choose_threshold(
     validation: Chain | None,
     rule: ThresholdRule,
     reference: float | None = None,
-    gains: Gains | None = None,
 ) -> AnyPolicy:
     """Set the threshold that the rule gives, certifies, or that is best on validation (paper, eq. 11).
 
-    policy: fitted on these splits, at any threshold.   reference: the threshold if the rule leaves it open; None for
-    the best on validation.   gains: which decide who goes on, if the policy has a threshold for each stage.
+    policy: fitted on these splits, at any threshold; its gains, if it has any, choose the thresholds of the stages.
+    reference: the threshold if the rule leaves it open; None for the best on validation.
     Returns the policy with the expected results at its threshold, and at others. A threshold that validation has chosen
     looks better there than elsewhere: the accuracy to expect is then that of each half at the threshold of the other.
     Raises ConfigError without a validation split to choose on, DataError if labels are missing, BudgetError if no
     operating point is within the budget, RiskError if no threshold is certified.
     """
-    given = reference if rule == BY_DEFAULT else rule.threshold
+    given, gains = reference if rule == BY_DEFAULT else rule.threshold, policy.gains
     if rule.price is not None and gains is None:
         given = _of_price(policy, calibration, rule.price)
     by_price = rule.price is not None and gains is not None
@@ -107,8 +106,6 @@ def choose_threshold(
     # Used to choose a threshold, to measure others, and as the reference for later answers.
     chosen_on = measured_on is validation and bool(measured_on.labelled.all())
     trace = trace_policy(policy, measured_on, likeliest=chosen_on)
-    if gains is not None:
-        trace = replace(trace, worth=gains.worth(trace.confidences))
     frontier = trace.frontier(measured_on, rule.objective) if chosen_on else None
 
     held_out: Floats | None = None
@@ -116,7 +113,7 @@ def choose_threshold(
         threshold = -(rule.price or 0.0) if given is None else given
         choice = _without_validation(rule, policy.calibration.split)
     elif rule.certify is not None:
-        threshold, certificate = _certify(policy, calibration, trace, measured_on, rule.certify, gains)
+        threshold, certificate = _certify(policy, calibration, trace, measured_on, rule.certify)
         choice = ThresholdChoice(rule="certified", objective=None, split=split, certificate=certificate)
     else:
         assert frontier is not None
@@ -138,7 +135,7 @@ def _decided(
     policy: AnyPolicy, setting: float, choice: ThresholdChoice, trace: Trace | None, gains: Gains | None
 ) -> AnyPolicy:
     """Return a policy at a setting.   gains: where that is minus a price; trace is then as for thresholds_at."""
-    changes: dict[str, Any] = {"threshold_choice": choice}
+    changes: dict[str, Any] = {"threshold_choice": choice, "gains": None}
     if gains is None:
         changes["threshold"] = policy.each_stage(setting)
     else:
@@ -301,7 +298,7 @@ def without_optimism(own: Measures, trace: Trace, chain: Chain, held_out: Floats
 
 
 def _certify(
-    policy: Policy, calibration: Chain, trace: Trace, validation: Chain, limit: RiskLimit, gains: Gains | None
+    policy: Policy, calibration: Chain, trace: Trace, validation: Chain, limit: RiskLimit
 ) -> tuple[float, RiskCertificate]:
     """Return the certified threshold of most coverage. Calibration determines what is tested, and in which order."""
     if len(policy.stages) < 2:
@@ -314,10 +311,7 @@ def _certify(
     on_validation = _early(trace, validation)
     if not on_validation.n_accepted.any():
         raise ConfigError(f"method {policy.method} answers nothing before the last model; leave certify out")
-    on_calibration = trace_policy(policy, calibration)
-    if gains is not None:
-        on_calibration = replace(on_calibration, worth=gains.worth(on_calibration.confidences))
-    found = certify(_early(on_calibration, calibration), on_validation, limit)
+    found = certify(_early(trace_policy(policy, calibration), calibration), on_validation, limit)
     return found.threshold, certificate_of(limit, found, on_validation.plug_in(limit.risk))
 
 

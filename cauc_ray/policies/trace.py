@@ -272,7 +272,9 @@ def trace_policy(policy: Policy, chain: Chain, *, likeliest: bool = False) -> Tr
     ids = chain.example_ids if policy.by_id else None
     arrays = of_rows(chain, partial(_trace_block, policy, wanted, ids))
     found: dict[str, Array | None] = dict(zip(wanted, arrays, strict=True))
-    if policy.schedule is not None:
+    if policy.gains is not None:
+        found["worth"] = policy.gains.worth(arrays[1])
+    elif policy.schedule is not None:
         found["worth"] = places_in(policy.schedule, arrays[1])
     return Trace(calls=policy.calls, ends=None if policy.in_turn else policy.ends, **found)  # type: ignore[arg-type]
 

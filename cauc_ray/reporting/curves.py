@@ -21,7 +21,9 @@ from cauc_ray.numbers.intervals import Share, share
 from cauc_ray.numbers.sweep import COST_TOLERANCE, OperatingPoints, most_within
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.evidence import Measures
-from cauc_ray.policies.methods import METHODS, Fitted, Fitting, Thresholded, cascade_of
+from cauc_ray.policies.family import Control, Family, cascade_of
+from cauc_ray.policies.fitting import Fitting
+from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.scored import SolvedPolicy
 from cauc_ray.policies.threshold import Halves, without_optimism
@@ -221,11 +223,10 @@ def trace_methods(measured: Measured) -> tuple[MethodCurve, ...]:
         return ()
     validation, test = _examples(measured, measured.validation), _examples(measured, measured.test)
     own_method, threshold = measured.policy.method, measured.policy.setting
-    own: Fitted = Thresholded(cascade_of(measured.policy), validation, given=threshold)
-    fitted: dict[str, Fitted] = {own_method: own}
+    fitted = {own_method: Family([Control(cascade_of(measured.policy), threshold)], validation)}
     if len(test.chain.models) > 1:
         fitting = Fitting(_examples(measured, measured.calibration), validation)
-        fitted |= {name: METHODS[name].load()(fitting) for name in FITTED_HERE if name != own_method}
+        fitted |= {name: METHODS[name].family(fitting) for name in FITTED_HERE if name != own_method}
     curves = []
     for name, of_fit in fitted.items():
         at = of_fit.curve(test, of_fit.points.settings)

@@ -19,7 +19,6 @@ from cauc_ray.numbers.metrics import Reliability, calibration_error, reliability
 from cauc_ray.numbers.types import Bools, Floats
 from cauc_ray.policies.policy import Policy, Stage
 from cauc_ray.policies.routers import ChoosingPolicy
-from cauc_ray.policies.scored import DuoPolicy
 from cauc_ray.policies.trace import own_answers, replay
 from cauc_ray.reporting.finding import Found
 
@@ -70,7 +69,7 @@ class Measured:
     @property
     def fuses(self) -> bool:
         """Return whether its answers may be others than those of its models."""
-        return not self.policy.scored or isinstance(self.policy, DuoPolicy)
+        return self.policy.fuses
 
 
 def measure_policy(found: Found, split: str) -> Measured:

@@ -12,9 +12,10 @@ from typing import Annotated, Any, Union
 
 from pydantic import Field, TypeAdapter
 
-from cauc_ray import policies
 from cauc_ray.cli.verbs import VERBS
 from cauc_ray.models.pool import Pool
+from cauc_ray.policies.method import METHODS
+from cauc_ray.policies.policy import POLICY_CLASSES
 from cauc_ray.protocol.messages import InferenceRequest
 from cauc_ray.serving.decisions import DecisionRequest
 from cauc_ray.serving.feedback import FeedbackMessage
@@ -26,7 +27,9 @@ CONFIGS = ("collect", "fit", "evaluate", "compare", "sweep", "run", "serve", "pl
 
 
 def _policy() -> dict[str, Any]:
-    kinds: Any = Union[tuple(getattr(policies, name) for name in policies.__all__)]  # noqa: UP007
+    modules = {method.fit.__module__ for method in METHODS.values()}  # which register their classes
+    classes = {kind for kind in POLICY_CLASSES.values() if kind.__module__.startswith("cauc_ray.") and modules}
+    kinds: Any = Union[tuple(sorted(classes, key=lambda kind: kind.__name__))]  # noqa: UP007
     either: TypeAdapter[Any] = TypeAdapter(Annotated[kinds, Field(discriminator="method")])
     return either.json_schema()
 

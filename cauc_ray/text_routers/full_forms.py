@@ -15,21 +15,23 @@ import torch
 from torch import nn
 from transformers import AutoModel
 
-from cauc_ray.errors import ConfigError
-from cauc_ray.numbers.logits import softmax
-from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.baselines.frugalgpt import search
-from cauc_ray.policies.baselines.model_vectors import (
+from cauc_ray.baselines.frugalgpt import search
+from cauc_ray.baselines.networks.model_vectors import (
     Neighbours,
     RouterDC,
     answer_quality,
     clusters,
     sample_model_loss,
 )
-from cauc_ray.policies.baselines.routing import fit_single, routed
-from cauc_ray.policies.baselines.solved import Solved
-from cauc_ray.policies.baselines.training import Schedule, train
-from cauc_ray.policies.methods import Fitted, Fitting, Thresholded
+from cauc_ray.baselines.networks.training import Schedule, train
+from cauc_ray.baselines.routing import routed
+from cauc_ray.baselines.solved import Solved
+from cauc_ray.errors import ConfigError
+from cauc_ray.numbers.logits import softmax
+from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.policies.family import Control, Member
+from cauc_ray.policies.fitting import Fitting
+from cauc_ray.policies.methods.single import fit_single
 from cauc_ray.policies.trace import Examples, Trace, costs_to_come, own_answers
 from cauc_ray.text_routers.reading import (
     BERT_TOKENS,
@@ -79,7 +81,7 @@ def answered(examples: Examples, model: int) -> list[str]:
     return [f"{text} {letter}" for text, letter in zip(texts_of(examples), letters, strict=True)]
 
 
-def fit_frugalgpt_bert(fitting: Fitting, recipe: Recipe = SCORER) -> Fitted:
+def fit_frugalgpt_bert(fitting: Fitting, recipe: Recipe = SCORER) -> Solved:
     """Fine-tune for each model a classifier of query and answer into right or wrong; orders and thresholds as usual.
 
     The published one is DistilBERT. Raises ConfigError where there are no texts or the checkpoint cannot be loaded.
@@ -134,7 +136,9 @@ class Reading(nn.Module):
         return self.reader.logits(tokens)
 
 
-def fit_routerdc_encoder(fitting: Fitting, schedule: Schedule = ENCODER_SCHEDULE, rate: float = ENCODER_RATE) -> Fitted:
+def fit_routerdc_encoder(
+    fitting: Fitting, schedule: Schedule = ENCODER_SCHEDULE, rate: float = ENCODER_RATE
+) -> Sequence[Member]:
     """Train an encoder and a vector for each model by both contrasts of RouterDC.
 
     The published one is mDeBERTa-v3-base. Clusters are those of the untrained encoder's states, by principal
@@ -164,7 +168,7 @@ def fit_routerdc_encoder(fitting: Fitting, schedule: Schedule = ENCODER_SCHEDULE
     def cascade(examples: Examples) -> Trace:
         return routed(softmax(known(texts_of(examples))), prices, examples.chain)
 
-    return Thresholded(cascade, fitting.validation, 0.0, f"fine-tuned from {Path(checkpoint).name}; clusters by PCA")
+    return [Control(cascade, threshold=0.0)]
 
 
 def _in_parts(read: Callable[[Sequence[str]], Floats], texts: Sequence[str], reader: Reader) -> Floats:

@@ -13,11 +13,11 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from cauc_ray.baselines.networks.training import Schedule, train
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.hub import loading
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.baselines.training import Schedule, train
-from cauc_ray.policies.methods import Fitting
+from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.trace import Examples
 
 # Longer gradients are scaled down to this length, as transformers' own trainer does.

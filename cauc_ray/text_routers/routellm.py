@@ -5,17 +5,18 @@ Both choose between the first and the last model of a chain by w, the probabilit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from transformers import AutoModelForCausalLM
 
+from cauc_ray.baselines.routing import FirstOrLast
 from cauc_ray.numbers.logits import log_softmax
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.baselines.routing import FirstOrLast, fit_single, note_on_the_middle
-from cauc_ray.policies.methods import Fitted, Fitting, Thresholded
+from cauc_ray.policies.family import Control, Member
+from cauc_ray.policies.fitting import Fitting
+from cauc_ray.policies.methods.single import fit_single
 from cauc_ray.policies.trace import Examples
 from cauc_ray.text_routers.reading import (
     Labelled,
@@ -64,17 +65,17 @@ class TextWins:
         return np.array([self.known[text] for text in texts])
 
 
-def fit_routellm_bert(fitting: Fitting, recipe: Recipe = BERT) -> Fitted:
+def fit_routellm_bert(fitting: Fitting, recipe: Recipe = BERT) -> Sequence[Member]:
     """Fine-tune a classifier of texts into: the last model wins, a tie, the first wins; w = 1 - P(the latter two).
 
     Labels are from correctness, not from people's preferences. The weights with the lowest validation loss are kept,
     checked every 100 updates; training ends when four checks in a row did not lower it.
     Raises ConfigError where there are no texts or the checkpoint cannot be loaded.
     """
-    return _fitted(fitting, recipe, classifier, comparisons, n_for_last=1, note="labels from correctness")
+    return _fitted(fitting, recipe, classifier, comparisons, n_for_last=1)
 
 
-def fit_routellm_causal(fitting: Fitting, recipe: Recipe = CAUSAL) -> Fitted:
+def fit_routellm_causal(fitting: Fitting, recipe: Recipe = CAUSAL) -> Sequence[Member]:
     """Fine-tune a causal language model to continue a text with a score of the first model; w = 1 - P(score >= 4).
 
     The score is one of five added tokens, the only one that the loss counts; its probabilities are taken among the
@@ -82,8 +83,7 @@ def fit_routellm_causal(fitting: Fitting, recipe: Recipe = CAUSAL) -> Fitted:
     The weights of the epoch with the lowest validation loss are kept; training ends after one that did not lower it.
     Raises ConfigError where there are no texts or the checkpoint cannot be loaded.
     """
-    note = "scored by the first model's probability of the right option, not by a judge"
-    return _fitted(fitting, recipe, scorer, qualities, n_for_last=3, note=note)
+    return _fitted(fitting, recipe, scorer, qualities, n_for_last=3)
 
 
 def _fitted(
@@ -93,8 +93,7 @@ def _fitted(
     outcomes: Callable[[Examples], Ints],
     *,
     n_for_last: int,
-    note: str,
-) -> Fitted:
+) -> Sequence[Member]:
     checkpoint = require_training(fitting)
     calibration, validation = (Labelled(texts_of(s), outcomes(s)) for s in (fitting.calibration, fitting.validation))
     n_models = len(fitting.calibration.chain.models)
@@ -103,9 +102,7 @@ def _fitted(
     with drawn_from(fitting.seed):
         reader = reader_of(checkpoint)
         fine_tune(reader, calibration, validation, recipe, fitting.seed)
-    notes = f"fine-tuned from {Path(checkpoint).name}", note, note_on_the_middle(n_models)
-    router = FirstOrLast(TextWins(reader, n_for_last))
-    return Thresholded(router, fitting.validation, note="; ".join(filter(None, notes)))
+    return [Control(FirstOrLast(TextWins(reader, n_for_last)))]
 
 
 def comparisons(examples: Examples) -> Ints:

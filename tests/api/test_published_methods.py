@@ -17,7 +17,7 @@ from runs import answers_of
 
 import cauc_ray
 from cauc_ray.errors import CaucError, ConfigError, PolicyError
-from cauc_ray.policies.methods import METHODS
+from cauc_ray.policies.method import METHODS
 
 CONTROLS = ["duo", "margin", "max-probability", "random", "single:m1"]
 ROUTERS = [name for name, method in METHODS.items() if method.paradigm == "router" and not method.needs_texts]

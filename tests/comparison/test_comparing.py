@@ -21,7 +21,7 @@ from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import ConfigError
 from cauc_ray.policies.by_method import fit_policy
-from cauc_ray.policies.methods import METHODS
+from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.threshold import ThresholdRule
 
 MODELS = ["m0", "m1", "m2"]
@@ -431,7 +431,7 @@ def test_no_figure_is_left_out_on_a_narrow_terminal(compared, monkeypatch):
 
 def test_methods_whose_packages_are_missing_are_named_and_not_replaced(table, monkeypatch):
     absent = {"torch": None}
-    monkeypatch.setattr("cauc_ray.policies.methods.find_spec", lambda name: absent.get(name, name))
+    monkeypatch.setattr("cauc_ray.policies.method.find_spec", lambda name: absent.get(name, name))
     chosen, not_run = choose_methods(["all"], MODELS)
     missing = {method["method"]: method["why"] for method in not_run}
     of_torch = {name for name, method in METHODS.items() if "torch" in method.packages}

@@ -6,7 +6,7 @@ import re
 import pytest
 from pages import PAGES, ROOT
 
-from cauc_ray.policies.methods import METHODS
+from cauc_ray.policies.method import METHODS
 
 SCRIPT = ROOT / "docs" / "references.py"
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from planted import problem
 
-from cauc_ray.policies.methods import METHODS
+from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 

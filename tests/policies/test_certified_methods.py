@@ -10,7 +10,7 @@ from scipy.stats import binom
 from cauc_ray.errors import ConfigError, RiskError
 from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.policies.by_method import OURS, fit_method, fit_policy
-from cauc_ray.policies.methods import METHODS
+from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 

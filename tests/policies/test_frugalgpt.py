@@ -12,8 +12,8 @@ from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
 from synthetic import seeds
 
-from cauc_ray.policies.baselines import frugalgpt
-from cauc_ray.policies.baselines.frugalgpt import Solution, distances_of, fit_frugalgpt, search
+from cauc_ray.baselines import frugalgpt
+from cauc_ray.baselines.frugalgpt import Solution, distances_of, fit_frugalgpt, search
 from cauc_ray.policies.features import option_features
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from cauc_ray.baselines.neighbours import fit_routellm_sw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import changed, examples, problem, values_of, vectors_of
@@ -12,12 +13,11 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import adjusted_rand_score
 from synthetic import seeds, softmax
 
-from cauc_ray.policies.baselines import model_vectors
-from cauc_ray.policies.baselines.graphrouter import Graph, Network
-from cauc_ray.policies.baselines.model_vectors import clusters, fit_embedllm, sample_model_loss, sample_sample_loss
-from cauc_ray.policies.baselines.neighbours import fit_routellm_sw
-from cauc_ray.policies.baselines.post_hoc_embed import fit_post_hoc_embed
-from cauc_ray.policies.baselines.training import Schedule, train
+from cauc_ray.baselines.networks import model_vectors
+from cauc_ray.baselines.networks.graph import Graph, Network
+from cauc_ray.baselines.networks.model_vectors import clusters, fit_embedllm, sample_model_loss, sample_sample_loss
+from cauc_ray.baselines.networks.training import Schedule, train
+from cauc_ray.baselines.post_hoc_embed import fit_post_hoc_embed
 from cauc_ray.policies.features import Scaler, unit_rows
 
 

@@ -16,7 +16,8 @@ from planted import changed, gain_over_mixture, problem
 import cauc_ray
 from cauc_ray.errors import BudgetError, CaucError, ConfigError
 from cauc_ray.policies.by_method import OURS, fit_policy, method_of
-from cauc_ray.policies.methods import METHODS, cascade_of
+from cauc_ray.policies.family import cascade_of
+from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import EmbeddingCall, measure_replay, replay, steps_of, trace_policy
@@ -62,7 +63,7 @@ def short_training():
 
 
 def fitted_to(method, fitting):
-    return method_of(method, fitting.calibration.chain.models)[1](fitting)
+    return method_of(method, fitting.calibration.chain.models).family(fitting)
 
 
 @cache
@@ -101,11 +102,10 @@ def chain_of(policy, split):
 
 def scores(fitted, test):
     """Return all numbers that a fitted method has of examples whose labels it does not see."""
-    if hasattr(fitted, "cascade"):
-        return fitted.cascade(test.without_labels()).compared
-    if hasattr(fitted, "candidates"):
-        traces = [cascade_of(candidate.policy)(test.without_labels()) for candidate in fitted.candidates]
-        return np.column_stack([trace.confidences for trace in traces])
+    if isinstance(fitted, Family):
+        unlabelled = test.without_labels()
+        cascades = [cascade_of(one) if isinstance(one, Policy) else one.trace for one in fitted.members]
+        return np.column_stack([cascade(unlabelled).confidences for cascade in cascades])
     values = fitted.read(fitted.unsolved, test.without_labels())
     return np.column_stack([*values.qualities.values()]) if hasattr(values, "qualities") else values
 
@@ -293,7 +293,7 @@ def test_a_policy_answers_as_the_method_does_in_a_comparison_within_the_budget(m
     policy, fitted, fitting, test = publish(method, embedded)
     setting = fitted.default
     if policy.budget is not None:
-        setting = METHODS[method].setting(fitted, BUDGET)
+        setting = fitted.setting(BUDGET)
         assert on_validation(policy).cost <= BUDGET * (1 + 1e-9)
     compared, answers = fitted.answers(test.without_labels(), setting), replay(policy, chain_of(policy, test))
     assert (answers.predictions == compared.predictions).all()

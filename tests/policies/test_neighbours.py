@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cauc_ray.baselines.neighbours import SHARPNESSES, fit_benchmark_routing, fit_routellm_sw, sizes_to_try
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import changed, problem, values_of
@@ -13,8 +14,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics.pairwise import cosine_similarity
 from synthetic import seeds
 
-from cauc_ray.policies.baselines.model_vectors import fit_routellm_mf
-from cauc_ray.policies.baselines.neighbours import SHARPNESSES, fit_benchmark_routing, fit_routellm_sw, sizes_to_try
+from cauc_ray.baselines.networks.model_vectors import fit_routellm_mf
 from cauc_ray.policies.routers import near_shares
 
 

@@ -5,9 +5,9 @@ import pytest
 from planted import examples, gain_over_mixture
 from synthetic import chain, softmax
 
+from cauc_ray.baselines.networks.training import Schedule
 from cauc_ray.errors import CaucError
-from cauc_ray.policies.baselines.training import Schedule
-from cauc_ray.policies.methods import Fitting
+from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.trace import EmbeddingCall, Examples
 
 pytest.importorskip("transformers", reason="the text routers need transformers: pip install 'cauc-ray[text-routers]'")

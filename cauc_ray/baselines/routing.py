@@ -11,9 +11,10 @@ import numpy as np
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.features import Scaler, answer_features
-from cauc_ray.policies.methods import Fitted, Fitting, Thresholded
+from cauc_ray.policies.fitting import Fitting
+from cauc_ray.policies.methods.single import fit_single
+from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.routers import RouterPolicy, choices
-from cauc_ray.policies.scored import RawPolicy
 from cauc_ray.policies.trace import Examples, Trace, own_answers
 
 # What a router reads of examples, float32 (N, d).
@@ -53,40 +54,56 @@ def note_on_the_middle(n_models: int) -> str:
     return "first and last model only" if n_models > 2 else ""
 
 
-def fit_single(fitting: Fitting, model: int) -> Fitted:
-    """Return one model of the chain alone, by its index."""
-    return Thresholded.of(fitting.policy(RawPolicy, [model], method="single"), fitting)
+def note_of_router(*notes: str, leaves_middle: bool = False) -> Callable[[Fitting], str]:
+    """Return the note for tables on a router by what it was fitted from.
+
+    Args:
+        notes: Notes for every table.
+        leaves_middle: Whether it calls the first and the last model only.
+    """
+
+    def note(fitting: Fitting) -> str:
+        calibration, n_models = fitting.calibration, len(fitting.calibration.chain.models)
+        if n_models == 1:
+            return ""
+        features = "features: the first model's outputs, its call paid"
+        if calibration.embeddings is not None:
+            features = calibration.embedding_note
+        middle = note_on_the_middle(n_models) if leaves_middle else ""
+        return "; ".join(filter(None, (*notes, middle, features)))
+
+    return note
 
 
-def fit_router(fitting: Fitting, method: str, learn: Learn, *notes: str, models: Sequence[int] | None = None) -> Fitted:
+def fit_router(
+    fitting: Fitting, kind: type[RouterPolicy], learn: Learn, models: Sequence[int] | None = None
+) -> Sequence[Policy]:
     """Fit a router of all models, or of some by index; without a budget one of values takes quality first.
 
     A chain of one model leaves nothing to learn. Embeddings have length 1, as sentence encoders give them, which
     published learning rates and noise are for. Without embeddings a router reads the first model's outputs,
     standardised, whose call every example then pays for.
-    notes: for every table.
     """
     calibration = fitting.calibration
     if len(calibration.chain.models) == 1:
         return fit_single(fitting, 0)
     encoded, first = calibration.embeddings is not None, calibration.chain.logits[0]
-    n_options, arrays, own = None, {}, calibration.embedding_note
+    n_options, arrays = None, {}
     if not encoded:
-        n_options, own = first.shape[1], "features: the first model's outputs, its call paid"
+        n_options = first.shape[1]
         scaler = Scaler.of(answer_features(first, n_options))
         arrays = {"means": scaler.means, "scales": scaler.scales}
-    unfitted = fitting.policy(RouterPolicy, models, encoded=encoded, method=method, n_options=n_options)
-    unfitted = unfitted.with_arrays(arrays)
+    unfitted = fitting.policy(kind, models, encoded=encoded, n_options=n_options).with_arrays(arrays)
 
     def read(examples: Examples) -> Floats:
         return unfitted.vectors(examples.chain.logits[0] if examples.embeddings is None else examples.embeddings)
 
     learned, numbers = learn(fitting, read)
-    policy = unfitted.model_copy(update=dict(numbers)).with_arrays({**arrays, **learned})
-    return Thresholded.of(policy, fitting, None if models else 0.0, "; ".join(filter(None, (*notes, own))))
+    if models is None:
+        numbers = {"threshold": 0.0, **numbers}
+    return [unfitted.model_copy(update=dict(numbers)).with_arrays({**arrays, **learned})]
 
 
-def fit_first_or_last(fitting: Fitting, method: str, learn: Learn) -> Fitted:
+def fit_first_or_last(fitting: Fitting, kind: type[RouterPolicy], learn: Learn) -> Sequence[Policy]:
     """Fit a router between the first and the last model."""
-    n_models = len(fitting.calibration.chain.models)
-    return fit_router(fitting, method, learn, note_on_the_middle(n_models), models=[0, n_models - 1])
+    return fit_router(fitting, kind, learn, [0, len(fitting.calibration.chain.models) - 1])

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from sklearn.linear_model import LogisticRegression
-from threadpoolctl import threadpool_limits
 
+from cauc_ray.baselines.solved import Solved
+from cauc_ray.numbers.products import products
 from cauc_ray.numbers.sweep import pareto
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.baselines.solved import Solved
 from cauc_ray.policies.features import Scaler, answer_features
-from cauc_ray.policies.methods import Fitted, Fitting
-from cauc_ray.policies.scored import FrugalGPTPolicy
+from cauc_ray.policies.fitting import Fitting
+from cauc_ray.policies.method import Method
+from cauc_ray.policies.scored import ScoredPolicy, SolvedPolicy
 from cauc_ray.policies.trace import Examples, costs_to_come
 
 # Inverse regularisations tried, as scikit-learn counts them: from features that hardly count to ones that count fully.
@@ -32,6 +32,29 @@ N_QUANTILES = 40
 
 # Of the best solutions by rising cost, at most so many are kept, evenly by rank, the two ends always.
 MOST_SOLUTIONS = 1000
+
+
+class FrugalGPTPolicy(ScoredPolicy, SolvedPolicy):
+    """FrugalGPT: an answer is taken if its distance, 1 less its predicted reliability, is below its stage's threshold.
+
+    Arrays of each model: weights, (d,). A solution's numbers are thresholds of the distance, of all stages but the
+    last; at 0 none is taken, at 2 all are.
+    """
+
+    method: Literal["frugalgpt"] = "frugalgpt"
+
+    def score(self, stage: int, logits: Floats, embeddings: Floats) -> Floats:
+        """Return inf for answers that are taken, -inf for others."""
+        at = stage - (self.encoder is not None)
+        return np.where(self.distances(stage, logits, embeddings) < self.solution[at], np.inf, -np.inf)
+
+    def distances(self, stage: int, logits: Floats, embeddings: Floats) -> Floats:
+        """Return 1 less the probability that the stage's answer is right, float64 (n,)."""
+        numbers = self.stages[stage]
+        inputs = self.read(stage, logits, embeddings, with_answer=True)
+        logits = products(inputs, self.arrays[f"{numbers.name}/weights"][None])[:, 0] + (numbers.offset or 0.0)
+        found: Floats = np.exp(-np.logaddexp(0.0, logits))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +98,7 @@ class Solution:
         return Solution(self.order, tuple(thresholds))
 
 
-def fit_frugalgpt(fitting: Fitting) -> Fitted:
+def fit(fitting: Fitting) -> Solved:
     """Fit a scorer for each model on calibration, and search orders and thresholds on validation.
 
     The published scorers are language models that read query and answer; here they see the answering model's log
@@ -128,6 +151,9 @@ def logistic(inputs: Floats, right: Bools, inverse_penalty: float = 1.0) -> tupl
     if right.all() or not right.any() or not inputs.shape[1]:
         # Nothing to learn but the rate, with half a row more of each kind.
         return np.zeros(inputs.shape[1]), float(np.log((right.sum() + 0.5) / ((~right).sum() + 0.5)))
+    from sklearn.linear_model import LogisticRegression
+    from threadpoolctl import threadpool_limits
+
     with threadpool_limits(1):  # on fits so small several threads only wait for each other
         fit = LogisticRegression(C=inverse_penalty, max_iter=_MOST_ITERATIONS).fit(inputs, right)
     return fit.coef_[0], float(fit.intercept_[0])
@@ -240,3 +266,6 @@ def _rises_from_the_right(values: Ints) -> Bools:
     rises = np.ones(values.shape, dtype=bool)
     rises[:, :-1] = values[:, :-1] > best[:, 1:]
     return rises
+
+
+METHOD = Method("frugalgpt", "cascade", fit, packages=("sklearn",), extra="baselines")

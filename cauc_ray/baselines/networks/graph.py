@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from cauc_ray.baselines.networks.training import Schedule, linear, one_thread, train
+from cauc_ray.baselines.routing import Read
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.baselines.routing import Read, fit_router
-from cauc_ray.policies.baselines.training import Schedule, linear, one_thread, train
 from cauc_ray.policies.features import Scaler
-from cauc_ray.policies.methods import Fitted, Fitting
+from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.trace import Examples
 
 WIDTH = 8  # of an aligned query, and of the task; a node is the two side by side
@@ -128,21 +128,8 @@ class Network(nn.Module):
         return task
 
 
-def fit_graphrouter(fitting: Fitting) -> Fitted:
-    """Train the network to predict, of random halves of the calibration split's edges, which lead to the best model.
-
-    As published, quality first: AdamW by binary cross-entropy, a score being the sigmoid of the mean product of the
-    aligned query and the convolved model. Saved outputs hold no descriptions of models or tasks: a model's features
-    are its index, accuracy and cost instead of an embedded text, and there is one task. Where models tie, all of the
-    best are targets. A step hides one random half of the edges instead of 32 halves, which orders test queries as
-    well and takes a tenth of the time. Of at most 2,000 epochs that of the lowest validation loss counts; training
-    stops when none was lower for 500.
-    """
-    return fit_router(fitting, "graphrouter", _trained, "no descriptions of models", "one mask a step, early stopping")
-
-
 @one_thread()
-def _trained(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], dict[str, Any]]:
+def trained(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train, and return what the logits of scores are linear in.
 
     As in the released code, a score takes a query as it was aligned, before any message, and no message goes to a

@@ -15,7 +15,8 @@ from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS, RiskCertificate, ThresholdChoice
-from cauc_ray.policies.methods import Curve, Fitting
+from cauc_ray.policies.family import Curve
+from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.scored import SolvedPolicy
 from cauc_ray.policies.threshold import ThresholdRule, certificate_of, curve_points, measured
 from cauc_ray.policies.trace import Answers, Examples, own_answers, trace_policy, with_embedding_paid
@@ -58,6 +59,10 @@ class Solved:
     solutions: tuple[Solution, ...]
     points: OperatingPoints
     note: str
+    validation: Examples
+    reading: Callable[[Examples], Examples] = lambda examples: examples
+    chooser: None = None
+    is_numbered: bool = False
 
     @classmethod
     def of(
@@ -73,15 +78,23 @@ class Solved:
         distinct = np.append(np.diff(curve.cost) > _COST_TOLERANCE * curve.cost[1:], True)
         cost, quality = curve.cost[distinct], curve.accuracy[distinct]
         kept = tuple(solution for solution, keep in zip(solutions, distinct, strict=True) if keep)
-        return cls(unsolved, read, kept, OperatingPoints(cost, cost, quality, validation.chain.costs.unit), note)
+        return cls(
+            unsolved, read, kept, OperatingPoints(cost, cost, quality, validation.chain.costs.unit), note, validation
+        )
 
     @property
     def default(self) -> float:
         """Return the cost of the solution that is best without a budget."""
         return float(self.points.settings[self.points.index_of_best()])
 
+    def setting(self, budget: float, points: OperatingPoints | None = None) -> float | None:
+        """Return the setting for a budget, None if there is only one. Raises BudgetError."""
+        points = points or self.points
+        return None if len(points.settings) == 1 else float(points.settings[points.index_of_best(budget)])
+
     def answers(self, examples: Examples, setting: float) -> Answers:
         """Replay the best solution within a budget. Raises BudgetError where none costs so little."""
+        examples = self.reading(examples)
         solution = self.solutions[self.points.index_of_best(setting)]
         return _replayed(solution, examples, own_answers(examples.chain), self.read(self.unsolved, examples))
 
@@ -90,6 +103,7 @@ class Solved:
 
         Raises BudgetError where no solution costs so little.
         """
+        examples = self.reading(examples)
         chosen, which = np.unique([self.points.index_of_best(setting) for setting in settings], return_inverse=True)
         solutions = [self.solutions[point] for point in chosen]
         curve = measure_solutions(solutions, examples, self.read(self.unsolved, examples))

@@ -20,11 +20,11 @@ from sklearn.utils.extmath import randomized_svd
 from torch import nn
 from torch.nn import functional
 
+from cauc_ray.baselines.networks.training import Schedule, array_of, linear, one_thread, train, with_noise
+from cauc_ray.baselines.routing import Read
 from cauc_ray.numbers.logits import top_option
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.baselines.routing import Read, fit_first_or_last, fit_router
-from cauc_ray.policies.baselines.training import Schedule, array_of, linear, one_thread, train, with_noise
-from cauc_ray.policies.methods import Fitted, Fitting
+from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.trace import Examples
 
 # RouteLLM.
@@ -75,18 +75,9 @@ class MatrixFactorisation(nn.Module):
         return (self.classifier.weight[0] * (models[-1] - models[0])) @ self.projection.weight
 
 
-def fit_routellm_mf(fitting: Fitting) -> Fitted:
-    """Train on the battles of the calibration split: a query and two models, of which only the first is right.
-
-    Battles of all models are used. Optimiser, batch, noise and 100 epochs are the published ones, but training ends
-    after 4,000 steps, or when 20 checks on the validation split's battles, one each epoch or 100 steps, have brought
-    no improvement. Published is to keep the last weights; here they are those of the lowest loss on these battles.
-    """
-    return fit_first_or_last(fitting, "routellm-mf", _trained_mf)
-
-
 @one_thread()
-def _trained_mf(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], dict[str, Any]]:
+def trained_mf(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train RouteLLM's matrix factorisation, and return what the logit that the last model wins is linear in."""
     generator = torch.Generator().manual_seed(fitting.seed)
     queries, own, held_out, held_out_own = _both(fitting, vectors, battles)
     network = MatrixFactorisation(queries.shape[1], len(fitting.calibration.chain.models), generator)
@@ -148,17 +139,8 @@ class EmbedLLM(nn.Module):
         return {"weights": array_of(of_models @ self.projection.weight), "offsets": array_of(offsets)}
 
 
-def fit_embedllm(fitting: Fitting) -> Fitted:
-    """Train on the calibration split's correctness, up to the lowest NLL on validation.
-
-    The published rule, the model of the highest logit difference between right and wrong, knows no cost; here the
-    probability of being right, which rises with it, is what a price is set against.
-    """
-    return fit_router(fitting, "embedllm", _trained_embedllm)
-
-
 @one_thread()
-def _trained_embedllm(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], dict[str, Any]]:
+def trained_embedllm(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train with the published optimiser and noise, on batches of all models on some of the queries.
 
     Published are 50 epochs of batches of 2,048 pairs of a model and a query, over a table of 112 models: tens of
@@ -221,18 +203,8 @@ class RouterDC(nn.Module):
         return sample_model_loss(self.similarities(own), quality[rows]) + sample_sample_loss(own, contrast)
 
 
-def fit_routerdc(fitting: Fitting) -> Fitted:
-    """Train a projection of frozen features, where the original trains its encoder, with both of its losses.
-
-    The weights kept are those of the lowest sample-model loss on validation. Clusters are found by principal
-    components and k-means, where the original takes t-SNE and k-means. Nothing in the method knows of costs: a price
-    is set against the softmax of the similarities.
-    """
-    return fit_router(fitting, "routerdc", _trained_routerdc, "frozen encoder, clusters by PCA")
-
-
 @one_thread()
-def _trained_routerdc(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], dict[str, Any]]:
+def trained_routerdc(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train for the published 1,000 steps of 64 queries, or until 6 checks on validation bring no improvement.
 
     The published learning rate is for an encoder's weights; Adam's usual one is for a projection's.

@@ -1,0 +1,1 @@
+"""The methods that CAUC is compared with, each in a file, fitted from the same saved outputs."""

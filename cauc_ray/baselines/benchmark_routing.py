@@ -1,0 +1,102 @@
+"""Benchmark Routing (Shnitzer et al., COLM 2024): the model that was right most often on the nearest known queries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from cauc_ray.baselines.routing import Read, fit_router, note_of_router
+from cauc_ray.numbers.products import products
+from cauc_ray.numbers.types import Bools, Floats
+from cauc_ray.policies.features import unit_rows
+from cauc_ray.policies.fitting import Fitting
+from cauc_ray.policies.method import Method
+from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.routers import ROWS_AT_ONCE, ValueRouter
+
+# Numbers of neighbours tried besides all of them, in square roots of the number of known queries.
+ROOTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+# Sharpnesses tried of a neighbour's weight.
+SHARPNESSES = (0.0, 5.0, 10.0, 20.0)
+
+
+class BenchmarkRoutingPolicy(ValueRouter):
+    """Values are shares of right answers on near queries.   Arrays: known queries, (n, d), and correct, (n, M)."""
+
+    method: Literal["benchmark-routing"] = "benchmark-routing"
+
+    def values(self, vectors: Floats) -> Floats:
+        """Return the share of each model's right answers on the nearest known queries, float64 (n, M)."""
+        assert self.k is not None
+        assert self.sharpness is not None
+        known, correct = self.arrays["known"], self.arrays["correct"]
+        shares: Floats = near_shares(vectors, known, correct, (self.k,), (self.sharpness,))[0, 0]
+        return shares
+
+
+def fit(fitting: Fitting) -> Sequence[Policy]:
+    """Remember the calibration queries, and choose the number of neighbours and their weights on validation.
+
+    The published method rates a model on a whole new task by the mean of its estimates there; this is its rule for a
+    single query, argmax_j g_j(x). Its k, metric and weights are not published. Tried are multiples of sqrt(n), each
+    with every sharpness, and all n of equal weight; the smallest mean squared error of g, a proper loss, decides.
+    """
+    return fit_router(fitting, BenchmarkRoutingPolicy, _known_queries)
+
+
+def _known_queries(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the known queries, with the number of neighbours and the sharpness of smallest squared error.
+
+    Among equals all queries at equal weight, else the lowest sharpness and the fewest neighbours.
+    """
+    known, asked = vectors(fitting.calibration), vectors(fitting.validation)
+    own, right = fitting.calibration.correct(), fitting.validation.correct()
+    k, sharpness, sizes = len(known), 0.0, sizes_to_try(len(known))
+    if sizes:
+        errors = ((near_shares(asked, known, own, sizes, SHARPNESSES) - right) ** 2).mean(axis=(2, 3))
+        if errors.min() < np.mean((own.mean(axis=0) - right) ** 2):
+            at, size = np.unravel_index(errors.argmin(), errors.shape)
+            k, sharpness = sizes[size], SHARPNESSES[at]
+    return {"known": known, "correct": own.astype(np.uint8)}, {"k": k, "sharpness": sharpness}
+
+
+def sizes_to_try(n: int) -> tuple[int, ...]:
+    """Return the numbers of neighbours to try among n known queries, rising, all below n."""
+    sizes = {max(1, round(root * n**0.5)) for root in ROOTS}
+    return tuple(sorted(size for size in sizes if size < n))
+
+
+def near_shares(
+    vectors: Floats, known: Floats, correct: Floats | Bools, sizes: Sequence[int], sharpnesses: Sequence[float]
+) -> Floats:
+    """Return the shares of right answers on the nearest known queries, float64 (B, S, N, M).
+
+    vectors: float32 (N, d).   known: float32 (n, d).   correct: (n, M).   sizes: S rising numbers of neighbours by
+    cosine.   sharpnesses: B; a neighbour weighs exp(sharpness x (cosine - 1)). All n at sharpness 0 are the models'
+    accuracies, whatever the query.
+    """
+    found = np.empty((len(sharpnesses), len(sizes), len(vectors), correct.shape[1]))
+    last, asked, own = np.array(sizes) - 1, unit_rows(vectors), unit_rows(known)
+    right = np.asarray(correct, dtype=np.float64)
+    for start in range(0, len(vectors), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        cosines = products(asked[rows], own)
+        near = np.argsort(-cosines, axis=1, kind="stable")[:, : sizes[-1]]
+        distances = 1.0 - np.take_along_axis(cosines, near, axis=1)
+        for at, sharpness in enumerate(sharpnesses):
+            weights = np.exp(-sharpness * distances)[:, :, None]
+            shares = np.cumsum(weights * right[near], axis=1) / np.cumsum(weights, axis=1)
+            found[at, :, rows] = np.moveaxis(shares[:, last], 1, 0)
+    return found
+
+
+METHOD = Method(
+    "benchmark-routing",
+    "router",
+    fit,
+    packages=("sklearn",),
+    extra="baselines",
+    note=note_of_router("each query by its own neighbours"),
+)

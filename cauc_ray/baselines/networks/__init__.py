@@ -1,0 +1,1 @@
+"""The networks that some of the methods train, with torch, which only their fits import."""

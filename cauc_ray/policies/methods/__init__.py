@@ -1,0 +1,1 @@
+"""The methods of CAUC, each in a file."""
