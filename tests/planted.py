@@ -7,11 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from synthetic import chain_of
+from synthetic import chain_of as synthetic_chain
 
 from cauc_ray.data.writing import write_logits
 from cauc_ray.files.documents import write_json
+from cauc_ray.policies.family import cascade_of, chain_of
 from cauc_ray.policies.fitting import Fitting
+from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.solved import SolvedPolicy
 from cauc_ray.policies.trace import Examples
 
 
@@ -39,7 +42,7 @@ def examples(seed, split, *, n, m=2, strength=6.0, d=16, k=4, ragged=False, per_
         logits.append(z.astype(np.float32))
     per_model = np.array([1.0, 10.0, 30.0, 90.0])[:m]
     costs = per_model * rng.uniform(0.5, 2.0, (n, m)) if per_call else per_model
-    chain = chain_of(labels, logits, [f"{split}-{row}" for row in range(n)], costs)
+    chain = synthetic_chain(labels, logits, [f"{split}-{row}" for row in range(n)], costs)
     return Examples(chain, embeddings.astype(np.float32) if embedded else None, texts)
 
 
@@ -76,6 +79,18 @@ def vectors_of(fitted, test):
 def values_of(fitted, test):
     """Return what a router expects of each model on queries, or the probability that the last one wins."""
     return fitted.members[0].values(vectors_of(fitted, test))
+
+
+def scores(fitted, test):
+    """Return all numbers that a fitted method has of examples whose labels it does not see."""
+    unlabelled, found = test.without_labels(), []
+    for member in fitted.members:
+        trace = cascade_of(member)(unlabelled) if isinstance(member, Policy) else member.trace(unlabelled)
+        compared = trace.confidences if isinstance(member.threshold, tuple) else trace.compared
+        if isinstance(member, SolvedPolicy):
+            compared = member.readings(chain_of(member, unlabelled).logits).reshape(len(test), -1)
+        found.append(compared)
+    return np.column_stack(found)
 
 
 def train_quickly(patch):

@@ -8,8 +8,9 @@ Models are called in the order of the chain, of which any may be left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 from itertools import combinations
 from typing import Literal, TypeAlias
 
@@ -17,7 +18,6 @@ import numpy as np
 from pydantic import Field
 
 from cauc_ray.baselines.frugalgpt import logistic
-from cauc_ray.baselines.solved import Solved
 from cauc_ray.numbers.chain import in_order
 from cauc_ray.numbers.logits import log_softmax, real_options
 from cauc_ray.numbers.multinomial import fit_classifier
@@ -25,13 +25,14 @@ from cauc_ray.numbers.products import products
 from cauc_ray.numbers.sweep import pareto
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.cauc import same_width
+from cauc_ray.policies.family import chain_of
 from cauc_ray.policies.features import LOWEST_LOG_PROBABILITY, Scaler
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import Method
 from cauc_ray.policies.methods.single import fit_single
 from cauc_ray.policies.policy import Policy, Step
 from cauc_ray.policies.routers import ChoosingPolicy, RoutedStage, sigmoid
-from cauc_ray.policies.scored import SolvedPolicy
+from cauc_ray.policies.solved import SolvedPolicy
 from cauc_ray.policies.trace import Examples, costs_to_come
 
 # Models by index, in order, that were called for a row.
@@ -41,7 +42,8 @@ Called: TypeAlias = tuple[int, ...]
 MOST_SETS = 128
 
 
-def sets_of(n_models: int) -> list[Called]:
+@cache
+def sets_of(n_models: int) -> tuple[Called, ...]:
     """Return the sets of models that may be called for a row, the empty one first, by size."""
     found: list[Called] = [()]
     for size in range(1, n_models + 1):
@@ -49,7 +51,7 @@ def sets_of(n_models: int) -> list[Called]:
         if size > 1 and len(found) + len(larger) > MOST_SETS:
             break
         found += larger
-    return found
+    return tuple(found)
 
 
 def features_of(logs: Sequence[Floats], called: Called, told: Floats) -> Floats:
@@ -105,7 +107,7 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
     stages: tuple[RoutedStage, ...] = Field(min_length=1)
 
     @property
-    def sets(self) -> list[Called]:
+    def sets(self) -> tuple[Called, ...]:
         """Return the sets of models that may be called."""
         return sets_of(len(self.answering))
 
@@ -144,13 +146,13 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
         """Return the first model, the same of all rows; None with an encoder, which is called first."""
         if self.encoder is not None:
             return None
-        return self._decide(self.qualities([], (), np.zeros((n, 0))), ())[0].astype(np.int8)
+        return self._onward(self.qualities([], (), np.zeros((n, 0))), (), self.solution).astype(np.int8)
 
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
         """Go on to another model, or take the answer of one of those called."""
         if stage < self._first:
             told = self.told(logits)
-            to = self._first + self._decide(self.qualities([], (), told), ())[0]
+            to = self._first + self._onward(self.qualities([], (), told), (), self.solution)
             return self.no_answer(told, to.astype(np.int8))
         told, seen = self._seen(stage, log_softmax(real_options(logits)), state)
         n, m = len(seen), len(self.answering)
@@ -159,27 +161,40 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
         for code in np.unique(codes).tolist():
             rows, called = np.flatnonzero(codes == code), tuple(model for model in range(m) if code >> model & 1)
             logs = [seen[rows, :, model] for model in called]
-            to[rows], takers[rows] = self._decide(self.qualities(logs, called, told[rows]), called)
+            qualities = self.qualities(logs, called, told[rows])
+            to[rows], takers[rows] = self._onward(qualities, called, self.solution), takers_of(qualities, called)
         own = _chosen(takers, lambda model, rows: self.own_answer(self._first + model, seen[rows, :, model]))
         carried, worth = np.column_stack([told, seen.reshape(n, -1)]), np.where(to < 0, np.inf, -np.inf)
         return replace(own, accepted=to < 0, state=carried, next=(self._first + to).astype(np.int8), worth=worth)
 
-    def every_step(self, logits: Sequence[Floats], ids: Sequence[str] | None) -> list[Step]:
-        """Return the step after each set of calls; rows that do not stop there have the last model's answer."""
+    def readings(self, logits: Sequence[Floats]) -> Floats:
+        """Return q of all models after the calls of every set, float64 (n, sets, M)."""
         told, logs = self.told(logits[0]), [log_softmax(real_options(own)) for own in logits[self._first :]]
-        alone = [self.own_answer(self._first + model, own) for model, own in enumerate(logs)]
-        steps: list[Step] = []
-        waiting: dict[Called, Ints] = {(): np.arange(len(told))}
-        for called in self.sets:
-            rows = waiting.pop(called, np.zeros(0, dtype=np.int64))
-            own = [logs[model][rows] for model in called]
-            to, takers = self._decide(self.qualities(own, called, told[rows]), called)
+        after = [self.qualities([logs[model] for model in called], called, told) for called in self.sets]
+        return np.stack(after, axis=1)
+
+    def stops(self, readings: Floats, numbers: tuple[float, ...]) -> Ints:
+        """Return the step after whose calls each row stops, int (n,)."""
+        stops, empty = np.zeros(len(readings), dtype=np.int64), np.zeros(0, dtype=np.int64)
+        waiting: dict[Called, Ints] = {(): np.arange(len(readings))}
+        for place, called in enumerate(self.sets):
+            rows = waiting.pop(called, empty)
+            to = self._onward(readings[rows, place], called, numbers)
+            stops[rows[to < 0]] = place - 1  # no row stops before a call
             waiting |= {(*called, model): rows[to == model] for model in np.unique(to[to >= 0]).tolist()}
-            if called:
-                worth, whose = np.full(len(told), -np.inf), np.full(len(told), called[-1])
-                worth[rows[to < 0]], whose[rows] = np.inf, takers
-                step = _chosen(whose, lambda model, of: _of_rows(alone[model], of))
-                steps.append(replace(step, worth=worth, accepted=worth > 0))
+        return stops
+
+    def every_step(self, logits: Sequence[Floats], ids: Sequence[str] | None) -> list[Step]:
+        """Return the step after each set of calls, as if its models had been called for every row."""
+        readings = self.readings(logits)
+        stops, steps = self.stops(readings, self.solution), list[Step]()
+        logs = [log_softmax(real_options(own)) for own in logits[self._first :]]
+        alone = [self.own_answer(self._first + model, own) for model, own in enumerate(logs)]
+        for place, called in enumerate(self.sets[1:]):
+            takers = takers_of(readings[:, place + 1], called)
+            step = _chosen(takers, lambda model, rows: _of_rows(alone[model], rows))
+            worth = np.where(stops == place, np.inf, -np.inf)
+            steps.append(replace(step, worth=worth, accepted=worth > 0))
         return steps
 
     @property
@@ -202,15 +217,18 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
         seen[:, :, stage - self._first] = logs
         return told, seen
 
-    def _decide(self, qualities: Floats, called: Called) -> tuple[Ints, Ints]:
-        """Return the model that rows go on to, -1 for none, and whose answer they take else, int (n,) each."""
-        takers = np.zeros(len(qualities), dtype=np.int64)
-        if called:
-            takers = np.array(called)[qualities[:, list(called)].argmax(axis=1)]
+    def _onward(self, qualities: Floats, called: Called, numbers: tuple[float, ...]) -> Ints:
+        """Return the model that rows go on to by a solution's numbers, -1 for none, int (n,)."""
         if len(called) == self.n_numbers:
-            return np.full(len(qualities), -1), takers
+            return np.full(len(qualities), -1)
         costs = np.array([stage.cost for stage in self.answering])
-        return onward(qualities, called, self.solution[len(called)], costs), takers
+        return onward(qualities, called, numbers[len(called)], costs)
+
+
+def takers_of(qualities: Floats, called: Called) -> Ints:
+    """Return whose answer rows take that stop after some calls, int (n,).   qualities: float64 (n, M)."""
+    takers: Ints = np.array(called)[qualities[:, list(called)].argmax(axis=1)]
+    return takers
 
 
 def _chosen(takers: Ints, answer: Callable[[int, Ints], Step]) -> Step:
@@ -249,46 +267,7 @@ N_DRAWN, N_ROUNDS = 250, 4
 _ODDS = np.array([-1.0, 1.0])
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """What is known of rows after every set of calls.
-
-    qualities: float64 (N, M) by set.   costs: of the models' calls, float64 (M,).
-    """
-
-    qualities: Mapping[Called, Floats]
-    costs: Floats
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """A price of a unit of cost after 0, 1, … calls.   order: of all models, that of the chain."""
-
-    order: tuple[int, ...]
-    numbers: tuple[float, ...]
-
-    def replay(self, read: Read) -> tuple[Ints, Bools]:
-        """Return whose answer each row takes, int (N,), and which models it calls, bool (N, M)."""
-        first = read.qualities[()]
-        takers, calls = np.zeros(len(first), dtype=np.int64), np.zeros(first.shape, dtype=bool)
-        waiting: dict[Called, Ints] = {(): np.arange(len(first))}
-        for called, qualities in read.qualities.items():
-            if called not in waiting:
-                continue
-            rows = waiting.pop(called)
-            to = np.full(len(rows), -1)
-            if len(called) < len(self.numbers):
-                to = onward(qualities[rows], called, self.numbers[len(called)], read.costs)
-            for model in np.unique(to).tolist():
-                own = rows[to == model]
-                if model < 0:
-                    takers[own] = np.array(called)[qualities[own][:, list(called)].argmax(axis=1)]
-                else:
-                    waiting[*called, model], calls[own, model] = own, True
-        return takers, calls
-
-
-def fit(fitting: Fitting) -> Sequence[Policy] | Solved:
+def fit(fitting: Fitting) -> Sequence[Policy]:
     """Fit the estimators on calibration, and search prices on validation.
 
     The original weighs sets of models by the expectation of their highest quality, with a normal error of each
@@ -310,10 +289,16 @@ def fit(fitting: Fitting) -> Sequence[Policy] | Solved:
     for called in sets:
         arrays[name_of(called)] = _estimators(features_of([logs[model] for model in called], called, told), right)
     policy = fitting.policy(CascadeRoutingPolicy, encoded=encoded, solutions=()).with_arrays(arrays)
-    solutions = search(policy, validation, fitting.seed)
-    notes = ["no variances", f"at most {len(sets[-1])} calls" * (len(sets[-1]) < len(chain.models))]
-    note = "; ".join(filter(None, (*notes, validation.embedding_note)))
-    return Solved.of(policy, read_of, solutions, validation, note)
+    return [policy.model_copy(update={"solutions": search(policy, validation, fitting.seed)})]
+
+
+def _note(fitting: Fitting) -> str:
+    n_models = len(fitting.calibration.chain.models)
+    if n_models == 1:
+        return ""
+    most = len(sets_of(n_models)[-1])
+    notes = "no variances", f"at most {most} calls" * (most < n_models), fitting.validation.embedding_note
+    return "; ".join(filter(None, notes))
 
 
 def _odds_by(embeddings: Floats, right: Bools) -> tuple[Floats, float, Floats]:
@@ -338,25 +323,21 @@ def _estimators(features: Floats, right: Bools) -> Floats:
     return np.column_stack([weights, offsets])
 
 
-def read_of(policy: CascadeRoutingPolicy, examples: Examples) -> Read:
-    """Return what a policy without prices reads of examples."""
-    logs = _logs(examples)
-    told = policy.told(np.zeros((len(examples), 0)) if examples.embeddings is None else examples.embeddings)
-    qualities = {called: policy.qualities([logs[model] for model in called], called, told) for called in policy.sets}
-    return Read(qualities, np.array([stage.cost for stage in policy.answering]))
-
-
-def search(policy: CascadeRoutingPolicy, validation: Examples, seed: int) -> list[Prices]:
+def search(policy: CascadeRoutingPolicy, validation: Examples, seed: int) -> tuple[tuple[float, ...], ...]:
     """Return prices by rising cost on validation: each has more right than all that cost no more.
 
     Prices are drawn from those at which some row changes its way; first one for all numbers of calls or one for each,
     then with one changed of those that are best so far.
     """
-    read, costs, correct = read_of(policy, validation), costs_to_come(validation).per_call, validation.correct()
-    n, order = policy.n_numbers, tuple(range(len(policy.answering)))
-    limits = _limits(read, n)
+    readings = policy.readings(chain_of(policy, validation).logits)
+    rows, n, correct = np.arange(len(validation)), policy.n_numbers, validation.correct()
+    takers = [takers_of(readings[:, place], called) for place, called in enumerate(policy.sets) if called]
+    right = np.stack([correct[rows, own] for own in takers], axis=1)
+    costs = costs_to_come(validation).of_calls(policy.calls[:, len(policy.stages) - len(policy.answering) :])
+    costs = np.broadcast_to(costs, right.shape)
+    limits = _limits(policy, readings)
     rng = np.random.default_rng(seed)
-    found, cost, n_right = list[Prices](), np.zeros(0), np.zeros(0)
+    found, cost, n_right = list[tuple[float, ...]](), np.zeros(0), np.zeros(0)
 
     def draw() -> list[Floats]:
         at = rng.random((N_DRAWN, n))
@@ -364,30 +345,31 @@ def search(policy: CascadeRoutingPolicy, validation: Examples, seed: int) -> lis
         at[:2] = [[0.0], [1.0]]  # the ends
         return [np.array([np.quantile(own, share) for own, share in zip(limits, shares, strict=True)]) for shares in at]
 
-    def near(best: Sequence[Prices]) -> list[Floats]:
-        drawn = [np.array(best[index].numbers) for index in rng.integers(len(best), size=N_DRAWN)]
+    def near(best: Sequence[tuple[float, ...]]) -> list[Floats]:
+        drawn = [np.array(best[index]) for index in rng.integers(len(best), size=N_DRAWN)]
         for prices, place, share in zip(drawn, rng.integers(n, size=N_DRAWN), rng.random(N_DRAWN), strict=True):
             prices[place] = np.quantile(limits[place], share)
         return drawn
 
     for turn in range(N_ROUNDS):
-        tried = [Prices(order, tuple(prices.tolist())) for prices in (near(found) if turn else draw())]
-        replayed = [prices.replay(read) for prices in tried]
-        cost = np.append(cost, [np.where(calls, costs, 0.0).sum(axis=1).mean() for _, calls in replayed])
-        n_right = np.append(n_right, [correct[np.arange(len(correct)), takers].sum() for takers, _ in replayed])
+        tried = [tuple(prices.tolist()) for prices in (near(found) if turn else draw())]
+        stops = [policy.stops(readings, prices) for prices in tried]
+        cost = np.append(cost, [costs[rows, own].mean() for own in stops])
+        n_right = np.append(n_right, [right[rows, own].sum() for own in stops])
         best = pareto(cost, n_right)
         found, cost, n_right = [[*found, *tried][index] for index in best], cost[best], n_right[best]
-    return found
+    return tuple(found)
 
 
-def _limits(read: Read, n: int) -> list[Floats]:
+def _limits(policy: CascadeRoutingPolicy, readings: Floats) -> list[Floats]:
     """Return, after each number of calls, prices from which on some row goes on to no other model than before."""
-    found: list[list[Floats]] = [[np.zeros(1)] for _ in range(n)]
-    for called, qualities in read.qualities.items():
+    found: list[list[Floats]] = [[np.zeros(1)] for _ in range(policy.n_numbers)]
+    all_costs = np.array([stage.cost for stage in policy.answering])
+    for called, qualities in zip(policy.sets, np.moveaxis(readings, 1, 0), strict=True):
         first = called[-1] + 1 if called else 0
-        if len(called) == n or first == qualities.shape[1]:
+        if len(called) == policy.n_numbers or first == qualities.shape[1]:
             continue
-        later, costs = qualities[:, first:], read.costs[first:]
+        later, costs = qualities[:, first:], all_costs[first:]
         if called:
             best = qualities[:, list(called)].max(axis=1)
             gains = (later - best[:, None])[:, costs > 0] / costs[costs > 0]
@@ -400,4 +382,4 @@ def _limits(read: Read, n: int) -> list[Floats]:
     return [np.unique(np.concatenate(own)) for own in found]
 
 
-METHOD = Method("cascade-routing", "cascade", fit, packages=("sklearn",), extra="baselines")
+METHOD = Method("cascade-routing", "cascade", fit, packages=("sklearn",), extra="baselines", note=_note)

@@ -6,21 +6,22 @@ first whose distance is below the threshold of its stage is taken, and the last 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
-from cauc_ray.baselines.solved import Solved
+from cauc_ray.numbers.logits import joint_kind, real_options
 from cauc_ray.numbers.products import products
 from cauc_ray.numbers.sweep import pareto
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.features import Scaler, answer_features
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import Method
-from cauc_ray.policies.scored import ScoredPolicy, SolvedPolicy
+from cauc_ray.policies.scored import ScoredPolicy
+from cauc_ray.policies.solved import SolvedPolicy
 from cauc_ray.policies.trace import Examples, costs_to_come
 
 # Inverse regularisations tried, as scikit-learn counts them: from features that hardly count to ones that count fully.
@@ -43,10 +44,32 @@ class FrugalGPTPolicy(ScoredPolicy, SolvedPolicy):
 
     method: Literal["frugalgpt"] = "frugalgpt"
 
+    def of_models(self, order: Sequence[int]) -> Self:
+        """Return a policy of some of the models, by index, in an order."""
+        n_encoders = len(self.stages) - len(self.answering)
+        models = tuple(self.answering[model] for model in order)
+        kind = joint_kind([stage.logit_kind for stage in models])
+        return self.model_copy(update={"stages": (*self.stages[:n_encoders], *models), "logit_kind": kind})
+
     def score(self, stage: int, logits: Floats, embeddings: Floats) -> Floats:
         """Return inf for answers that are taken, -inf for others."""
-        at = stage - (self.encoder is not None)
-        return np.where(self.distances(stage, logits, embeddings) < self.solution[at], np.inf, -np.inf)
+        threshold = self.solution[stage - (self.encoder is not None)]
+        return np.where(taken(self.distances(stage, logits, embeddings), threshold), np.inf, -np.inf)
+
+    def readings(self, logits: Sequence[Floats]) -> Floats:
+        """Return the distances of all models but the last, float64 (n, M - 1)."""
+        n_encoders = len(self.stages) - len(self.answering)
+        n = len(logits[0])
+        embeddings = np.asarray(logits[0], dtype=np.float64) if n_encoders else np.zeros((n, 0))
+        found = [
+            self.distances(stage, real_options(logits[stage]), embeddings)
+            for stage in range(n_encoders, len(self.stages) - 1)
+        ]
+        return np.stack(found, axis=1) if found else np.zeros((n, 0))
+
+    def stops(self, readings: Floats, numbers: tuple[float, ...]) -> Ints:
+        """Return the first model whose answer is taken, int (n,)."""
+        return first_taken(readings, numbers)
 
     def distances(self, stage: int, logits: Floats, embeddings: Floats) -> Floats:
         """Return 1 less the probability that the stage's answer is right, float64 (n,)."""
@@ -69,36 +92,33 @@ class Solution:
         """Return the thresholds as a policy has them: at 2 all are taken."""
         return tuple(np.clip(self.thresholds, 0.0, 2.0).tolist())
 
-    def replay(self, distances: Floats) -> tuple[Ints, Bools]:
-        """Return whose answer each row takes, int (N,), and which models it calls, bool (N, M).
-
-        distances: float64 (N, M); of models that are not called they make no difference.
-        """
-        takers, calls = np.zeros(len(distances), dtype=np.int64), np.zeros(distances.shape, dtype=bool)
-        for model, asked, taken in self.steps(distances):
-            calls[asked, model] = True
-            takers[taken] = model
-        return takers, calls
-
-    def steps(self, distances: Floats) -> Iterator[tuple[int, Bools, Bools]]:
-        """Yield for each stage its model, the rows that call it and those of them that take its answer."""
-        asked = np.ones(len(distances), dtype=bool)
-        for model, threshold in zip(self.order, (*self.thresholds, np.inf), strict=True):
-            taken = asked & (distances[:, model] < threshold)
-            yield model, asked, taken
-            asked = asked & ~taken
-
     def centred(self, distances: Floats) -> Solution:
         """Return what does the same to these rows, its thresholds midway between those it takes and leaves."""
-        thresholds = []
-        for model, asked, taken in list(self.steps(distances))[:-1]:
-            own = distances[:, model]
-            low, high = own[taken].max(initial=-np.inf), own[asked & ~taken].min(initial=np.inf)
-            thresholds.append(_midway(low, high))
+        thresholds, asked = [], np.ones(len(distances), dtype=bool)
+        for model, threshold in zip(self.order, self.thresholds, strict=False):
+            answers = distances[:, model]
+            accepted = asked & taken(answers, threshold)
+            asked &= ~accepted
+            thresholds.append(_midway(answers[accepted].max(initial=-np.inf), answers[asked].min(initial=np.inf)))
         return Solution(self.order, tuple(thresholds))
 
 
-def fit(fitting: Fitting) -> Solved:
+def taken(distances: Floats, thresholds: float | Floats) -> Bools:
+    """Return which answers are taken where they are given."""
+    below: Bools = distances < thresholds
+    return below
+
+
+def first_taken(distances: Floats, thresholds: Sequence[float]) -> Ints:
+    """Return the first stage whose answer is taken, the last at the latest, int (n,).
+
+    distances: of all stages but the last, float64 (n, S - 1).
+    """
+    stops: Ints = np.pad(taken(distances, np.array(thresholds)), ((0, 0), (0, 1)), constant_values=True).argmax(axis=1)
+    return stops
+
+
+def fit(fitting: Fitting) -> Sequence[FrugalGPTPolicy]:
     """Fit a scorer for each model on calibration, and search orders and thresholds on validation.
 
     The published scorers are language models that read query and answer; here they see the answering model's log
@@ -109,9 +129,22 @@ def fit(fitting: Fitting) -> Solved:
     scorers = fit_scorers(fitting)
     distances, correct = distances_of(scorers, validation), validation.correct()
     costs = np.broadcast_to(costs_to_come(validation).per_call, distances.shape)
-    notes = "logistic scorers in place of DistilBERT", validation.embedding_note
-    solutions = search(distances, correct, costs)
-    return Solved.of(scorers, distances_of, solutions, validation, "; ".join(filter(None, notes)))
+    return [
+        scorers.of_models(order).model_copy(update={"solutions": solutions})
+        for order, solutions in by_order(search(distances, correct, costs)).items()
+    ]
+
+
+def by_order(solutions: Sequence[Solution]) -> dict[tuple[int, ...], tuple[tuple[float, ...], ...]]:
+    """Return the thresholds of all solutions of each order, in their order."""
+    found: dict[tuple[int, ...], tuple[tuple[float, ...], ...]] = {}
+    for solution in solutions:
+        found[solution.order] = (*found.get(solution.order, ()), solution.numbers)
+    return found
+
+
+def _note(fitting: Fitting) -> str:
+    return "; ".join(filter(None, ("logistic scorers in place of DistilBERT", fitting.validation.embedding_note)))
 
 
 def fit_scorers(fitting: Fitting) -> FrugalGPTPolicy:
@@ -268,4 +301,4 @@ def _rises_from_the_right(values: Ints) -> Bools:
     return rises
 
 
-METHOD = Method("frugalgpt", "cascade", fit, packages=("sklearn",), extra="baselines")
+METHOD = Method("frugalgpt", "cascade", fit, packages=("sklearn",), extra="baselines", note=_note)

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TypeAlias
+from functools import cached_property, partial
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from cauc_ray.numbers.chain import Chain
-from cauc_ray.numbers.sweep import STOP_NONE, Frontier, OperatingPoints, reached_shares
+from cauc_ray.errors import ConfigError
+from cauc_ray.numbers.chain import Chain, ChainLogits, ChainPart
+from cauc_ray.numbers.guarantees import RiskLimit
+from cauc_ray.numbers.metrics import macro_f1
+from cauc_ray.numbers.sweep import STOP_NONE, Objective, OperatingPoints, reached_shares
 from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.policies.evidence import MOST_CURVE_POINTS, RiskCertificate, ThresholdChoice
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_threshold
-from cauc_ray.policies.trace import Answers, Examples, Trace, places_in, trace_policy, with_embedding_paid
+from cauc_ray.policies.solved import SolvedPolicy
+from cauc_ray.policies.threshold import (
+    BY_DEFAULT,
+    ThresholdRule,
+    certify_some,
+    choose_threshold,
+    curve_points,
+    measured,
+)
+from cauc_ray.policies.trace import Answers, Examples, Trace, of_rows, places_in, trace_policy, with_embedding_paid
+
+# From a solution's numbers to the step at which each row stops, int (N,).
+Route: TypeAlias = Callable[[tuple[float, ...]], Ints]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +38,16 @@ class Control:
     """Answers that no policy can give, such as those of methods that read labels or texts.
 
     Attributes:
-        trace: Answers examples, at every threshold.
+        trace: Answers examples, at every step.
         threshold: Threshold without a budget; STOP_NONE for the best on validation.
+        solutions: Numbers that decide, by rising cost; empty where one threshold does.
+        route: From examples to what decides by such numbers.
     """
 
     trace: Callable[[Examples], Trace]
     threshold: float = STOP_NONE
+    solutions: tuple[tuple[float, ...], ...] = ()
+    route: Callable[[Examples], Route] | None = None
 
 
 # A policy at a threshold that no row reaches takes the best on validation where there is no budget.
@@ -84,9 +103,21 @@ class Family:
         return [self._trace(member, self.validation) for member in self.members]
 
     @cached_property
-    def frontiers(self) -> list[Frontier]:
+    def frontiers(self) -> list[OperatingPoints]:
         """Return the members' operating points by accuracy."""
-        return [trace.frontier(self.validation.chain) for trace in self.traces]
+        return self._frontiers("accuracy")
+
+    def _frontiers(self, objective: Objective) -> list[OperatingPoints]:
+        chain = self.validation.chain
+        found: list[OperatingPoints] = []
+        for index, (member, trace) in enumerate(zip(self.members, self.traces, strict=True)):
+            if not solutions_of(member):
+                found.append(trace.frontier(chain, objective))
+                continue
+            curve = self._solved_curve(index, trace, self.validation, np.arange(len(solutions_of(member))))
+            quality = curve.accuracy if objective == "accuracy" else curve.macro_f1
+            found.append(OperatingPoints(curve.settings, curve.cost, quality, chain.costs.unit))
+        return found
 
     @cached_property
     def points(self) -> OperatingPoints:
@@ -130,10 +161,13 @@ class Family:
         if not self.is_numbered:
             return self._trace(self.members[0], examples).answers(setting)
         index = int(self._owners[int(setting)])
-        schedule = self._schedule(index)
-        place = int(setting) - int(self._starts[index])
-        threshold = float(self.frontiers[index].settings[place]) if schedule is None else tuple(schedule[place])
-        return self._trace(self.members[index], examples).answers(threshold)
+        member, place = self.members[index], int(setting) - int(self._starts[index])
+        trace, schedule = self._trace(member, examples), self._schedule(index)
+        if solutions_of(member):
+            return trace.answers_after(self._route(member, examples)(solutions_of(member)[place]))
+        if schedule is not None:
+            return trace.answers(tuple(schedule[place]))
+        return trace.answers(float(self.frontiers[index].settings[place]))
 
     def curve(self, examples: Examples, settings: Floats) -> Curve:
         """Measure settings on labelled examples, those of a member by one sweep."""
@@ -145,13 +179,32 @@ class Family:
             rows = np.flatnonzero(self._owners[numbers] == index)
             places = numbers[rows] - self._starts[index]
             trace, schedule = self._trace(self.members[index], examples), self._schedule(index)
-            thresholds = self.frontiers[index].settings[places]
-            if schedule is not None:
+            if solutions_of(self.members[index]):
+                curve = self._solved_curve(index, trace, examples, places)
+            elif schedule is not None:
                 trace = replace(trace, worth=places_in(schedule, trace.confidences))
-                thresholds = places.astype(np.float64)
-            curve = curve_of(trace, examples.chain, thresholds)
+                curve = curve_of(trace, examples.chain, places.astype(np.float64))
+            else:
+                curve = curve_of(trace, examples.chain, self.frontiers[index].settings[places])
             figures[:, rows] = curve.cost, curve.accuracy, curve.macro_f1, curve.last_share
         return Curve(settings, *figures)
+
+    def _solved_curve(self, index: int, trace: Trace, examples: Examples, places: Ints) -> Curve:
+        """Measure a member's solutions on labelled examples.   places: of the solutions, int (p,)."""
+        chain, route = examples.chain, self._route(self.members[index], examples)
+        solutions = solutions_of(self.members[index])
+        answers = [trace.answers_after(route(solutions[place])) for place in places.tolist()]
+        return Curve(
+            places.astype(np.float64),
+            np.array([one.costs(chain).mean() for one in answers]),
+            np.array([np.mean(one.predictions == chain.labels) for one in answers]),
+            np.array([macro_f1(one.predictions, chain.labels) for one in answers]),
+            np.array([one.calls[:, -1].mean() for one in answers]),
+        )
+
+    def published(self, fitting: Fitting, rule: ThresholdRule) -> Policy:
+        """Return the policy that a rule chooses on the validation split of a fitting. Raises as choose does."""
+        return replace(self, validation=fitting.validation).choose(fitting.calibration, rule)
 
     def choose(self, calibration: Examples, rule: ThresholdRule) -> Policy:
         """Return the policy that a rule chooses, at its threshold, with what to expect of it.
@@ -165,18 +218,85 @@ class Family:
             BudgetError: No point is within the budget.
             RiskError: No threshold is certified.
         """
-        policy = self.members[self._best(rule)]
+        policy = self.members[0]
         assert isinstance(policy, Policy)
+        if isinstance(policy, SolvedPolicy):
+            return self._choose_solution(policy.method, calibration, rule)
+        policy = self._policy(self._best(rule))
         if rule == BY_DEFAULT and isinstance(policy.threshold, float) and policy.threshold != STOP_NONE:
             rule = ThresholdRule(threshold=policy.threshold)
-        calibration_chain, validation_chain = (chain_of(policy, split) for split in (calibration, self.validation))
-        return choose_threshold(
-            policy.model_copy(update={"budget": rule.budget}), calibration_chain, validation_chain, rule
-        )
+        policy = policy.model_copy(update={"budget": rule.budget})
+        return choose_threshold(policy, chain_of(policy, calibration), chain_of(policy, self.validation), rule)
 
-    def published(self, fitting: Fitting, rule: ThresholdRule) -> Policy:
-        """Return the policy that a rule chooses on the validation split of a fitting. Raises as choose does."""
-        return replace(self, validation=fitting.validation).choose(fitting.calibration, rule)
+    def _policy(self, index: int) -> Policy:
+        member = self.members[index]
+        assert isinstance(member, Policy)
+        return member
+
+    def _choose_solution(self, method: str, calibration: Examples, rule: ThresholdRule) -> Policy:
+        """Return the policy of a solution; others of its member are on its curve, unless its risk is certified."""
+        if rule.objective != "accuracy":
+            raise ConfigError(f"method {method} chooses by accuracy alone; leave objective out")
+        points = replace(self.points, settings=self.points.cost)
+        split = self.validation_name
+        if rule.certify is not None:
+            point, certificate = self._certified(calibration, points.cost, rule.certify)
+            on_curve = np.arange(len(points.cost)) == point
+            choice = ThresholdChoice(rule="certified", objective=None, split=split, certificate=certificate)
+        else:
+            point = points.index_of_best(rule.budget if rule.threshold is None else rule.threshold)
+            of_member = self._owners == self._owners[point]
+            costs = points.some(of_member).pareto(MOST_CURVE_POINTS - 1).cost
+            on_curve = of_member & np.isin(points.cost, [*costs, points.cost[point]])
+            named: Literal["best", "budget"] = "best" if rule.budget is None else "budget"
+            choice = ThresholdChoice(rule=named, objective="accuracy", split=split)
+            if rule.threshold is not None:
+                choice = ThresholdChoice(rule="given", objective=None, split=None)
+        index, curve = int(self._owners[point]), curve_points(points.some(on_curve))
+        places = np.flatnonzero(on_curve) - self._starts[index]
+        member = self._policy(index)
+        changes: dict[str, Any] = {
+            "threshold": float(points.cost[point]),
+            "threshold_choice": choice,
+            "budget": rule.budget,
+            "curve": curve,
+            "solutions": tuple(solutions_of(member)[place] for place in places.tolist()),
+        }
+        policy = type(member)(**dict(member) | changes)
+        validation = chain_of(policy, self.validation)
+        trace = trace_policy(policy, validation, likeliest=True)
+        return measured(policy, trace, validation, split, chain_of(policy, calibration), curve)
+
+    @property
+    def validation_name(self) -> str:
+        """Return the name of the validation split in policy files."""
+        validation = self._policy(0).validation
+        assert validation is not None
+        return validation.split
+
+    def _certified(self, calibration: Examples, settings: Floats, limit: RiskLimit) -> tuple[int, RiskCertificate]:
+        """Return the certified solution of most coverage, and its certificate.
+
+        Calibration decides what is tested, and in which order.   settings: of the points.
+        """
+        if len(self._policy(0).answering) < 2:
+            raise ConfigError("a certified risk is that of early answers, which need two models or more")
+        on_calibration, on_validation = self._early(calibration), self._early(self.validation)
+        return certify_some(on_calibration, on_validation, settings, len(self.validation), limit)
+
+    def _early(self, examples: Examples) -> tuple[Ints, Ints]:
+        """Count the rows that each point answers without its member's last model, and of these the wrong ones."""
+        accepted, wrong = list[int](), list[int]()
+        for index in range(len(self.members)):
+            member = self._policy(index)
+            trace, route = cascade_of(member)(examples), self._route(member, examples)
+            last = examples.chain.models.index(member.models[-1])
+            for numbers in solutions_of(member):
+                answers = trace.answers_after(route(numbers))
+                early = ~answers.calls[:, last]
+                accepted.append(int(early.sum()))
+                wrong.append(int((early & (answers.predictions != examples.chain.labels)).sum()))
+        return np.array(accepted, dtype=np.int64), np.array(wrong, dtype=np.int64)
 
     def _best(self, rule: ThresholdRule) -> int:
         """Return which member has the best point on validation by a rule; the first where that chooses none."""
@@ -184,14 +304,15 @@ class Family:
             return 0
         points = self.points
         if rule.objective != "accuracy":
-            frontiers = [trace.frontier(self.validation.chain, rule.objective) for trace in self.traces]
+            frontiers = self._frontiers(rule.objective)
             points = replace(points, quality=np.concatenate([frontier.quality for frontier in frontiers]))
         return int(self._owners[points.index_of_best(rule.budget)])
 
     @property
     def is_numbered(self) -> bool:
         """Return whether settings are numbers of points."""
-        return len(self.members) > 1 or isinstance(self.members[0].threshold, tuple)
+        first = self.members[0]
+        return len(self.members) > 1 or isinstance(first.threshold, tuple) or bool(solutions_of(first))
 
     @cached_property
     def _owners(self) -> Ints:
@@ -212,13 +333,36 @@ class Family:
 
     def _trace(self, member: Member, examples: Examples) -> Trace:
         """Answer examples, whose labels only members see that may."""
+        trace = member.trace if isinstance(member, Control) else cascade_of(member)
+        return trace(self._seen(examples))
+
+    def _route(self, member: Member, examples: Examples) -> Route:
+        """Return what decides for examples by a solution's numbers."""
+        seen = self._seen(examples)
+        if isinstance(member, SolvedPolicy):
+            (readings,) = of_rows(chain_of(member, seen), partial(_readings, member))
+            return partial(member.stops, readings)
+        assert isinstance(member, Control)
+        assert member.route is not None
+        return member.route(seen)
+
+    def _seen(self, examples: Examples) -> Examples:
+        """Return examples as members see them."""
         if self.reading is not None:
             examples = self.reading(examples)
-        trace = member.trace if isinstance(member, Control) else cascade_of(member)
-        return trace(examples if self.sees_labels else examples.without_labels())
+        return examples if self.sees_labels else examples.without_labels()
 
 
-def chain_of(policy: Policy, examples: Examples) -> Chain:
+def solutions_of(member: Member) -> tuple[tuple[float, ...], ...]:
+    """Return what decides, by rising cost; empty where one threshold does."""
+    return member.solutions if isinstance(member, Control | SolvedPolicy) else ()
+
+
+def _readings(policy: SolvedPolicy, part: ChainPart, rows: slice) -> tuple[Floats]:
+    return (policy.readings([logits[rows] for logits in part.logits]),)
+
+
+def chain_of(policy: Policy, examples: Examples) -> ChainLogits:
     """Return the examples' chain of a policy's models, after its encoder if it has one."""
     return examples.own_chain([stage.name for stage in policy.answering], encoded=policy.encoder is not None)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.files.entry_points import loaded, registered
@@ -46,7 +46,7 @@ class Method:
 
     name: str
     paradigm: Paradigm
-    fit: Callable[[Fitting], Any]
+    fit: Callable[[Fitting], Sequence[Member] | Family]
     packages: tuple[str, ...] = ()
     extra: str = ""
     note: str | Callable[[Fitting], str] = ""
@@ -73,9 +73,8 @@ class Method:
     def family(self, fitting: Fitting) -> Family:
         """Fit its policies, and return them as a family."""
         fitted = self.fit(fitting)
-        if not isinstance(fitted, Sequence):
-            family: Family = fitted
-            return family
+        if isinstance(fitted, Family):
+            return fitted
         note = self.note if isinstance(self.note, str) else self.note(fitting)
         return Family(fitted, fitting.validation, note, self.sees_labels, self.spends_budget)
 

@@ -113,35 +113,3 @@ def margins(logits: Floats) -> Floats:
     lacking = np.logaddexp.reduce(np.column_stack([ranked[:, 1] + np.log(2), ranked[:, 2:]]), axis=1)
     beyond = 1.0 + _STEP * (_SATURATED - np.maximum(lacking, _LEAST))
     return np.where(lacking < _SATURATED, beyond, found)
-
-
-class SolvedPolicy(MethodPolicy):
-    """A policy whose threshold is a budget: it chooses the solution, the last of the curve that costs no more.
-
-    solutions: for each point of the curve the numbers that decide.
-    """
-
-    NEEDS_ARRAYS: ClassVar[bool] = True
-    one_threshold: ClassVar[bool] = False
-    solutions: tuple[tuple[float, ...], ...]
-
-    @property
-    def n_numbers(self) -> int:
-        """Return how many numbers a solution has: one for each model but the last."""
-        return len(self.answering) - 1
-
-    def contradictions(self) -> Iterator[str]:
-        """Yield the contradictions in the policy."""
-        yield from super().contradictions()
-        if len(self.solutions) != len(self.curve) or {*map(len, self.solutions)} - {self.n_numbers}:
-            yield f"solutions must be of the curve's points, each of {self.n_numbers} numbers"
-
-    def decides(self) -> dict[str, Any]:
-        """Return what affects answers: not the budget, but what it chooses."""
-        return super().decides() | {"threshold": self.solution}
-
-    @property
-    def solution(self) -> tuple[float, ...]:
-        """Return the numbers that decide."""
-        costs = np.array([point.threshold for point in self.curve])
-        return self.solutions[max(int(np.searchsorted(costs, self.threshold, side="right")) - 1, 0)]

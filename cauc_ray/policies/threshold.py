@@ -12,7 +12,16 @@ import numpy as np
 from cauc_ray.errors import BudgetError, ConfigError
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.gains import Gains
-from cauc_ray.numbers.guarantees import CertifiedThreshold, EarlyAnswers, RiskLimit, certify, early_answers
+from cauc_ray.numbers.guarantees import (
+    N_STEPS,
+    CertifiedThreshold,
+    EarlyAnswers,
+    RiskLimit,
+    certify,
+    early_answers,
+    strongest,
+    tested,
+)
 from cauc_ray.numbers.sweep import Frontier, Objective, OperatingPoints
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.checks import check_policy
@@ -321,6 +330,34 @@ def certificate_of(limit: RiskLimit, found: CertifiedThreshold, plug_in: tuple[f
     figures = asdict(limit) | asdict(found)
     del figures["threshold"]
     return RiskCertificate(**figures, plug_in_threshold=plug_in[0], plug_in_accepted=plug_in[1])
+
+
+def certify_some(
+    calibration: tuple[Ints, Ints], validation: tuple[Ints, Ints], settings: Floats, n: int, limit: RiskLimit
+) -> tuple[int, RiskCertificate]:
+    """Return the certified one of P points of most coverage, and its certificate.
+
+    Args:
+        calibration: Rows that each point accepts and, of these, the wrong ones; this decides what is tested.
+        validation: The same of validation.
+        settings: Of the points, float64 (P,).
+        n: Rows of validation.
+        limit: What is certified.
+
+    Raises:
+        RiskError: No point is certified.
+    """
+    (accepted, wrong), (n_accepted, n_wrong) = calibration, validation
+    ranks = np.argsort(accepted, kind="stable")
+    ranks = ranks[np.unique(np.linspace(0, len(ranks) - 1, N_STEPS).round().astype(np.int64))]
+    sequence = ranks[strongest(accepted[ranks], wrong[ranks], limit) :]
+    found = tested(settings[sequence], n_accepted[sequence], n_wrong[sequence], n, limit)
+    within = np.flatnonzero((n_accepted > 0) & (n_wrong <= limit.risk * n_accepted))
+    most = within[n_accepted[within].argmax()]
+    plug_in = float(settings[most]), int(n_accepted[most])
+    # The first in order with these figures: all up to the last are certified.
+    same = (settings == found.threshold) & (n_accepted == found.n_accepted) & (n_wrong == found.n_wrong)
+    return int(sequence[same[sequence]][0]), certificate_of(limit, found, plug_in)
 
 
 def _early(trace: Trace, chain: Chain) -> EarlyAnswers:

@@ -185,7 +185,10 @@ class Trace:
 
     def answers(self, threshold: AnyThreshold) -> Answers:
         """Return the answers at a threshold."""
-        stops = self.stops(threshold)
+        return self.answers_after(self.stops(threshold))
+
+    def answers_after(self, stops: Ints) -> Answers:
+        """Return the answers of rows that stop at some steps, int (N,)."""
         return Answers(self.predictions[np.arange(len(stops)), stops], self.calls[stops], self.other_costs)
 
     def at(self, threshold: AnyThreshold, chain: Chain) -> Answered:

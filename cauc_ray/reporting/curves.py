@@ -25,7 +25,7 @@ from cauc_ray.policies.family import Control, Family, cascade_of
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.scored import SolvedPolicy
+from cauc_ray.policies.solved import SolvedPolicy
 from cauc_ray.policies.threshold import Halves, without_optimism
 from cauc_ray.policies.trace import EmbeddingCall, Examples, measure, trace_policy
 from cauc_ray.reporting.measured import Measured

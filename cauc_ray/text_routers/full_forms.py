@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from string import ascii_uppercase
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModel
 
-from cauc_ray.baselines.frugalgpt import search
+from cauc_ray.baselines.frugalgpt import by_order, first_taken, search
 from cauc_ray.baselines.networks.model_vectors import (
     Neighbours,
     RouterDC,
@@ -25,11 +25,10 @@ from cauc_ray.baselines.networks.model_vectors import (
 )
 from cauc_ray.baselines.networks.training import Schedule, train
 from cauc_ray.baselines.routing import routed
-from cauc_ray.baselines.solved import Solved
 from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.logits import softmax
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.family import Control, Member
+from cauc_ray.policies.family import Control, Member, Route
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.methods.single import fit_single
 from cauc_ray.policies.trace import Examples, Trace, costs_to_come, own_answers
@@ -81,7 +80,7 @@ def answered(examples: Examples, model: int) -> list[str]:
     return [f"{text} {letter}" for text, letter in zip(texts_of(examples), letters, strict=True)]
 
 
-def fit_frugalgpt_bert(fitting: Fitting, recipe: Recipe = SCORER) -> Solved:
+def fit_frugalgpt_bert(fitting: Fitting, recipe: Recipe = SCORER) -> Sequence[Member]:
     """Fine-tune for each model a classifier of query and answer into right or wrong; orders and thresholds as usual.
 
     The published one is DistilBERT. Raises ConfigError where there are no texts or the checkpoint cannot be loaded.
@@ -97,8 +96,22 @@ def fit_frugalgpt_bert(fitting: Fitting, recipe: Recipe = SCORER) -> Solved:
         scorers.append(Known(reader.probabilities))
     distances, correct = distances_of(scorers, fitting.validation), fitting.validation.correct()
     costs = np.broadcast_to(costs_to_come(fitting.validation).per_call, distances.shape)
-    note = f"scorers fine-tuned from {Path(checkpoint).name}"
-    return Solved.of(scorers, distances_of, search(distances, correct, costs), fitting.validation, note)
+    orders = by_order(search(distances, correct, costs))
+    return [_cascade(scorers, order, solutions) for order, solutions in orders.items()]
+
+
+def _cascade(scorers: Sequence[Known], order: tuple[int, ...], solutions: tuple[tuple[float, ...], ...]) -> Control:
+    """Return the cascade of some models in an order."""
+
+    def trace(examples: Examples) -> Trace:
+        answers = own_answers(examples.chain, order)
+        calls = np.cumsum(np.eye(len(examples.chain.models), dtype=bool)[[*order]], axis=0, dtype=bool)
+        return Trace(answers, np.ones(answers.shape), calls)
+
+    def route(examples: Examples) -> Route:
+        return partial(first_taken, distances_of(scorers, examples)[:, order[:-1]])
+
+    return Control(trace, solutions=solutions, route=route)
 
 
 def distances_of(scorers: Sequence[Known], examples: Examples) -> Floats:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from cauc_ray.baselines.routing import note_on_the_middle
-from cauc_ray.baselines.solved import Solved
 from cauc_ray.policies.family import Member
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import Method
@@ -33,7 +32,7 @@ def _note(before: str, *after: str, leaves_middle: bool = False) -> Callable[[Fi
     return note
 
 
-def _fit_frugalgpt_bert(fitting: Fitting) -> Solved:
+def _fit_frugalgpt_bert(fitting: Fitting) -> Sequence[Member]:
     from cauc_ray.text_routers.full_forms import fit_frugalgpt_bert
 
     return fit_frugalgpt_bert(fitting)
@@ -57,7 +56,9 @@ def _fit_routellm_causal(fitting: Fitting) -> Sequence[Member]:
     return fit_routellm_causal(fitting)
 
 
-FRUGALGPT_BERT = Method("frugalgpt-bert", "cascade", _fit_frugalgpt_bert, **_TEXTS)
+FRUGALGPT_BERT = Method(
+    "frugalgpt-bert", "cascade", _fit_frugalgpt_bert, note=_note("scorers fine-tuned from"), **_TEXTS
+)
 ROUTERDC_ENCODER = Method(
     "routerdc-encoder", "router", _fit_routerdc_encoder, note=_note("fine-tuned from", "clusters by PCA"), **_TEXTS
 )

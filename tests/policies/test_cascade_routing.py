@@ -43,8 +43,8 @@ def by_definition(policy, row_logits, query_features):
 @pytest.mark.parametrize(("m", "embedded", "share"), [(2, False, 0.6), (3, True, 0.2), (3, True, 0.6), (4, False, 0.2)])
 def test_a_policy_does_what_the_definition_says(m, embedded, share):
     fitting, test = problem(4, n=200, n_test=60, m=m, k=5, ragged=True, embedded=embedded)
-    fitted = METHODS["cascade-routing"].load()(fitting)
-    costs = fitted.points.cost
+    fitted = METHODS["cascade-routing"].family(fitting)
+    costs = np.sort(fitted.points.cost)
     policy = fitted.published(fitting, ThresholdRule(budget=float(costs[0] + share * (costs[-1] - costs[0]))))
     answered = replay(policy, test.own_chain([stage.name for stage in policy.answering], encoded=embedded))
     query_features = policy.told(test.embeddings) if embedded else np.zeros((60, 0))

@@ -13,7 +13,7 @@ from sklearn.preprocessing import StandardScaler
 from synthetic import seeds
 
 from cauc_ray.baselines import frugalgpt
-from cauc_ray.baselines.frugalgpt import Solution, distances_of, fit_frugalgpt, search
+from cauc_ray.baselines.frugalgpt import Solution, distances_of, first_taken, fit_scorers, search
 from cauc_ray.policies.features import option_features
 
 
@@ -65,10 +65,7 @@ def test_on_a_small_table_the_best_within_every_budget_is_that_of_brute_force(se
 
 
 def test_a_distance_equal_to_the_threshold_goes_on_and_the_last_model_answers_whatever_its_distance():
-    distances = np.array([[0.3, 1.0], [0.2, 0.0]])
-    takers, calls = Solution((0, 1), (0.3,)).replay(distances)
-    assert takers.tolist() == [1, 0]
-    assert calls.tolist() == [[True, True], [True, False]]
+    assert first_taken(np.array([[0.3], [0.2]]), (0.3,)).tolist() == [1, 0]
 
 
 @given(seeds, st.integers(1, 40), st.floats(0, 1), st.floats(0, 1))
@@ -76,10 +73,11 @@ def test_centring_thresholds_changes_nothing_where_they_were_found(seed, n, firs
     distances, _, _ = table(seed, n, 3)
     solution = Solution((2, 0, 1), (first, second))
     centred = solution.centred(distances)
-    for before, after in zip(solution.replay(distances), centred.replay(distances), strict=True):
-        assert (before == after).all()
-    for (model, asked, _), threshold in zip(solution.steps(distances), centred.thresholds, strict=False):
-        assert threshold not in distances[asked, model]
+    ordered = distances[:, [2, 0]]
+    stops = first_taken(ordered, solution.thresholds)
+    assert (first_taken(ordered, centred.thresholds) == stops).all()
+    for stage, threshold in enumerate(centred.thresholds):
+        assert threshold not in ordered[stops >= stage, stage]
 
 
 def features_of(part, model):
@@ -91,7 +89,7 @@ def features_of(part, model):
 
 def test_scores_are_the_likeliest_of_the_penalties_on_validation():
     fitting, _ = problem(5, n=200, n_test=1, embedded=True)
-    distances = distances_of(fit_frugalgpt(fitting).unsolved, fitting.validation)
+    distances = distances_of(fit_scorers(fitting), fitting.validation)
     for model in range(2):
         rows = [features_of(part, model) for part in (fitting.calibration, fitting.validation)]
         right = [part.correct()[:, model] for part in (fitting.calibration, fitting.validation)]

@@ -5,20 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cauc_ray.baselines.neighbours import fit_routellm_sw
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import changed, examples, problem, values_of, vectors_of
+from planted import changed, examples, problem, scores, values_of, vectors_of
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import adjusted_rand_score
 from synthetic import seeds, softmax
 
 from cauc_ray.baselines.networks import model_vectors
 from cauc_ray.baselines.networks.graph import Graph, Network
-from cauc_ray.baselines.networks.model_vectors import clusters, fit_embedllm, sample_model_loss, sample_sample_loss
+from cauc_ray.baselines.networks.model_vectors import clusters, sample_model_loss, sample_sample_loss
 from cauc_ray.baselines.networks.training import Schedule, train
-from cauc_ray.baselines.post_hoc_embed import fit_post_hoc_embed
 from cauc_ray.policies.features import Scaler, unit_rows
+from cauc_ray.policies.method import METHODS
 
 
 def generator(seed=0):
@@ -62,7 +61,7 @@ def test_equal_losses_a_warm_up_and_a_gradient_norm(loss, schedule, options, exp
 
 def test_embeddings_have_length_one_whatever_their_encoder_gives():
     fitting, test = problem(0, n=50, n_test=50)
-    router = fit_routellm_sw(fitting)
+    router = METHODS["routellm-sw"].family(fitting)
     np.testing.assert_allclose(vectors_of(router, test), test.embeddings, rtol=1e-5)
     np.testing.assert_allclose(
         vectors_of(router, replace(test, embeddings=40 * test.embeddings)), test.embeddings, rtol=1e-5
@@ -75,7 +74,7 @@ def test_its_probabilities_are_those_of_a_logistic_regression_for_each_model(mon
     monkeypatch.setattr(model_vectors, "EMBED_RATE", 1e-3)
     monkeypatch.setattr(model_vectors, "EMBED_STEPS", 300)
     fitting, test = problem(1)
-    values = values_of(fit_embedllm(fitting), test)
+    values = values_of(METHODS["embedllm"].family(fitting), test)
     for model, right in enumerate(fitting.calibration.correct().T):
         oracle = LogisticRegression(C=10.0).fit(fitting.calibration.embeddings, right)
         expected = oracle.predict_proba(test.embeddings)[:, 1]
@@ -165,7 +164,7 @@ def test_scores_are_those_of_message_passing_with_new_queries_in_the_graph(seed,
 
 def predicted_gains(fitted, test):
     """Return the gains of which the policy compares 1 / (1 + exp(g)), float (N, stages - 1)."""
-    worth = fitted.cascade(test.without_labels()).compared[:, :-1]
+    worth = scores(fitted, test)[:, :-1]
     return np.log(1 / worth - 1)
 
 
@@ -177,7 +176,7 @@ def test_every_stage_predicts_the_gain_of_the_last_model():
         return replace(part, chain=replace(part.chain, logits=(first, first, last)))
 
     fitting, test = problem(3, n=1000, m=3)
-    gains = predicted_gains(fit_post_hoc_embed(changed(fitting, repeated)), repeated(test))
+    gains = predicted_gains(METHODS["post-hoc-embed"].family(changed(fitting, repeated)), repeated(test))
     right = test.correct().astype(float)
     for stage in (0, 1):
         predicted, gained = gains[:, stage], right[:, 2] - right[:, 0]

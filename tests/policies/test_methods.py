@@ -11,12 +11,12 @@ import numpy as np
 import planted
 import pytest
 import torch
-from planted import changed, gain_over_mixture, problem
+from planted import changed, gain_over_mixture, problem, scores
 
 import cauc_ray
 from cauc_ray.errors import BudgetError, CaucError, ConfigError
 from cauc_ray.policies.by_method import OURS, fit_policy, method_of
-from cauc_ray.policies.family import cascade_of
+from cauc_ray.policies.family import chain_of
 from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.threshold import ThresholdRule
@@ -94,20 +94,6 @@ def publish(method, embedded, rule=WITHIN_BUDGET):
     else:
         policy = fitted.published(fitting, ThresholdRule() if method in FIXED else rule)
     return policy, fitted, fitting, test
-
-
-def chain_of(policy, split):
-    return split.own_chain([stage.name for stage in policy.answering], encoded=policy.encoder is not None)
-
-
-def scores(fitted, test):
-    """Return all numbers that a fitted method has of examples whose labels it does not see."""
-    if isinstance(fitted, Family):
-        unlabelled = test.without_labels()
-        cascades = [cascade_of(one) if isinstance(one, Policy) else one.trace for one in fitted.members]
-        return np.column_stack([cascade(unlabelled).confidences for cascade in cascades])
-    values = fitted.read(fitted.unsolved, test.without_labels())
-    return np.column_stack([*values.qualities.values()]) if hasattr(values, "qualities") else values
 
 
 # --- fitted methods

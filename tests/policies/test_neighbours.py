@@ -4,18 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cauc_ray.baselines.neighbours import SHARPNESSES, fit_benchmark_routing, fit_routellm_sw, sizes_to_try
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import changed, problem, values_of
+from planted import changed, problem, scores, values_of
 from scipy.optimize import minimize_scalar
 from scipy.stats import spearmanr
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics.pairwise import cosine_similarity
 from synthetic import seeds
 
-from cauc_ray.baselines.networks.model_vectors import fit_routellm_mf
-from cauc_ray.policies.routers import near_shares
+from cauc_ray.baselines.benchmark_routing import SHARPNESSES, near_shares, sizes_to_try
+from cauc_ray.policies.method import METHODS
 
 
 def slow_estimates(neighbours, correct, vectors, k, sharpness):
@@ -42,7 +41,7 @@ def test_estimates_are_those_of_a_slow_loop(seed, k, sharpness, m):
 def test_no_other_size_and_weight_are_better_on_validation(seed):
     fitting, _ = problem(seed, n=60, n_test=1)
     calibration, validation = fitting.calibration, fitting.validation
-    chosen = fit_benchmark_routing(fitting).policy
+    chosen = METHODS["benchmark-routing"].family(fitting).members[0]
 
     def loss(k, sharpness):
         estimates = slow_estimates(calibration.embeddings, calibration.correct(), validation.embeddings, k, sharpness)
@@ -57,15 +56,12 @@ def with_copies(split):
     return replace(split, chain=replace(split.chain, logits=(split.chain.logits[0],) * 2))
 
 
-both = pytest.mark.parametrize("fit", [fit_routellm_mf, fit_routellm_sw])
-
-
-@both
-def test_models_that_never_disagree_have_even_odds(fit):
+@pytest.mark.parametrize("method", ["routellm-mf", "routellm-sw"])
+def test_models_that_never_disagree_have_even_odds(method):
     fitting, test = problem(5, n=60, n_test=40)
     equal = changed(fitting, with_copies)
-    fitted = fit(equal)
-    assert (fitted.cascade(test).compared[:, 0] == 0.5).all()
+    fitted = METHODS[method].family(equal)
+    assert (scores(fitted, test)[:, 0] == 0.5).all()
     assert fitted.answers(equal.validation, fitted.default).costs(equal.validation.chain).max() == 1.0
 
 
@@ -74,13 +70,13 @@ def test_matrix_factorisation_ranks_as_a_logistic_regression_on_the_disagreement
     right = fitting.calibration.correct()
     disagreed = right[:, 0] != right[:, 1]
     oracle = LogisticRegression(fit_intercept=False).fit(fitting.calibration.embeddings[disagreed], right[disagreed, 1])
-    wins = values_of(fit_routellm_mf(fitting), test)
+    wins = values_of(METHODS["routellm-mf"].family(fitting), test)
     assert spearmanr(wins, oracle.decision_function(test.embeddings)).statistic > 0.9
 
 
 def test_similarity_weighting_is_the_bradley_terry_regression_of_each_query():
     fitting, test = problem(10, n=50, n_test=8)
-    wins = values_of(fit_routellm_sw(fitting), test)
+    wins = values_of(METHODS["routellm-sw"].family(fitting), test)
     right = fitting.calibration.correct().astype(float)
     last_wins = np.select([right[:, 1] > right[:, 0], right[:, 1] < right[:, 0]], [1.0, 0.0], 0.5)
     for query, probability in zip(test.embeddings.astype(float), wins, strict=True):

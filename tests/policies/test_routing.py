@@ -12,6 +12,7 @@ from synthetic import chain, seeds
 
 from cauc_ray.baselines.routing import routed
 from cauc_ray.numbers.chain import Costs
+from cauc_ray.policies.family import cascade_of
 from cauc_ray.policies.fitting import Fitting, fit_rf
 from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.scored import margins
@@ -23,7 +24,7 @@ from cauc_ray.policies.trace import Examples, own_answers, trace_policy
 def fitted(name, **how):
     """Return a fitted method and the test split; both are frozen, so that tests may share them."""
     splits = [Examples(chain(3, 300, shift=shift, **how)) for shift in (0, 1)]
-    return METHODS[name].load()(Fitting(*splits)), Examples(chain(3, 400, shift=2, **how))
+    return METHODS[name].family(Fitting(*splits)), Examples(chain(3, 400, shift=2, **how))
 
 
 @given(seeds, st.integers(1, 5), st.booleans(), st.floats(-3, 3))
@@ -67,7 +68,7 @@ def test_duo_is_rf_that_never_stops():
     answers = duo.answers(test, duo.default)
     assert (answers.predictions == rf.predictions[:, -1]).all()
     assert answers.calls.all()
-    assert duo.cascade(test).confidences[:, -1] == pytest.approx(rf.confidences[:, -1], abs=1e-6)
+    assert cascade_of(duo.members[0])(test).confidences[:, -1] == pytest.approx(rf.confidences[:, -1], abs=1e-6)
 
 
 @given(seeds)

@@ -54,8 +54,7 @@ def confidences(policy, data):
 @given(seeds, st.integers(1, 3), st.booleans())
 def test_without_penalties_it_answers_as_rf_does_at_every_threshold(seed, m, ragged):
     calibration, validation = splits(seed, 60, strengths=(1.0, 1.7, 2.4)[:m], ragged=ragged)
-    candidates = METHODS["stacked"].load()(Fitting(Examples(calibration), Examples(validation))).candidates
-    plain = candidates[-1].policy
+    plain = METHODS["stacked"].fit(Fitting(Examples(calibration), Examples(validation)))[-1]
     assert [stage.penalty for stage in plain.stages] == [None] * m
     rf = fit_rf(calibration, rule=ThresholdRule(threshold=0.7))
     assert np.array_equal(trace_policy(plain, validation).predictions, trace_policy(rf, validation).predictions)

@@ -2,11 +2,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planted import examples, gain_over_mixture
+from planted import examples, gain_over_mixture, scores
 from synthetic import chain, softmax
 
 from cauc_ray.baselines.networks.training import Schedule
 from cauc_ray.errors import CaucError
+from cauc_ray.policies.family import Family
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.trace import EmbeddingCall, Examples
 
@@ -115,19 +116,21 @@ LONG = Schedule(batch_size=32, n_steps=400, check_every=25, patience=12)
     ids=["routellm-causal", "routellm-bert", "routerdc"],
 )
 def test_routers_learn_a_telling_word(kind, fit, share, gain, checkpoints):
-    fitted = fit(Fitting(queries(0)[0], queries(1)[0], 0, checkpoints[kind]))
+    fitting = Fitting(queries(0)[0], queries(1)[0], 0, checkpoints[kind])
+    fitted = Family(fit(fitting), fitting.validation)
     test, hard = queries(2)
-    compared = fitted.cascade(test.without_labels()).compared[:, 0]
+    compared = scores(fitted, test)[:, 0]
     assert np.mean(compared[~hard, None] > compared[hard]) >= share
     assert gain_over_mixture(fitted, test) > gain
-    assert (fitted.cascade(test).compared[:, 0] == compared).all()
+    assert (fitted.members[0].trace(test).compared[:, 0] == compared).all()
     answers = fitted.answers(test.without_labels(), fitted.default)
     assert (answers.calls.sum(axis=1) == 1).all()
 
 
 @pytest.mark.soak("full")
 def test_scorers_of_query_and_answer_learn_a_telling_word(checkpoints):
-    fitted = fit_frugalgpt_bert(Fitting(queries(0)[0], queries(1)[0], 0, checkpoints["bert"]), FAST_SCORER)
+    fitting = Fitting(queries(0)[0], queries(1)[0], 0, checkpoints["bert"])
+    fitted = Family(fit_frugalgpt_bert(fitting, FAST_SCORER), fitting.validation)
     test, hard = queries(2)
     costs = test.chain.costs.means
     setting = float(fitted.points.settings[fitted.points.index_of_best(costs[0] + costs[1] / 2)])
@@ -145,14 +148,12 @@ def test_the_seed_decides_and_the_global_generator_stays_as_it_was(method, check
     for seed in (0, 0, 1):
         torch.rand(1)  # wherever the global generator stands
         before = torch.get_rng_state()
-        fitted = fit(Fitting(calibration, validation, seed, checkpoints[checkpoint]))
-        if method == "frugalgpt":
-            outcomes.append(fitted.read(fitted.unsolved, validation))
-        else:
-            outcomes.append(fitted.cascade(validation).compared)
+        members = fit(Fitting(calibration, validation, seed, checkpoints[checkpoint]))
+        routes = [member.route(validation) for member in members if member.route]
+        outcomes.append([route.args for route in routes] or members[0].trace(validation).compared)
         assert torch.equal(torch.get_rng_state(), before)
-    assert (outcomes[0] == outcomes[1]).all()
-    assert (outcomes[0] != outcomes[2]).any()
+    assert np.array_equal(outcomes[0], outcomes[1])
+    assert not np.array_equal(outcomes[0], outcomes[2])
 
 
 @pytest.mark.parametrize("method", QUICK)
