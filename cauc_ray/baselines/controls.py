@@ -15,14 +15,13 @@ from cauc_ray.numbers.logits import real_options
 from cauc_ray.numbers.metrics import upper_hull
 from cauc_ray.numbers.multinomial import fit_classifier
 from cauc_ray.numbers.products import products
-from cauc_ray.numbers.sweep import STOP_NONE, stops_of
+from cauc_ray.numbers.sweep import stops_of
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.family import Control
-from cauc_ray.policies.fitting import Fitting, fit_rf
+from cauc_ray.policies.fitting import Fitting, rf_of
 from cauc_ray.policies.method import Method
 from cauc_ray.policies.policy import Step
 from cauc_ray.policies.routers import ChoosingPolicy
-from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Examples, Trace, trace_policy, with_embedding_paid
 
 
@@ -78,7 +77,7 @@ def fit_random(fitting: Fitting) -> Sequence[RandomPolicy]:
 
 def fit_shuffled(fitting: Fitting) -> Sequence[Control]:
     """Fit CAUC-RF, and give its confidences to other examples, chosen at random: they no longer mean anything."""
-    policy = fit_rf(fitting.calibration.chain, rule=ThresholdRule(threshold=STOP_NONE))
+    policy = rf_of(fitting.calibration.chain, fitting.validation.chain, fitting.names)
 
     def shuffled(examples: Examples) -> Trace:
         own = trace_policy(policy, examples.chain)

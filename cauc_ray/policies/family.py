@@ -223,10 +223,14 @@ class Family:
         if isinstance(policy, SolvedPolicy):
             return self._choose_solution(policy.method, calibration, rule)
         policy = self._policy(self._best(rule))
-        if rule == BY_DEFAULT and isinstance(policy.threshold, float) and policy.threshold != STOP_NONE:
-            rule = ThresholdRule(threshold=policy.threshold)
+        reference = policy.threshold
+        if not isinstance(reference, float) or reference == STOP_NONE:
+            reference = None
+        elif rule == BY_DEFAULT and policy.threshold_choice.rule == "given":
+            rule = ThresholdRule(threshold=reference)
         policy = policy.model_copy(update={"budget": rule.budget})
-        return choose_threshold(policy, chain_of(policy, calibration), chain_of(policy, self.validation), rule)
+        chains = (chain_of(policy, split) for split in (calibration, self.validation))
+        return choose_threshold(policy, *chains, rule, reference)
 
     def _policy(self, index: int) -> Policy:
         member = self.members[index]

@@ -73,6 +73,21 @@ def fit_base(
         ConfigError: The method does not support the rule.
     """
     require_base_rule(rule)
+    policy = base_of(calibration, validation, names, calibrator=calibrator, safe=safe, fits=fits)
+    policy = policy.model_copy(update={"budget": rule.budget})
+    return choose_threshold(policy, calibration, validation, rule, reference=policy.threshold)
+
+
+def base_of(
+    calibration: Chain,
+    validation: Chain | None,
+    names: tuple[str, str],
+    *,
+    calibrator: CalibratorKind = "temperature",
+    safe: bool = False,
+    fits: Sequence[CalibratorFit] | None = None,
+) -> BasePolicy:
+    """Return CAUC Base at the last model's calibration accuracy, not measured. Arguments are those of fit_base."""
     require_calibrator(calibrator, "base", len(calibration.models))
     _require_labels(calibration)
     if fits is None:
@@ -93,10 +108,11 @@ def fit_base(
                 n_loss=None if last else own.n_loss,
             )
         )
-    policy = BasePolicy(**split_entries(calibration, validation, names, rule), stages=tuple(stages))
-    if safe:
-        policy = _admitted(policy, validation)
-    return choose_threshold(policy, calibration, validation, rule, reference=sums[len(fits) - 1].accuracy)
+    common = split_entries(calibration, validation, names, BY_DEFAULT)
+    common["threshold"] = sums[len(fits) - 1].accuracy
+    common["threshold_choice"] = ThresholdChoice(rule="reference-accuracy", objective=None, split=names[0])
+    policy = BasePolicy(**common, stages=tuple(stages))
+    return _admitted(policy, validation) if safe else policy
 
 
 def _admitted(policy: BasePolicy, validation: Chain | None) -> BasePolicy:
@@ -154,9 +170,29 @@ def fit_rf(
     by_gain = rule.compare == "gain"
     if by_gain and (safe or not isinstance(calibration, ChainLogits)):
         raise ConfigError("gains are fitted on all logits in one process, of fused stages: leave safe and shards out")
+    policy = rf_of(calibration, validation, names, calibrator=calibrator, safe=safe)
+    changes: dict[str, Any] = {"budget": rule.budget}
+    if by_gain:
+        assert isinstance(calibration, ChainLogits)
+        scores = [stage.scores(logits) for stage, logits in zip(policy.stages, calibration.logits, strict=True)]
+        stacking = Stacking(scores, calibration.labels)
+        changes["gains"] = stacking.gains(stacking.chain(range(len(scores)), PLAIN), calibration.costs.means)
+        changes["threshold"] = (STOP_NONE,) * (len(scores) - 1)
+    return choose_threshold(policy.model_copy(update=changes), calibration, validation, rule)
+
+
+def rf_of(
+    calibration: Chain,
+    validation: Chain | None,
+    names: tuple[str, str],
+    *,
+    calibrator: CalibratorKind = "temperature",
+    safe: bool = False,
+) -> RFPolicy:
+    """Return CAUC-RF at a threshold that no row reaches, not measured. Arguments are those of fit_rf."""
     require_calibrator(calibrator, "rf", len(calibration.models))
     _require_labels(calibration)
-    of_splits = split_entries(calibration, validation, names, rule)
+    of_splits = split_entries(calibration, validation, names, BY_DEFAULT)
     stages: list[RFStage] = []
     for index in range(len(calibration.models)):
         fit = _calibrate(calibration, index, calibrator)
@@ -174,15 +210,7 @@ def fit_rf(
             so_far = RFPolicy(**of_splits, stages=tuple(stages))
             if not _fusion_gains(so_far, validation.of_models(range(index + 1))):
                 stages[index] = stage.model_copy(update={"fused": False})
-    gains = None
-    if by_gain:
-        assert isinstance(calibration, ChainLogits)
-        of_splits["threshold"] = (STOP_NONE,) * (len(stages) - 1)
-        scores = [stage.scores(logits) for stage, logits in zip(stages, calibration.logits, strict=True)]
-        stacking = Stacking(scores, calibration.labels)
-        gains = stacking.gains(stacking.chain(range(len(stages)), PLAIN), calibration.costs.means)
-    policy = RFPolicy(**of_splits, stages=tuple(stages), gains=gains)
-    return choose_threshold(policy, calibration, validation, rule)
+    return RFPolicy(**of_splits, stages=tuple(stages))
 
 
 def _require_labels(calibration: Chain) -> None:

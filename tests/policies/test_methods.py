@@ -3,7 +3,6 @@
 Methods that read texts are trained in tests/text_routers; `auto` is published by a search (tests/comparison).
 """
 
-import json
 from dataclasses import replace
 from functools import cache
 
@@ -15,12 +14,11 @@ from planted import changed, gain_over_mixture, problem, scores
 
 import cauc_ray
 from cauc_ray.errors import BudgetError, CaucError, ConfigError
-from cauc_ray.policies.by_method import OURS, fit_policy, method_of
-from cauc_ray.policies.family import chain_of
+from cauc_ray.policies.by_method import method_of
 from cauc_ray.policies.method import METHODS
-from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import EmbeddingCall, measure_replay, replay, steps_of, trace_policy
+from cauc_ray.policies.trace import EmbeddingCall
+from cauc_ray.testing import check_method
 
 SINGLE = "single:m1"
 NAMES = [*(name for name, method in METHODS.items() if not method.needs_texts), SINGLE]
@@ -29,7 +27,6 @@ HIDDEN = "post-hoc-embed-hidden"
 # Methods that read an embedding where there is one, and the first model's outputs elsewhere.
 LEARNED = [*ROUTERS, "frugalgpt", "cascade-routing", "post-hoc-embed"]
 DRAWN = {"routerdc", "routellm-mf", "graphrouter", "embedllm", "post-hoc-embed", HIDDEN, "random", "shuffled"}
-FUSING = {"base", "rf", "rf-shared", "duo", "shuffled", "stacked", "auto"}
 # Trained for fewer steps here; the others are trained as published.
 SHORTENED = ["routerdc", "graphrouter", "embedllm"]
 
@@ -37,8 +34,6 @@ CASES = [(name, name in METHODS and METHODS[name].needs_embedding) for name in N
 CASES += [(name, True) for name in (*LEARNED, "stacked")]
 PUBLISHED = [(name, embedded) for name, embedded in CASES if name == SINGLE or not METHODS[name].unpublished]
 PUBLISHED.remove(("auto", False))
-BUDGET = 12.0
-WITHIN_BUDGET = ThresholdRule(budget=BUDGET)
 FIXED = ("duo", SINGLE)  # methods of one setting
 
 
@@ -51,7 +46,6 @@ def of_cases(cases):
 
 
 learned = of_cases([case for case in CASES if case[0] in LEARNED])
-published = of_cases(PUBLISHED)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,90 +79,9 @@ def fit_few(method, m=3, *, embedded=True):
     return fit(method, n=80, n_test=60, m=m, embedded=embedded, ragged=True, per_call=m == 3)
 
 
-@cache
-def publish(method, embedded, rule=WITHIN_BUDGET):
-    """Return a method's policy at the setting that a rule chooses, the fitted method and its splits."""
-    fitted, fitting, test = fit_few(method, embedded=embedded)
-    if method in OURS and not embedded:
-        policy = fit_policy(method, fitting.calibration.chain, fitting.validation.chain, rule, fitting.names)
-    else:
-        policy = fitted.published(fitting, ThresholdRule() if method in FIXED else rule)
-    return policy, fitted, fitting, test
-
-
-# --- fitted methods
-
-
 @of_cases(CASES)
-def test_answers_and_fitted_numbers_are_blind_to_test_labels(method, embedded):
-    fitted, _, test = fit_few(method, embedded=embedded)
-    settings, default = fitted.points.settings.copy(), fitted.default
-    before = fitted.answers(test, default)
-    labels = np.random.default_rng(0).permutation(test.chain.labels)
-    shuffled = replace(test, chain=replace(test.chain, labels=labels))
-    fitted.curve(shuffled, fitted.points.settings)
-    after = fitted.answers(shuffled, default)
-    assert (fitted.points.settings == settings).all()
-    assert fitted.default == default
-    same = (before.predictions == after.predictions).all() and (before.calls == after.calls).all()
-    assert same != (method == "oracle")  # which shows what reading them would change
-
-
-@pytest.mark.parametrize(
-    ("m", "method", "embedded"),
-    [(m, *case) for m in (1, 2, 3, 4) for case in CASES if (m, case[0]) not in [(1, SINGLE), (4, "auto")]],
-    ids=case_id,
-)
-def test_a_curve_has_the_cost_and_accuracy_of_the_answers_at_each_setting(method, embedded, m):
-    fitted, fitting, test = fit_few(method, m, embedded=embedded)
-    unlabelled = test if method == "oracle" else test.without_labels()
-    options = np.isfinite(np.stack(test.chain.logits))
-    model_answers = np.stack([logits.argmax(axis=1) for logits in test.chain.logits], axis=1)
-    for split, asked in ((test, unlabelled), (fitting.validation, fitting.validation)):
-        curve = fitted.curve(split, fitted.points.settings)
-        for point in {0, fitted.points.index_of_best(), len(curve.cost) - 1}:
-            answers = fitted.answers(asked, float(fitted.points.settings[point]))
-            assert answers.calls.any(axis=1).all() != (method == "embedding")  # which calls no model
-            assert curve.cost[point] == pytest.approx(answers.costs(split.chain).mean())
-            assert curve.accuracy[point] == pytest.approx(np.mean(answers.predictions == split.chain.labels))
-            assert curve.last_share[point] == pytest.approx(answers.calls[:, -1].mean())
-            if split is fitting.validation and method != "rf-shared":  # whose points are Base's
-                assert curve.cost[point] == pytest.approx(fitted.points.cost[point])
-                assert curve.accuracy[point] == pytest.approx(fitted.points.quality[point])
-            if split is test:
-                assert options[:, np.arange(60), answers.predictions].all()
-            if split is test and method not in FUSING | {"embedding"}:  # the answer of a model that was called
-                assert ((model_answers == answers.predictions[:, None]) & answers.calls).any(axis=1).all()
-
-
-# The label expert reads the options of a question off the first model's outputs.
-@of_cases([case for case in CASES if case[0] not in ("oracle", "shuffled", "embedding")])
-def test_outputs_of_models_that_are_not_called_change_no_answer(method, embedded):
-    fitted, _, test = fit_few(method, embedded=embedded)
-    rng, settings, asked = np.random.default_rng(0), fitted.points.settings, test.without_labels()
-    for setting in (fitted.default, *settings[:: max(1, len(settings) // 5)]):
-        answers = fitted.answers(asked, setting)
-        logits = tuple(
-            np.where(called[:, None], z, rng.permutation(z))
-            for z, called in zip(test.chain.logits, answers.calls.T, strict=True)
-        )
-        after = fitted.answers(replace(asked, chain=replace(asked.chain, logits=logits)), setting)
-        assert (after.predictions == answers.predictions).all()
-        assert (after.calls == answers.calls).all()
-
-
-@of_cases([case for case in CASES if case[0] != "shuffled"])
-def test_an_example_is_scored_alone_as_among_others_in_any_order(method, embedded):
-    fitted, _, test = fit_few(method, embedded=embedded)
-    rows = np.array([7, 3, 59, 20])
-    expected = scores(fitted, test)
-    asked = test if method == "oracle" else test.without_labels()
-    for batch in (rows, rows[:1], rows[::-1]):
-        if method != "oracle":
-            assert np.array_equal(scores(fitted, test.of_rows(batch)), expected[batch])
-        answers, whole = (fitted.answers(split, fitted.default) for split in (asked.of_rows(batch), asked))
-        assert (answers.predictions == whole.predictions[batch]).all()
-        assert (answers.calls == whole.calls[batch]).all()
+def test_a_method_keeps_its_promises(method, embedded):
+    check_method(method, embedding=embedded)
 
 
 @of_cases(CASES)
@@ -269,94 +182,6 @@ def test_a_handful_of_examples_is_enough(method, n):
 # --- published policies
 
 
-def on_validation(policy):
-    """Return what a policy has of its answers to validation, whether that chose its threshold or not."""
-    return policy.on_selection or policy.expected
-
-
-@published
-def test_a_policy_answers_as_the_method_does_in_a_comparison_within_the_budget(method, embedded):
-    policy, fitted, fitting, test = publish(method, embedded)
-    setting = fitted.default
-    if policy.budget is not None:
-        setting = fitted.setting(BUDGET)
-        assert on_validation(policy).cost <= BUDGET * (1 + 1e-9)
-    compared, answers = fitted.answers(test.without_labels(), setting), replay(policy, chain_of(policy, test))
-    assert (answers.predictions == compared.predictions).all()
-    assert answers.costs == pytest.approx(compared.costs(test.chain))
-    assert (policy.encoder is not None) == (embedded and method != "stacked")  # they say nothing of the labels here
-    measures = measure_replay(policy, chain_of(policy, fitting.validation))[1]
-    assert on_validation(policy).cost == pytest.approx(measures.cost)
-    assert on_validation(policy).accuracy == measures.accuracy
-    for point in policy.curve[:: max(1, len(policy.curve) // 5)]:
-        later = policy.with_budget(point.cost)
-        assert measure_replay(later, chain_of(later, fitting.validation))[1].cost <= point.cost * (1 + 1e-9)
-    if policy.curve:
-        with pytest.raises(BudgetError):
-            policy.with_budget(0.9 * policy.curve[0].cost)
-
-
-@published
-def test_steps_in_any_batches_are_the_replay_the_trace_and_the_prediction(method, embedded):
-    policy, _, _, test = publish(method, embedded)
-    chain = chain_of(policy, test.without_labels())
-    answers, n = replay(policy, chain), len(test)
-    traced = trace_policy(policy, chain).at(policy.threshold, chain)
-    for name in ("predictions", "confidences", "stages", "costs"):
-        assert np.array_equal(getattr(traced, name), getattr(answers, name)), name
-    ids = chain.example_ids
-    order = np.random.default_rng(0).permutation(n)
-    for batch in (order[:1], order[1:10], order[10:]):
-        ended = np.zeros(n, dtype=int)
-        batch_ids = [ids[row] for row in batch]
-        options = 2 if len(batch) > 10 else 0  # the last batch is padded
-        for stage, at, step in steps_of(policy, np.arange(len(batch)), logits_of(chain, batch, options), batch_ids):
-            rows = batch[at[step.accepted]]
-            assert np.array_equal(step.predictions[step.accepted], answers.predictions[rows])
-            assert np.array_equal(step.confidences[step.accepted], answers.confidences[rows])
-            assert (answers.stages[rows] == stage).all()
-            ended[rows] += 1
-        assert ended.sum() == ended[batch].sum() == len(batch)
-    arrays = dict(zip(chain.models, chain.logits, strict=True))
-    predictions = policy.predict(arrays, example_ids=ids)
-    assert np.array_equal(predictions.prediction, answers.predictions)
-    assert np.array_equal(predictions.confidence, answers.confidences)
-    assert np.array_equal(predictions.stage, answers.stages)
-    reordered = policy.predict(
-        {name: array[order] for name, array in arrays.items()}, example_ids=[ids[row] for row in order]
-    )
-    assert np.array_equal(reordered.confidence, predictions.confidence[order])
-
-
-def logits_of(chain, batch, more_options):
-    padding = ((0, 0), (0, more_options))
-
-    def read(stage, rows):
-        logits = chain.logits[stage][batch[rows]]
-        return np.pad(logits, padding, constant_values=-np.inf) if chain.models[stage].startswith("m") else logits
-
-    return read
-
-
-@published
-def test_a_policy_file_gives_the_same_bytes_and_answers(method, embedded, tmp_path):
-    policy, _, _, test = publish(method, embedded)
-    policy.save(tmp_path / "policy.json")
-    loaded = Policy.load(tmp_path / "policy.json")
-    assert loaded == policy == Policy.of(policy.packed())
-    assert loaded.id == policy.id
-    loaded.save(tmp_path / "again.json")
-    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert written["again.json"] == written["policy.json"]
-    with_arrays = method in LEARNED
-    assert written.get("again.safetensors") == written.get("policy.safetensors")
-    assert ("policy.safetensors" in written) == with_arrays
-    assert (json.loads(written["policy.json"]).get("arrays_sha256") is not None) == with_arrays
-    before, after = (replay(variant, chain_of(variant, test)) for variant in (policy, loaded))
-    for name in ("predictions", "confidences", "stages", "costs"):
-        assert np.array_equal(getattr(before, name), getattr(after, name))
-
-
 @pytest.mark.parametrize("method", [name for name, of in METHODS.items() if of.unpublished])
 def test_a_method_without_a_policy_is_refused_in_one_line(method):
     arrays = {name: np.eye(4) for name in ("m0", "m1")}
@@ -376,7 +201,70 @@ def test_a_method_without_a_policy_is_refused_in_one_line(method):
     ids=case_id,
 )
 def test_a_rule_that_a_method_cannot_follow_is_refused_in_one_line(method, embedded, rule, words):
+    fitted, fitting, _ = fit_few(method, embedded=embedded)
     with pytest.raises(CaucError, match=words) as error:
-        publish(method, embedded, ThresholdRule(**rule))
+        fitted.published(fitting, ThresholdRule(**rule))
     assert "\n" not in str(error.value)
     assert isinstance(error.value, BudgetError if "budget" in rule else ConfigError)
+
+
+PACKAGE = """
+from typing import Literal
+
+import numpy as np
+
+from cauc_ray.policies.fitting import Fitting
+from cauc_ray.policies.method import Method
+from cauc_ray.policies.scored import ScoredPolicy
+
+
+class GapPolicy(ScoredPolicy):
+    method: Literal["gap", "neighbourly"]
+
+    def score(self, stage, logits, embeddings):
+        ranked = np.sort(logits, axis=1)
+        gap = 1 / (1 + np.exp(ranked[:, -2] - ranked[:, -1]))
+        return gap if self.method == "gap" else gap - gap.mean()
+
+
+GAP = Method("gap", "cascade", lambda fitting: [fitting.policy(GapPolicy, method="gap")])
+NEIGHBOURLY = Method("neighbourly", "cascade", lambda fitting: [fitting.policy(GapPolicy, method="neighbourly")])
+"""
+ENTRIES = """[cauc_ray.methods]
+gap = gaps:GAP
+neighbourly = gaps:NEIGHBOURLY
+absent = no_such_module:METHOD
+misnamed = gaps:GAP
+rf = gaps:GAP
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Install a package with methods: one that keeps its promises, one that does not, and broken entry points."""
+    folder = tmp_path / "gaps-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: gaps\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(ENTRIES)
+    (tmp_path / "gaps.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_method_of_another_package_is_fitted_published_loaded_and_compared(package, tmp_path):
+    check_method("gap")
+    with pytest.raises(AssertionError, match="rows"):
+        check_method("neighbourly")
+    policy = cauc_ray.fit(cauc_ray.sample_logits(), method="gap", budget=4.0)
+    policy.save(tmp_path / "policy.json")
+    assert cauc_ray.Policy.load(tmp_path / "policy.json").id == policy.id
+    compared = cauc_ray.compare(cauc_ray.sample_logits(), methods=["gap", "rf"])
+    assert [row["method"] for row in compared.rows] == ["rf", "gap"]
+
+
+@pytest.mark.parametrize("name", ["absent", "misnamed"])
+def test_a_broken_entry_point_is_named_in_one_line_and_breaks_no_other(package, name):
+    with pytest.raises(ConfigError, match=name) as error:
+        cauc_ray.fit(cauc_ray.sample_logits(), method=name)
+    assert "\n" not in str(error.value)
+    assert METHODS["rf"].fit.__module__.startswith("cauc_ray.")
+    assert {"gap", "rf", name} <= set(METHODS)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cauc_ray.numbers.sweep import STOP_NONE
 from cauc_ray.policies.cauc import RFPolicy
 from cauc_ray.policies.family import Family
-from cauc_ray.policies.fitting import Fitting, fit_base, fit_rf
+from cauc_ray.policies.fitting import Fitting, rf_of
 from cauc_ray.policies.method import Method
-from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.methods.base import fit as base_policies
 
 
 def fit(fitting: Fitting) -> Sequence[RFPolicy]:
     """Fit RF, whose threshold is the best on validation, within the budget if there is one (paper, eq. 11)."""
-    return [fit_rf(fitting.calibration.chain, rule=ThresholdRule(threshold=STOP_NONE))]
+    return [rf_of(fitting.calibration.chain, fitting.validation.chain, fitting.names)]
 
 
 def fit_shared(fitting: Fitting) -> Family:
     """Fit RF at Base's thresholds: the paper's two policies share a routing schedule."""
-    base = Family([fit_base(fitting.calibration.chain)], fitting.validation)
+    base = Family(base_policies(fitting), fitting.validation)
     policies = [policy.model_copy(update={"threshold": base.default}) for policy in fit(fitting)]
     return Family(policies, fitting.validation, chooser=base)
 
