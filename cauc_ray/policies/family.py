@@ -223,13 +223,12 @@ class Family:
         if isinstance(policy, SolvedPolicy):
             return self._choose_solution(policy.method, calibration, rule)
         policy = self._policy(self._best(rule))
-        reference = policy.threshold
-        if not isinstance(reference, float) or reference == STOP_NONE:
-            reference = None
-        elif rule == BY_DEFAULT and policy.threshold_choice.rule == "given":
+        threshold = policy.threshold
+        reference = threshold if isinstance(threshold, float) and threshold != STOP_NONE else None
+        if rule == BY_DEFAULT and reference is not None and policy.threshold_choice.rule == "given":
             rule = ThresholdRule(threshold=reference)
         policy = policy.model_copy(update={"budget": rule.budget})
-        chains = (chain_of(policy, split) for split in (calibration, self.validation))
+        chains = chain_of(policy, calibration), chain_of(policy, self.validation)
         return choose_threshold(policy, *chains, rule, reference)
 
     def _policy(self, index: int) -> Policy:
