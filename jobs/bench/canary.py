@@ -16,9 +16,9 @@ import numpy as np
 import cauc_ray
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.numbers.chain import ChainLogits
-from cauc_ray.policies.canary import Rule
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import replay
+from cauc_ray.serving.promotion import Rule
 from jobs.bench.load import body_of
 from jobs.bench.part import by_turns
 from jobs.bench.planted import stage, write_pool, write_split

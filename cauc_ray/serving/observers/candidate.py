@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cauc_ray.models.pool import CanarySpec
-from cauc_ray.policies.canary import Comparison, Decision, Evidence, Rule, decision
 from cauc_ray.serving.feedback import Feedback
 from cauc_ray.serving.observers.observer import Observer
 from cauc_ray.serving.observers.shadow_sample import ShadowSample
 from cauc_ray.serving.policies_live import Decided, InForce, Log, Member, Store, StoreError, stored_json
+from cauc_ray.serving.promotion import Comparison, Decision, Evidence, Rule, decision
 from cauc_ray.serving.request_state import RequestState
 
 # Number of attempts to add evidence before the next period.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from cauc_ray.policies.canary import Comparison, Evidence, PolicySums, Rule, decision
+from cauc_ray.serving.promotion import Comparison, Evidence, PolicySums, Rule, decision
 
 RULE = Rule()
 # Costs of a row that the first stage answers, and of one that is deferred.
