@@ -28,11 +28,11 @@ class BenchmarkRoutingPolicy(ValueRouter):
     method: Literal["benchmark-routing"] = "benchmark-routing"
 
     def values(self, vectors: Floats) -> Floats:
-        """Return the share of each model's right answers on the nearest known queries, float64 (n, M)."""
+        """Return the share of each model's right answers on the nearest calibration queries, float64 (n, M)."""
         assert self.k is not None
         assert self.sharpness is not None
-        known, correct = self.arrays["known"], self.arrays["correct"]
-        shares: Floats = near_shares(vectors, known, correct, (self.k,), (self.sharpness,))[0, 0]
+        queries, correct = self.arrays["known"], self.arrays["correct"]
+        shares: Floats = near_shares(vectors, queries, correct, (self.k,), (self.sharpness,))[0, 0]
         return shares
 
 
@@ -47,19 +47,19 @@ def fit(fitting: Fitting) -> Sequence[Policy]:
 
 
 def _known_queries(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the known queries, with the number of neighbours and the sharpness of smallest squared error.
+    """Return the calibration queries, with the number of neighbours and the sharpness of smallest squared error.
 
     Among equals all queries at equal weight, else the lowest sharpness and the fewest neighbours.
     """
-    known, asked = vectors(fitting.calibration), vectors(fitting.validation)
-    own, right = fitting.calibration.correct(), fitting.validation.correct()
-    k, sharpness, sizes = len(known), 0.0, sizes_to_try(len(known))
+    queries, asked = vectors(fitting.calibration), vectors(fitting.validation)
+    correct, right = fitting.calibration.correct(), fitting.validation.correct()
+    k, sharpness, sizes = len(queries), 0.0, sizes_to_try(len(queries))
     if sizes:
-        errors = ((near_shares(asked, known, own, sizes, SHARPNESSES) - right) ** 2).mean(axis=(2, 3))
-        if errors.min() < np.mean((own.mean(axis=0) - right) ** 2):
+        errors = ((near_shares(asked, queries, correct, sizes, SHARPNESSES) - right) ** 2).mean(axis=(2, 3))
+        if errors.min() < np.mean((correct.mean(axis=0) - right) ** 2):
             at, size = np.unravel_index(errors.argmin(), errors.shape)
             k, sharpness = sizes[size], SHARPNESSES[at]
-    return {"known": known, "correct": own.astype(np.uint8)}, {"k": k, "sharpness": sharpness}
+    return {"known": queries, "correct": correct.astype(np.uint8)}, {"k": k, "sharpness": sharpness}
 
 
 def sizes_to_try(n: int) -> tuple[int, ...]:
@@ -69,27 +69,27 @@ def sizes_to_try(n: int) -> tuple[int, ...]:
 
 
 def near_shares(
-    vectors: Floats, known: Floats, correct: Floats | Bools, sizes: Sequence[int], sharpnesses: Sequence[float]
+    vectors: Floats, queries: Floats, correct: Floats | Bools, sizes: Sequence[int], sharpnesses: Sequence[float]
 ) -> Floats:
-    """Return the shares of right answers on the nearest known queries, float64 (B, S, N, M).
+    """Return the shares of right answers on the nearest calibration queries, float64 (B, S, N, M).
 
-    vectors: float32 (N, d).   known: float32 (n, d).   correct: (n, M).   sizes: S rising numbers of neighbours by
+    vectors: float32 (N, d).   queries: float32 (n, d).   correct: (n, M).   sizes: S rising numbers of neighbours by
     cosine.   sharpnesses: B; a neighbour weighs exp(sharpness x (cosine - 1)). All n at sharpness 0 are the models'
     accuracies, whatever the query.
     """
-    found = np.empty((len(sharpnesses), len(sizes), len(vectors), correct.shape[1]))
-    last, asked, own = np.array(sizes) - 1, unit_rows(vectors), unit_rows(known)
+    estimates = np.empty((len(sharpnesses), len(sizes), len(vectors), correct.shape[1]))
+    last, asked, unit_queries = np.array(sizes) - 1, unit_rows(vectors), unit_rows(queries)
     right = np.asarray(correct, dtype=np.float64)
     for start in range(0, len(vectors), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
-        cosines = products(asked[rows], own)
+        cosines = products(asked[rows], unit_queries)
         near = np.argsort(-cosines, axis=1, kind="stable")[:, : sizes[-1]]
         distances = 1.0 - np.take_along_axis(cosines, near, axis=1)
         for at, sharpness in enumerate(sharpnesses):
             weights = np.exp(-sharpness * distances)[:, :, None]
             shares = np.cumsum(weights * right[near], axis=1) / np.cumsum(weights, axis=1)
-            found[at, :, rows] = np.moveaxis(shares[:, last], 1, 0)
-    return found
+            estimates[at, :, rows] = np.moveaxis(shares[:, last], 1, 0)
+    return estimates
 
 
 METHOD = Method(

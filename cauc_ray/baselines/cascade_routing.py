@@ -45,33 +45,33 @@ MOST_SETS = 128
 @cache
 def sets_of(n_models: int) -> tuple[Called, ...]:
     """Return the sets of models that may be called for a row, the empty one first, by size."""
-    found: list[Called] = [()]
+    sets: list[Called] = [()]
     for size in range(1, n_models + 1):
         larger = list(combinations(range(n_models), size))
-        if size > 1 and len(found) + len(larger) > MOST_SETS:
+        if size > 1 and len(sets) + len(larger) > MOST_SETS:
             break
-        found += larger
-    return tuple(found)
+        sets += larger
+    return tuple(sets)
 
 
-def features_of(logs: Sequence[Floats], called: Called, told: Floats) -> Floats:
+def features_of(logs: Sequence[Floats], called: Called, query_odds: Floats) -> Floats:
     """Return what is known of rows after some calls, float64 (n, F).
 
     Of each model its highest probability and its entropy, of each pair whether they agree and the Jensen-Shannon
-    divergence.   logs: of the models called, log probabilities (n, K).   told: (n, E), what an embedding tells.
+    divergence.   logs: of the models called, log probabilities (n, K).   query_odds: (n, E), log odds by an embedding.
     """
-    floored = [np.maximum(own, LOWEST_LOG_PROBABILITY) for own in logs]
-    found = [*told.T]
-    for own, low in zip(logs, floored, strict=True):
-        found += [np.exp(own).max(axis=1), -_sum(np.exp(own) * low)]
-    for one, other in combinations(range(len(called)), 2):
-        p, q = np.exp(logs[one]), np.exp(logs[other])
+    floored = [np.maximum(log, LOWEST_LOG_PROBABILITY) for log in logs]
+    features = [*query_odds.T]
+    for log, low in zip(logs, floored, strict=True):
+        features += [np.exp(log).max(axis=1), -_sum(np.exp(log) * low)]
+    for first, second in combinations(range(len(called)), 2):
+        p, q = np.exp(logs[first]), np.exp(logs[second])
         mean = np.log(np.maximum((p + q) / 2, np.exp(LOWEST_LOG_PROBABILITY)))
-        found += [
-            (logs[one].argmax(axis=1) == logs[other].argmax(axis=1)).astype(np.float64),
-            (_sum(p * (floored[one] - mean)) + _sum(q * (floored[other] - mean))) / 2,
+        features += [
+            (logs[first].argmax(axis=1) == logs[second].argmax(axis=1)).astype(np.float64),
+            (_sum(p * (floored[first] - mean)) + _sum(q * (floored[second] - mean))) / 2,
         ]
-    return np.column_stack(found) if found else np.zeros((len(told), 0))
+    return np.column_stack(features) if features else np.zeros((len(query_odds), 0))
 
 
 def _sum(terms: Floats) -> Floats:
@@ -98,8 +98,8 @@ def onward(qualities: Floats, called: Called, price: float, costs: Floats) -> In
 class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
     """Cascade routing. A solution's numbers are prices of a unit of cost, after 0, 1, … calls.
 
-    A row carries the log probabilities of the models called, option by option: S = E + K M, E = M numbers that an
-    embedding tells where there is one, else 0. Arrays: weights of each set's estimators, (M, F + 1), the last of them
+    A row carries the log probabilities of the models called, option by option: S = E + K M, E = M log odds by an
+    embedding where there is one, else 0. Arrays: weights of each set's estimators, (M, F + 1), the last of them
     offsets, by the set; and of log odds that each model is right by the embedding, (M, d), with offsets.
     """
 
@@ -129,7 +129,7 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
             row[[0] * self._first + [self._first + model for model in called]] = True
         return calls
 
-    def told(self, embeddings: Floats) -> Floats:
+    def query_odds(self, embeddings: Floats) -> Floats:
         """Return what embeddings, float (n, d), tell of the models' competence, float64 (n, E)."""
         if self.encoder is None:
             return np.zeros((len(embeddings), 0))
@@ -137,10 +137,10 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
         odds += self.arrays["model_offsets"]
         return odds
 
-    def qualities(self, logs: Sequence[Floats], called: Called, told: Floats) -> Floats:
+    def qualities(self, logs: Sequence[Floats], called: Called, query_odds: Floats) -> Floats:
         """Return q of all models after some calls, float64 (n, M). Arguments are those of features_of."""
         weights = self.arrays[name_of(called)]
-        return sigmoid(products(features_of(logs, called, told), weights[:, :-1]) + weights[:, -1])
+        return sigmoid(products(features_of(logs, called, query_odds), weights[:, :-1]) + weights[:, -1])
 
     def first(self, n: int, ids: Sequence[str] | None) -> Ints | None:
         """Return the first model, the same of all rows; None with an encoder, which is called first."""
@@ -151,26 +151,29 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
         """Go on to another model, or take the answer of one of those called."""
         if stage < self._first:
-            told = self.told(logits)
-            to = self._first + self._onward(self.qualities([], (), told), (), self.solution)
-            return self.no_answer(told, to.astype(np.int8))
-        told, seen = self._seen(stage, log_softmax(real_options(logits)), state)
+            query_odds = self.query_odds(logits)
+            to = self._first + self._onward(self.qualities([], (), query_odds), (), self.solution)
+            return self.no_answer(query_odds, to.astype(np.int8))
+        query_odds, seen = self._seen(stage, log_softmax(real_options(logits)), state)
         n, m = len(seen), len(self.answering)
         codes = np.isfinite(seen).any(axis=1) @ (1 << np.arange(m))
         to, takers = np.full(n, -1), np.zeros(n, dtype=np.int64)
         for code in np.unique(codes).tolist():
             rows, called = np.flatnonzero(codes == code), tuple(model for model in range(m) if code >> model & 1)
             logs = [seen[rows, :, model] for model in called]
-            qualities = self.qualities(logs, called, told[rows])
+            qualities = self.qualities(logs, called, query_odds[rows])
             to[rows], takers[rows] = self._onward(qualities, called, self.solution), takers_of(qualities, called)
-        own = _chosen(takers, lambda model, rows: self.own_answer(self._first + model, seen[rows, :, model]))
-        carried, worth = np.column_stack([told, seen.reshape(n, -1)]), np.where(to < 0, np.inf, -np.inf)
-        return replace(own, accepted=to < 0, state=carried, next=(self._first + to).astype(np.int8), worth=worth)
+        step = _chosen(takers, lambda model, rows: self.own_answer(self._first + model, seen[rows, :, model]))
+        carried, worth = np.column_stack([query_odds, seen.reshape(n, -1)]), np.where(to < 0, np.inf, -np.inf)
+        return replace(step, accepted=to < 0, state=carried, next=(self._first + to).astype(np.int8), worth=worth)
 
     def readings(self, logits: Sequence[Floats]) -> Floats:
         """Return q of all models after the calls of every set, float64 (n, sets, M)."""
-        told, logs = self.told(logits[0]), [log_softmax(real_options(own)) for own in logits[self._first :]]
-        after = [self.qualities([logs[model] for model in called], called, told) for called in self.sets]
+        query_odds, logs = (
+            self.query_odds(logits[0]),
+            [log_softmax(real_options(values)) for values in logits[self._first :]],
+        )
+        after = [self.qualities([logs[model] for model in called], called, query_odds) for called in self.sets]
         return np.stack(after, axis=1)
 
     def stops(self, readings: Floats, numbers: tuple[float, ...]) -> Ints:
@@ -188,8 +191,8 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
         """Return the step after each set of calls, as if its models had been called for every row."""
         readings = self.readings(logits)
         stops, steps = self.stops(readings, self.solution), list[Step]()
-        logs = [log_softmax(real_options(own)) for own in logits[self._first :]]
-        alone = [self.own_answer(self._first + model, own) for model, own in enumerate(logs)]
+        logs = [log_softmax(real_options(values)) for values in logits[self._first :]]
+        alone = [self.own_answer(self._first + model, values) for model, values in enumerate(logs)]
         for place, called in enumerate(self.sets[1:]):
             takers = takers_of(readings[:, place + 1], called)
             step = _chosen(takers, lambda model, rows: _of_rows(alone[model], rows))
@@ -207,15 +210,18 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
         logs: of the stage's model, (n, K).   Raises DataError where a row's options differ from those before.
         """
         n, m = len(logs), len(self.answering)
-        n_told = m * self._first
-        before = np.zeros((n, n_told)) if state is None else state
-        told, earlier = before[:, :n_told], before[:, n_told:].reshape(n, (before.shape[1] - n_told) // m, m)
+        n_odds = m * self._first
+        before = np.zeros((n, n_odds)) if state is None else state
+        query_odds, earlier = (
+            before[:, :n_odds],
+            before[:, n_odds:].reshape(n, (before.shape[1] - n_odds) // m, m),
+        )
         names = self.stages[stage].name, "the stages before"
         logs, _ = same_width(logs, earlier.max(axis=2), names) if earlier.size else (logs, None)
         seen = np.full((n, logs.shape[1], m), -np.inf)
         seen[:, : earlier.shape[1]] = earlier
         seen[:, :, stage - self._first] = logs
-        return told, seen
+        return query_odds, seen
 
     def _onward(self, qualities: Floats, called: Called, numbers: tuple[float, ...]) -> Ints:
         """Return the model that rows go on to by a solution's numbers, -1 for none, int (n,)."""
@@ -278,16 +284,16 @@ def fit(fitting: Fitting) -> Sequence[Policy]:
     encoded, chain = calibration.embeddings is not None, calibration.chain
     if len(chain.models) == 1:
         return fit_single(fitting, 0)
-    arrays, told = dict[str, Floats](), np.zeros((len(chain), 0))
+    arrays, query_odds = dict[str, Floats](), np.zeros((len(chain), 0))
     if calibration.embeddings is not None:
         odds = [_odds_by(calibration.embeddings, right) for right in calibration.correct().T]
         weights, offsets, columns = zip(*odds, strict=True)
         arrays |= {"of_models": np.stack(weights), "model_offsets": np.array(offsets)}
-        told = np.column_stack(columns)
+        query_odds = np.column_stack(columns)
     logs, right = _logs(calibration), calibration.correct()
     sets = sets_of(len(chain.models))
     for called in sets:
-        arrays[name_of(called)] = _estimators(features_of([logs[model] for model in called], called, told), right)
+        arrays[name_of(called)] = _estimators(features_of([logs[model] for model in called], called, query_odds), right)
     policy = fitting.policy(CascadeRoutingPolicy, encoded=encoded, solutions=()).with_arrays(arrays)
     return [policy.model_copy(update={"solutions": search(policy, validation, fitting.seed)})]
 
@@ -317,7 +323,7 @@ def _logs(examples: Examples) -> list[Floats]:
 def _estimators(features: Floats, right: Bools) -> Floats:
     """Return logistic regressions of whether each model is right, with offsets last, float64 (M, F + 1)."""
     scaler = Scaler.of(features.astype(np.float32))
-    fits = [logistic(scaler(features.astype(np.float32)).astype(np.float64), own) for own in right.T]
+    fits = [logistic(scaler(features.astype(np.float32)).astype(np.float64), labels) for labels in right.T]
     weights = np.array([weights for weights, _ in fits]) / scaler.scales
     offsets = np.array([offset for _, offset in fits]) - weights @ scaler.means
     return np.column_stack([weights, offsets])
@@ -332,18 +338,21 @@ def search(policy: CascadeRoutingPolicy, validation: Examples, seed: int) -> tup
     readings = policy.readings(chain_of(policy, validation).logits)
     rows, n, correct = np.arange(len(validation)), policy.n_numbers, validation.correct()
     takers = [takers_of(readings[:, place], called) for place, called in enumerate(policy.sets) if called]
-    right = np.stack([correct[rows, own] for own in takers], axis=1)
+    right = np.stack([correct[rows, models] for models in takers], axis=1)
     costs = costs_to_come(validation).of_calls(policy.calls[:, len(policy.stages) - len(policy.answering) :])
     costs = np.broadcast_to(costs, right.shape)
     limits = _limits(policy, readings)
     rng = np.random.default_rng(seed)
-    found, cost, n_right = list[tuple[float, ...]](), np.zeros(0), np.zeros(0)
+    solutions, cost, n_right = list[tuple[float, ...]](), np.zeros(0), np.zeros(0)
 
     def draw() -> list[Floats]:
         at = rng.random((N_DRAWN, n))
         at[: N_DRAWN // 2] = at[: N_DRAWN // 2, :1]
         at[:2] = [[0.0], [1.0]]  # the ends
-        return [np.array([np.quantile(own, share) for own, share in zip(limits, shares, strict=True)]) for shares in at]
+        return [
+            np.array([np.quantile(prices, share) for prices, share in zip(limits, shares, strict=True)])
+            for shares in at
+        ]
 
     def near(best: Sequence[tuple[float, ...]]) -> list[Floats]:
         drawn = [np.array(best[index]) for index in rng.integers(len(best), size=N_DRAWN)]
@@ -352,18 +361,18 @@ def search(policy: CascadeRoutingPolicy, validation: Examples, seed: int) -> tup
         return drawn
 
     for turn in range(N_ROUNDS):
-        tried = [tuple(prices.tolist()) for prices in (near(found) if turn else draw())]
+        tried = [tuple(prices.tolist()) for prices in (near(solutions) if turn else draw())]
         stops = [policy.stops(readings, prices) for prices in tried]
-        cost = np.append(cost, [costs[rows, own].mean() for own in stops])
-        n_right = np.append(n_right, [right[rows, own].sum() for own in stops])
+        cost = np.append(cost, [costs[rows, places].mean() for places in stops])
+        n_right = np.append(n_right, [right[rows, places].sum() for places in stops])
         best = pareto(cost, n_right)
-        found, cost, n_right = [[*found, *tried][index] for index in best], cost[best], n_right[best]
-    return tuple(found)
+        solutions, cost, n_right = [[*solutions, *tried][index] for index in best], cost[best], n_right[best]
+    return tuple(solutions)
 
 
 def _limits(policy: CascadeRoutingPolicy, readings: Floats) -> list[Floats]:
-    """Return, after each number of calls, prices from which on some row goes on to no other model than before."""
-    found: list[list[Floats]] = [[np.zeros(1)] for _ in range(policy.n_numbers)]
+    """Return, after each number of calls, prices at which some row's next model changes."""
+    limits: list[list[Floats]] = [[np.zeros(1)] for _ in range(policy.n_numbers)]
     all_costs = np.array([stage.cost for stage in policy.answering])
     for called, qualities in zip(policy.sets, np.moveaxis(readings, 1, 0), strict=True):
         first = called[-1] + 1 if called else 0
@@ -374,12 +383,12 @@ def _limits(policy: CascadeRoutingPolicy, readings: Floats) -> list[Floats]:
             best = qualities[:, list(called)].max(axis=1)
             gains = (later - best[:, None])[:, costs > 0] / costs[costs > 0]
         else:  # which model is called first
-            one, other = np.triu_indices(len(costs), 1)
-            differ = costs[other] != costs[one]
-            gains = (later[:, other] - later[:, one])[:, differ] / (costs[other] - costs[one])[differ]
-        kept = gains[gains > 0]
-        found[len(called)] += [kept, np.array([2 * kept.max(initial=0.0)])]
-    return [np.unique(np.concatenate(own)) for own in found]
+            model, later_model = np.triu_indices(len(costs), 1)
+            differ = costs[later_model] != costs[model]
+            gains = (later[:, later_model] - later[:, model])[:, differ] / (costs[later_model] - costs[model])[differ]
+        rising = gains[gains > 0]
+        limits[len(called)] += [rising, np.array([2 * rising.max(initial=0.0)])]
+    return [np.unique(np.concatenate(prices)) for prices in limits]
 
 
 METHOD = Method("cascade-routing", "cascade", fit, packages=("sklearn",), extra="baselines", note=_note)

@@ -61,7 +61,7 @@ class RandomPolicy(ChoosingPolicy):
 
 def random_numbers(ids: Sequence[str], seed: int) -> Floats:
     """Return a number in (0, 1) for each example, float64 (N,), which depends on its id and the seed alone."""
-    drawn = [hashlib.blake2b(f"{seed}:{own}".encode(), digest_size=8).digest() for own in ids]
+    drawn = [hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest() for name in ids]
     return (np.frombuffer(b"".join(drawn), dtype="<u8") >> 12).astype(np.float64) / 2.0**52 + 2.0**-54
 
 
@@ -80,9 +80,9 @@ def fit_shuffled(fitting: Fitting) -> Sequence[Control]:
     policy = rf_of(fitting.calibration.chain, fitting.validation.chain, fitting.names)
 
     def shuffled(examples: Examples) -> Trace:
-        own = trace_policy(policy, examples.chain)
+        trace = trace_policy(policy, examples.chain)
         order = np.argsort(random_numbers(examples.chain.example_ids, fitting.seed))
-        return Trace(own.predictions, own.confidences[order], own.calls)
+        return Trace(trace.predictions, trace.confidences[order], trace.calls)
 
     return [Control(shuffled)]
 

@@ -38,13 +38,13 @@ class DuoPolicy(MethodPolicy):
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
         """Add the stage's logits to the sum; the last stage's answers are taken."""
         numbers, last = self.stages[stage], stage == len(self.stages) - 1
-        own: Floats = numbers.weight * numbers.bounded(logits).astype(np.float64)
+        total: Floats = numbers.weight * numbers.bounded(logits).astype(np.float64)
         if state is not None:
-            own, before = same_width(own, state, (numbers.name, "the stages before"))
-            own = own + before
-        predictions, confidences = top_option(own)
-        worth = np.full(len(own), np.inf if last else -np.inf)
-        return Step(predictions, confidences, np.full(len(own), last), own, own, worth=worth)
+            total, before = same_width(total, state, (numbers.name, "the stages before"))
+            total = total + before
+        predictions, confidences = top_option(total)
+        worth = np.full(len(total), np.inf if last else -np.inf)
+        return Step(predictions, confidences, np.full(len(total), last), total, total, worth=worth)
 
 
 def fit(fitting: Fitting) -> Sequence[DuoPolicy]:

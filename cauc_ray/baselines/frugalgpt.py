@@ -61,11 +61,11 @@ class FrugalGPTPolicy(ScoredPolicy, SolvedPolicy):
         n_encoders = len(self.stages) - len(self.answering)
         n = len(logits[0])
         embeddings = np.asarray(logits[0], dtype=np.float64) if n_encoders else np.zeros((n, 0))
-        found = [
+        distances = [
             self.distances(stage, real_options(logits[stage]), embeddings)
             for stage in range(n_encoders, len(self.stages) - 1)
         ]
-        return np.stack(found, axis=1) if found else np.zeros((n, 0))
+        return np.stack(distances, axis=1) if distances else np.zeros((n, 0))
 
     def stops(self, readings: Floats, numbers: tuple[float, ...]) -> Ints:
         """Return the first model whose answer is taken, int (n,)."""
@@ -76,8 +76,8 @@ class FrugalGPTPolicy(ScoredPolicy, SolvedPolicy):
         numbers = self.stages[stage]
         inputs = self.read(stage, logits, embeddings, with_answer=True)
         logits = products(inputs, self.arrays[f"{numbers.name}/weights"][None])[:, 0] + (numbers.offset or 0.0)
-        found: Floats = np.exp(-np.logaddexp(0.0, logits))
-        return found
+        distances: Floats = np.exp(-np.logaddexp(0.0, logits))
+        return distances
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +137,10 @@ def fit(fitting: Fitting) -> Sequence[FrugalGPTPolicy]:
 
 def by_order(solutions: Sequence[Solution]) -> dict[tuple[int, ...], tuple[tuple[float, ...], ...]]:
     """Return the thresholds of all solutions of each order, in their order."""
-    found: dict[tuple[int, ...], tuple[tuple[float, ...], ...]] = {}
+    orders: dict[tuple[int, ...], tuple[tuple[float, ...], ...]] = {}
     for solution in solutions:
-        found[solution.order] = (*found.get(solution.order, ()), solution.numbers)
-    return found
+        orders[solution.order] = (*orders.get(solution.order, ()), solution.numbers)
+    return orders
 
 
 def _note(fitting: Fitting) -> str:
@@ -162,9 +162,9 @@ def fit_scorers(fitting: Fitting) -> FrugalGPTPolicy:
         ]
         scaler = Scaler.of(features[0])
         # In float64: the solver's line search gives up early in float32.
-        inputs, unseen = (scaler(own).astype(np.float64) for own in features)
-        right, known = (split.correct()[:, model] for split in splits)
-        weights, offset = _best_logistic(inputs, right, unseen, known)
+        inputs, unseen = (scaler(values).astype(np.float64) for values in features)
+        right, unseen_right = (split.correct()[:, model] for split in splits)
+        weights, offset = _best_logistic(inputs, right, unseen, unseen_right)
         arrays |= {f"{name}/means": scaler.means, f"{name}/scales": scaler.scales, f"{name}/weights": weights}
         of_stages.append({"n_options": n_options, "offset": offset})
     encoded = fitting.calibration.embeddings is not None
@@ -172,9 +172,9 @@ def fit_scorers(fitting: Fitting) -> FrugalGPTPolicy:
     return policy.with_arrays(arrays)
 
 
-def _best_logistic(inputs: Floats, right: Bools, unseen: Floats, known: Bools) -> tuple[Floats, float]:
-    """Return weights, float64 (d,), and an offset.   unseen, known: the same of validation as inputs and right."""
-    signs = np.where(known, 1.0, -1.0)
+def _best_logistic(inputs: Floats, right: Bools, unseen: Floats, unseen_right: Bools) -> tuple[Floats, float]:
+    """Return weights, float64 (d,), and an offset.   unseen, unseen_right: the same of validation."""
+    signs = np.where(unseen_right, 1.0, -1.0)
     fits = [logistic(inputs, right, penalty) for penalty in INVERSE_PENALTIES]
     return min(fits, key=lambda fit: np.logaddexp(0.0, -signs * (unseen @ fit[0] + fit[1])).mean())
 
@@ -196,8 +196,10 @@ def distances_of(scorers: FrugalGPTPolicy, examples: Examples) -> Floats:
     """Return each model's distances on examples, float64 (N, M)."""
     embeddings = np.zeros((len(examples), 0)) if examples.embeddings is None else examples.embeddings
     first = len(scorers.stages) - len(scorers.answering)
-    own = [scorers.distances(first + model, logits, embeddings) for model, logits in enumerate(examples.chain.logits)]
-    return np.stack(own, axis=1)
+    distances = [
+        scorers.distances(first + model, logits, embeddings) for model, logits in enumerate(examples.chain.logits)
+    ]
+    return np.stack(distances, axis=1)
 
 
 def _midway(low: float, high: float) -> float:
@@ -218,19 +220,19 @@ def search(distances: Floats, correct: Bools, costs: Floats) -> list[Solution]:
     published search polishes a grid in both, under the constraint that later stages pass on no smaller shares.
     """
     m = distances.shape[1]
-    ranks = [np.argsort(own, kind="stable") for own in distances.T]
+    ranks = [np.argsort(column, kind="stable") for column in distances.T]
     parts = []
     for order in permutations(range(m), min(m, LONGEST)):
-        found = _of_order(order, ranks, distances, correct, costs)
-        best = pareto(found[0], found[1])
-        parts.append((*(of[best] for of in found), np.tile(order, (len(best), 1))))
+        solutions = _of_order(order, ranks, distances, correct, costs)
+        best = pareto(solutions[0], solutions[1])
+        parts.append((*(of[best] for of in solutions), np.tile(order, (len(best), 1))))
     cost, n_right, thresholds, orders = (np.concatenate(of) for of in zip(*parts, strict=True))
     best = pareto(cost, n_right)
     if len(best) > MOST_SOLUTIONS:
         best = best[np.linspace(0, len(best) - 1, MOST_SOLUTIONS).round().astype(np.int64)]
     return [
-        Solution(tuple(order), tuple(own)).centred(distances)
-        for order, own in zip(orders[best].tolist(), thresholds[best].tolist(), strict=True)
+        Solution(tuple(order), tuple(cuts)).centred(distances)
+        for order, cuts in zip(orders[best].tolist(), thresholds[best].tolist(), strict=True)
     ]
 
 
@@ -254,9 +256,9 @@ def _of_order(
     n_right = (n_right + (reached & correct[:, last]).sum(axis=1))[:, None] + _sums(in_rank * stop_gain)
     cost = (cost + reached @ costs[:, inner])[:, None] + _sums((in_rank * costs[ranks, last])[:, ::-1])[:, ::-1]
 
-    own = distances[ranks, inner]
-    cuts = np.flatnonzero(np.r_[True, own[1:] > own[:-1], True])  # equal distances stop together
-    n_right, cost, thresholds = n_right[:, cuts], cost[:, cuts], np.append(own, np.inf)[cuts]
+    ordered = distances[ranks, inner]
+    cuts = np.flatnonzero(np.r_[True, ordered[1:] > ordered[:-1], True])  # equal distances stop together
+    n_right, cost, thresholds = n_right[:, cuts], cost[:, cuts], np.append(ordered, np.inf)[cuts]
     at, cut = np.nonzero(_rises_from_the_right(n_right))
     return cost[at, cut], n_right[at, cut], np.column_stack([before[at], thresholds[cut]])
 

@@ -50,7 +50,7 @@ class Control:
     route: Callable[[Examples], Route] | None = None
 
 
-# A policy at a threshold that no row reaches takes the best on validation where there is no budget.
+# A policy at a threshold that no row reaches takes the best on validation without a budget.
 Member: TypeAlias = Policy | Control
 
 
@@ -109,15 +109,15 @@ class Family:
 
     def _frontiers(self, objective: Objective) -> list[OperatingPoints]:
         chain = self.validation.chain
-        found: list[OperatingPoints] = []
+        frontiers: list[OperatingPoints] = []
         for index, (member, trace) in enumerate(zip(self.members, self.traces, strict=True)):
             if not solutions_of(member):
-                found.append(trace.frontier(chain, objective))
+                frontiers.append(trace.frontier(chain, objective))
                 continue
             curve = self._solved_curve(index, trace, self.validation, np.arange(len(solutions_of(member))))
             quality = curve.accuracy if objective == "accuracy" else curve.macro_f1
-            found.append(OperatingPoints(curve.settings, curve.cost, quality, chain.costs.unit))
-        return found
+            frontiers.append(OperatingPoints(curve.settings, curve.cost, quality, chain.costs.unit))
+        return frontiers
 
     @cached_property
     def points(self) -> OperatingPoints:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from typing import Literal, TypeAlias, get_args
@@ -106,7 +107,22 @@ def _load(entry: EntryPoint) -> Method:
         return Method(entry.name, "control", fit=_unfitted, broken=f"is broken: {error}")
     if isinstance(method, Method) and method.name == entry.name:
         return method
-    return Method(entry.name, "control", fit=_unfitted, broken=f"is broken: {entry.value} is no Method of that name")
+    return Method(entry.name, "control", fit=_unfitted, broken=f"is broken: {entry.value} names something else")
+
+
+def imported(target: str) -> Callable[[Fitting], Sequence[Member]]:
+    """Return a fit that is imported when it is called.
+
+    Args:
+        target: "module:function" of a module that imports torch, sklearn or transformers.
+    """
+
+    def fit(fitting: Fitting) -> Sequence[Member]:
+        module, _, name = target.partition(":")
+        members: Sequence[Member] = getattr(import_module(module), name)(fitting)
+        return members
+
+    return fit
 
 
 def _unfitted(fitting: Fitting) -> Sequence[Member]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cauc_ray.baselines.routing import note_on_the_middle
-from cauc_ray.policies.family import Member
 from cauc_ray.policies.fitting import Fitting
-from cauc_ray.policies.method import Method
+from cauc_ray.policies.method import Method, imported
 
 _TEXTS: dict[str, Any] = {
     "packages": ("torch", "transformers", "sklearn"),
@@ -32,47 +31,33 @@ def _note(before: str, *after: str, leaves_middle: bool = False) -> Callable[[Fi
     return note
 
 
-def _fit_frugalgpt_bert(fitting: Fitting) -> Sequence[Member]:
-    from cauc_ray.text_routers.full_forms import fit_frugalgpt_bert
-
-    return fit_frugalgpt_bert(fitting)
-
-
-def _fit_routerdc_encoder(fitting: Fitting) -> Sequence[Member]:
-    from cauc_ray.text_routers.full_forms import fit_routerdc_encoder
-
-    return fit_routerdc_encoder(fitting)
-
-
-def _fit_routellm_bert(fitting: Fitting) -> Sequence[Member]:
-    from cauc_ray.text_routers.routellm import fit_routellm_bert
-
-    return fit_routellm_bert(fitting)
-
-
-def _fit_routellm_causal(fitting: Fitting) -> Sequence[Member]:
-    from cauc_ray.text_routers.routellm import fit_routellm_causal
-
-    return fit_routellm_causal(fitting)
-
+_FULL_FORMS, _ROUTELLM = "cauc_ray.text_routers.full_forms", "cauc_ray.text_routers.routellm"
 
 FRUGALGPT_BERT = Method(
-    "frugalgpt-bert", "cascade", _fit_frugalgpt_bert, note=_note("scorers fine-tuned from"), **_TEXTS
+    "frugalgpt-bert",
+    "cascade",
+    imported(f"{_FULL_FORMS}:fit_frugalgpt_bert"),
+    note=_note("scorers fine-tuned from"),
+    **_TEXTS,
 )
 ROUTERDC_ENCODER = Method(
-    "routerdc-encoder", "router", _fit_routerdc_encoder, note=_note("fine-tuned from", "clusters by PCA"), **_TEXTS
+    "routerdc-encoder",
+    "router",
+    imported(f"{_FULL_FORMS}:fit_routerdc_encoder"),
+    note=_note("fine-tuned from", "clusters by PCA"),
+    **_TEXTS,
 )
 ROUTELLM_BERT = Method(
     "routellm-bert",
     "router",
-    _fit_routellm_bert,
+    imported(f"{_ROUTELLM}:fit_routellm_bert"),
     note=_note("fine-tuned from", "labels from correctness", leaves_middle=True),
     **_TEXTS,
 )
 ROUTELLM_CAUSAL = Method(
     "routellm-causal",
     "router",
-    _fit_routellm_causal,
+    imported(f"{_ROUTELLM}:fit_routellm_causal"),
     note=_note(
         "fine-tuned from",
         "scored by the first model's probability of the right option, not by a judge",

@@ -47,7 +47,7 @@ def test_a_policy_does_what_the_definition_says(m, embedded, share):
     costs = np.sort(fitted.points.cost)
     policy = fitted.published(fitting, ThresholdRule(budget=float(costs[0] + share * (costs[-1] - costs[0]))))
     answered = replay(policy, test.own_chain([stage.name for stage in policy.answering], encoded=embedded))
-    query_features = policy.told(test.embeddings) if embedded else np.zeros((60, 0))
+    query_features = policy.query_odds(test.embeddings) if embedded else np.zeros((60, 0))
     logits = [z.astype(np.float64) for z in test.chain.logits]
     for row in range(60):
         prediction, called, cost = by_definition(policy, [z[row] for z in logits], query_features[row])
