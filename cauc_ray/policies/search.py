@@ -241,7 +241,7 @@ def _require_affordable(validation: ChainLogits, rule: ThresholdRule) -> None:
 _UNAFFORDABLE = OperatingPoint(threshold=np.nan, cost=np.inf, quality=-np.inf)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # two stacked cascades may be of one chain
 class _Found:
     """A method's chain measured on validation.
 

@@ -105,3 +105,10 @@ def test_held_out_figures_are_a_chain_s_own_where_nothing_is_chosen():
     full = search_chains("rf", Examples(calibration), Examples(validation), rule, "validation").full
     # Every example is held out equally often, in halves of equal size.
     assert (full.holdout_quality, full.holdout_cost) == pytest.approx((full.quality, full.cost))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_stacked_cascades_of_one_chain_compete(seed):
+    splits_of_pool = map(Examples, pool(seed, 120, (1.0, 1.7)))
+    search = search_chains("stacked", *splits_of_pool, ThresholdRule(budget=3.0), "validation")
+    assert 0 <= search.n_same <= search.n_halves == 2
