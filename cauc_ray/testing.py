@@ -65,8 +65,12 @@ def check_method(name: str, *, embedding: bool | None = None, seed: int = 0) -> 
     if isinstance(family.members[0], Control):
         _require(bool(method.unpublished), "a method whose fit returns controls says why it has no policy")
     elif not method.unpublished:
-        for policy in _chosen(method, family, fitting):
-            _check_policy(policy, fitting, test)
+        for policy, setting in _chosen(family, fitting):
+            compared, answers = family.answers(test, setting), replay(policy, chain_of(policy, test))
+            alike = np.array_equal(answers.predictions, compared.predictions)
+            _require(alike, "a policy answers as its method in a comparison")
+            _require(np.allclose(answers.costs, compared.costs(test.chain)), "a policy costs what its method does")
+            _check_policy(policy, test)
 
 
 def _require(kept: bool | np.bool_, promise: str) -> None:
@@ -157,9 +161,9 @@ def _check_curve(method: Method, family: Family, test: Examples) -> None:
         _require(np.allclose(curve.accuracy, family.points.quality), "points are the curve of validation")
 
 
-def _chosen(method: Method, family: Family, fitting: Fitting) -> Iterator[Policy]:
-    """Yield the policy without a budget, and that of a budget, where a budget chooses."""
-    yield family.choose(fitting.calibration, ThresholdRule())
+def _chosen(family: Family, fitting: Fitting) -> Iterator[tuple[Policy, float]]:
+    """Yield the policy without a budget, and that of a budget, where a budget chooses, with their settings."""
+    yield family.choose(fitting.calibration, ThresholdRule()), family.default
     costs = family.points.cost
     if len(costs) < 2:
         return
@@ -167,7 +171,9 @@ def _chosen(method: Method, family: Family, fitting: Fitting) -> Iterator[Policy
     policy = family.choose(fitting.calibration, ThresholdRule(budget=budget))
     results = policy.on_selection or policy.expected
     _require(results is not None and results.cost <= most_within(budget), "a budget is kept on validation")
-    yield policy
+    setting = family.setting(budget)
+    assert setting is not None
+    yield policy, setting
     for point in policy.curve[:: max(1, len(policy.curve) // 4)]:
         later = policy.with_budget(point.cost)
         spent = measure_replay(later, chain_of(later, fitting.validation))[1].cost
@@ -180,7 +186,7 @@ def _chosen(method: Method, family: Family, fitting: Fitting) -> Iterator[Policy
         raise AssertionError("broken promise: a budget below the cheapest point is refused")
 
 
-def _check_policy(policy: Policy, fitting: Fitting, test: Examples) -> None:
+def _check_policy(policy: Policy, test: Examples) -> None:
     """Check that a policy answers alike whoever asks it."""
     chain = chain_of(policy, test.without_labels())
     answers = replay(policy, chain)

@@ -66,7 +66,8 @@ CONVENTIONS: Mapping[str, str] = {
     "random_mix": "Accuracy of choosing among single models at random, at the same cost: linear between those on the "
     "upper hull of validation cost and accuracy.",
     "setting": "The method's threshold (for a router minus the price of a unit of cost; of several policies the number "
-    "of a point), chosen on validation as the best by the objective within the budget, or as the cheapest where none is within it; "
+    "of a point), chosen on validation as the best by the objective within the budget, or as the cheapest where none "
+    "is within it; "
     "controls that choose at random spend the budget, and Base without a given one has its own threshold, as has "
     "rf-shared, which is CAUC-RF at Base's.",
     "matched": "At the setting whose cost on validation is nearest to the budget, above or below.",
