@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 
 from cauc_ray.cli.verbs import VERBS
 from cauc_ray.models.pool import Pool
+from cauc_ray.policies.by_method import SINGLE
 from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.policy import POLICY_CLASSES
 from cauc_ray.protocol.messages import InferenceRequest
@@ -27,8 +28,9 @@ CONFIGS = ("collect", "fit", "evaluate", "compare", "sweep", "run", "serve", "pl
 
 
 def _policy() -> dict[str, Any]:
-    modules = {method.fit.__module__ for method in METHODS.values()}  # which register their classes
-    classes = {kind for kind in POLICY_CLASSES.values() if kind.__module__.startswith("cauc_ray.") and modules}
+    methods = dict(METHODS)  # whose modules register the classes of their policies
+    classes = {POLICY_CLASSES[name] for name in (*methods, SINGLE) if name in POLICY_CLASSES}
+    classes = {kind for kind in classes if kind.__module__.startswith("cauc_ray.")}
     kinds: Any = Union[tuple(sorted(classes, key=lambda kind: kind.__name__))]  # noqa: UP007
     either: TypeAdapter[Any] = TypeAdapter(Annotated[kinds, Field(discriminator="method")])
     return either.json_schema()
