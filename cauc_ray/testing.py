@@ -254,7 +254,7 @@ def _live(policy: Policy, chain: ChainLogits, rows: Ints, padding: int) -> Answe
         stage = min(waiting)
         bundle = joined(waiting.pop(stage))
         here: Ints = place[np.asarray(bundle.columns["row"])]
-        result, onward = workers[stage].decide([Part.of(0, np.arange(len(here)))], [bundle])
+        result, onward = workers[stage].decide([Part(0, np.arange(len(here)))], [bundle])
         _require(result.error is None and not result.failures, f"the worker answers every row ({result.error})")
         costs[here] += result.costs
         done = here[result.accepted]
