@@ -33,12 +33,11 @@ from cauc_ray.policies.calibrated import (
 from cauc_ray.policies.cauc import BasePolicy, BaseStage, PairDiagnostics, RFPolicy, RFStage
 from cauc_ray.policies.evidence import FittedOn, SafeChoice, TemperatureDiagnostics, ThresholdChoice
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.scored import MethodPolicy
 from cauc_ray.policies.stacking import PLAIN, Stacking
 from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_threshold
 from cauc_ray.policies.trace import Examples, answers_alone, replay, trace_policy
 
-AnyMethodPolicy = TypeVar("AnyMethodPolicy", bound=MethodPolicy)
+AnyMethodPolicy = TypeVar("AnyMethodPolicy", bound=Policy)
 
 # Fits a method on two splits by a rule; with safe=True it keeps only supported fusions.
 Fit: TypeAlias = Callable[..., Policy]

@@ -154,14 +154,17 @@ def choices(values: Floats, prices: Floats) -> Floats:
     value is never chosen. At equality the cheaper one answers. Between models of one cost no price decides: a row
     leaves at every threshold (-inf) or at none (inf).
     """
-    values = np.asarray(values, dtype=np.float64)
     order = np.argsort(prices, kind="stable")
-    ranked, costs = values[:, order], prices[order]
-    n, m = ranked.shape
+    return ordered_choices(np.asarray(values, dtype=np.float64)[:, order], prices[order])
+
+
+def ordered_choices(values: Floats, prices: Floats) -> Floats:
+    """Return what choices() does of models by rising price.   values: float64 (N, M).   prices: (M,) or (N, M)."""
+    n, m = values.shape
     worth = np.full((n, m), np.inf)
     for step in range(m - 1):
-        extra_cost = costs[step + 1 :] - costs[step]
-        extra_value = ranked[:, step + 1 :] - ranked[:, [step]]
+        extra_cost = prices[..., step + 1 :] - prices[..., [step]]
+        extra_value = values[:, step + 1 :] - values[:, [step]]
         free = np.where(extra_value > 0, np.inf, -np.inf)  # better at no cost; no better at no gain
         gains = np.where(extra_cost > 0, extra_value / np.where(extra_cost > 0, extra_cost, 1.0), free)
         worth[:, step] = -gains.max(axis=1)
