@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from cauc_ray.baselines.texts import text_method
 from cauc_ray.numbers.logits import joint_kind, real_options
 from cauc_ray.numbers.products import products
 from cauc_ray.numbers.sweep import pareto
@@ -304,3 +305,4 @@ def _rises_from_the_right(values: Ints) -> Bools:
 
 
 METHOD = Method("frugalgpt", "cascade", fit, packages=("sklearn",), extra="baselines", note=_note)
+BERT = text_method("frugalgpt-bert", "cascade", "Fine-tune a scorer of query and answer for each model (DistilBERT).")

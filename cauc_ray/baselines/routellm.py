@@ -1,4 +1,4 @@
-"""RouteLLM (Ong et al., ICLR 2025) by embeddings: matrix factorisation, and similarity-weighted ranking.
+"""RouteLLM (Ong et al., ICLR 2025): matrix factorisation, similarity-weighted ranking, and fine-tuned networks.
 
 It estimates the probability that the last model of a chain would win over the first, and calls the last where that is
 high enough; models between the two are never called.
@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cauc_ray.baselines.routing import Read, fit_first_or_last, note_of_router
+from cauc_ray.baselines.texts import text_method
 from cauc_ray.numbers.products import products
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.features import unit_rows
@@ -97,4 +98,18 @@ SIMILARITY = Method(
     packages=("sklearn",),
     extra="baselines",
     note=note_of_router(leaves_middle=True),
+)
+BERT = text_method(
+    "routellm-bert",
+    "router",
+    "Fine-tune a classifier of texts into a win of the last model, a tie, and a win of the first.",
+    "labels from correctness",
+    leaves_middle=True,
+)
+CAUSAL = text_method(
+    "routellm-causal",
+    "router",
+    "Fine-tune a causal language model to score the first model's answer from 1 to 5.",
+    "scored by the first model's probability of the right option, not by a judge",
+    leaves_middle=True,
 )

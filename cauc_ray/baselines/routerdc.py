@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from cauc_ray.baselines.routing import fit_router, note_of_router
+from cauc_ray.baselines.texts import text_method
 from cauc_ray.numbers.logits import softmax
 from cauc_ray.numbers.products import products
 from cauc_ray.numbers.types import Floats
@@ -48,4 +49,7 @@ METHOD = Method(
     packages=("torch", "sklearn"),
     extra="baselines",
     note=note_of_router("frozen encoder, clusters by PCA"),
+)
+ENCODER = text_method(
+    "routerdc-encoder", "router", "Fine-tune the encoder (mDeBERTa-v3-base) by both contrasts.", "clusters by PCA"
 )

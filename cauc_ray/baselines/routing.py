@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,23 +29,6 @@ def routed(values: Floats, prices: Floats, chain: ChainLogits) -> Trace:
     """
     order = np.argsort(prices, kind="stable")
     return Trace(own_answers(chain, order), choices(values, prices), np.eye(len(order), dtype=bool)[order])
-
-
-@dataclass(frozen=True, slots=True)
-class FirstOrLast:
-    """A router between the first and the last model of a chain, that reads the queries' texts.
-
-    wins: of examples, the probability that the last model wins over the first, float64 (N,).
-    """
-
-    wins: Callable[[Examples], Floats]
-
-    def __call__(self, examples: Examples) -> Trace:
-        """Return both models' answers; the first's are trusted by the probability that it does not lose."""
-        chain = examples.chain
-        ends = np.array([0, len(chain.models) - 1])
-        confidences = np.column_stack([1.0 - self.wins(examples), np.ones(len(examples))])
-        return Trace(own_answers(chain, ends), confidences, np.eye(len(chain.models), dtype=bool)[ends])
 
 
 def note_on_the_middle(n_models: int) -> str:

@@ -2,12 +2,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planted import examples, gain_over_mixture, scores
+from planted import examples, gain_over_mixture
 from synthetic import chain, softmax
 
 from cauc_ray.baselines.networks.training import Schedule
 from cauc_ray.errors import CaucError
-from cauc_ray.policies.family import Family
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.trace import EmbeddingCall, Examples
@@ -19,17 +18,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from cauc_ray.text_routers.full_forms import SCORER, fit_frugalgpt_bert, fit_routerdc_encoder
-from cauc_ray.text_routers.reading import classifier, drawn_from, passes
-from cauc_ray.text_routers.routellm import (
+from cauc_ray.baselines.networks.full_forms import (
     BERT,
     CAUSAL,
+    SCORER,
     comparisons,
+    fit_frugalgpt_bert,
     fit_routellm_bert,
     fit_routellm_causal,
+    fit_routerdc_encoder,
     qualities,
-    scorer,
 )
+from cauc_ray.baselines.networks.reading import classifier, drawn_from, passes, scorer
 
 FILLERS = [f"w{i}" for i in range(20)]
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -45,13 +45,20 @@ ONE_STEP = {"rate": 1e-2, "batch_size": 8, "check_every": 1, "n_checks": 1}
 FAST_SCORER = replace(SCORER, rate=1e-2, check_every=25, n_checks=6)
 FITS = {"bert": (fit_routellm_bert, FAST_BERT), "causal": (fit_routellm_causal, FAST_CAUSAL)}
 TWO_STEPS = Schedule(batch_size=8, n_steps=2, check_every=1, patience=6)
-# Of every method, its checkpoint, a fit of a step or two, and what it makes of rows.
+# Of every method, its checkpoint, and a fit of a step or two.
 QUICK = {
     "routellm-bert": ("bert", lambda f: fit_routellm_bert(f, replace(FAST_BERT, **ONE_STEP))),
     "routellm-causal": ("causal", lambda f: fit_routellm_causal(f, replace(FAST_CAUSAL, **ONE_STEP))),
-    "frugalgpt": ("bert", lambda f: fit_frugalgpt_bert(f, replace(SCORER, **ONE_STEP))),
-    "routerdc": ("bert", lambda f: fit_routerdc_encoder(f, schedule=TWO_STEPS, rate=2e-3)),
+    "frugalgpt-bert": ("bert", lambda f: fit_frugalgpt_bert(f, replace(SCORER, **ONE_STEP))),
+    "routerdc-encoder": ("bert", lambda f: fit_routerdc_encoder(f, schedule=TWO_STEPS, rate=2e-3)),
 }
+
+
+def family_of(name, fit, fitting):
+    """Return what a method makes of another fit of its own."""
+    return replace(METHODS[name], fit=fit).family(fitting)
+
+
 READERS = {"bert": classifier, "causal": scorer}
 kinds = pytest.mark.parametrize("kind", ["bert", "causal"])
 
@@ -107,20 +114,21 @@ LONG = Schedule(batch_size=32, n_steps=400, check_every=25, patience=12)
 
 
 @pytest.mark.parametrize(
-    ("kind", "fit", "share", "gain"),
+    ("method", "fit", "share", "gain"),
     [
-        ("causal", lambda f: fit_routellm_causal(f, FAST_CAUSAL), 1.0, 0.06),
-        pytest.param("bert", lambda f: fit_routellm_bert(f, FAST_BERT), 1.0, 0.06, marks=FULL),
+        ("routellm-causal", lambda f: fit_routellm_causal(f, FAST_CAUSAL), 1.0, 0.06),
+        pytest.param("routellm-bert", lambda f: fit_routellm_bert(f, FAST_BERT), 1.0, 0.06, marks=FULL),
         # By contrast; random weights take many steps to read a word so.
-        pytest.param("bert", lambda f: fit_routerdc_encoder(f, schedule=LONG, rate=2e-3), 0.75, 0.05, marks=FULL),
+        pytest.param(
+            "routerdc-encoder", lambda f: fit_routerdc_encoder(f, schedule=LONG, rate=2e-3), 0.75, 0.05, marks=FULL
+        ),
     ],
-    ids=["routellm-causal", "routellm-bert", "routerdc"],
+    ids=["routellm-causal", "routellm-bert", "routerdc-encoder"],
 )
-def test_routers_learn_a_telling_word(kind, fit, share, gain, checkpoints):
-    fitting = Fitting(queries(0)[0], queries(1)[0], 0, checkpoints[kind])
-    fitted = Family(fit(fitting), fitting.validation)
+def test_routers_learn_a_telling_word(method, fit, share, gain, checkpoints):
+    fitted = family_of(method, fit, Fitting(queries(0)[0], queries(1)[0], 0, checkpoints[QUICK[method][0]]))
     test, hard = queries(2)
-    compared = scores(fitted, test)[:, 0]
+    compared = fitted.members[0].trace(test.without_labels()).compared[:, 0]
     assert np.mean(compared[~hard, None] > compared[hard]) >= share
     assert gain_over_mixture(fitted, test) > gain
     assert (fitted.members[0].trace(test).compared[:, 0] == compared).all()
@@ -131,7 +139,7 @@ def test_routers_learn_a_telling_word(kind, fit, share, gain, checkpoints):
 @pytest.mark.soak("full")
 def test_scorers_of_query_and_answer_learn_a_telling_word(checkpoints):
     fitting = Fitting(queries(0)[0], queries(1)[0], 0, checkpoints["bert"])
-    fitted = Family(fit_frugalgpt_bert(fitting, FAST_SCORER), fitting.validation)
+    fitted = family_of("frugalgpt-bert", lambda fitting: fit_frugalgpt_bert(fitting, FAST_SCORER), fitting)
     test, hard = queries(2)
     costs = test.chain.costs.means
     setting = float(fitted.points.settings[fitted.points.index_of_best(costs[0] + costs[1] / 2)])
@@ -236,8 +244,8 @@ def test_only_the_first_and_the_last_model_are_called_and_embeddings_are_not_pai
     splits = [examples(14, split, n=40, m=m, ragged=True, texts=texts[split]) for split in range(3)]
     splits = [replace(split, embedding_call=EmbeddingCall("enc", None, 7.0)) for split in splits]
     fit, recipe = FITS[kind]
-    method = replace(METHODS[f"routellm-{kind}"], fit=lambda fitting: fit(fitting, replace(recipe, **ONE_STEP)))
-    fitted = method.family(Fitting(*splits[:2], 0, checkpoints[kind]))
+    fitting = Fitting(*splits[:2], 0, checkpoints[kind])
+    fitted = family_of(f"routellm-{kind}", lambda fitting: fit(fitting, replace(recipe, **ONE_STEP)), fitting)
     assert fitted.note.startswith(f"fine-tuned from {kind}; ") == (m > 1)
     assert ("first and last model only" in fitted.note) == (m > 2)
     by_model = np.stack([logits.argmax(axis=1) for logits in splits[2].chain.logits], axis=1)
@@ -256,8 +264,8 @@ def test_a_published_encoder_gets_a_new_head_and_is_trained():
     calibration, validation = queries(17, 16)[0], queries(18, 8)[0]
     fitting = Fitting(calibration, validation, 0, folder)
     (control,) = fit_routellm_bert(fitting, replace(BERT, check_every=1, n_checks=1))
-    assert control.trace.wins.reader.max_tokens == 512
     with drawn_from(0):
-        untrained = classifier(folder).probabilities(validation.texts)[:, 0]
-    moved = control.trace.wins(validation) - untrained
+        reader = classifier(folder)
+    assert reader.max_tokens == 512
+    moved = 1 - control.trace(validation).compared[:, 0] - reader.probabilities(validation.texts)[:, 0]
     assert 0 < np.abs(moved).max() < 0.1  # by one update at the published rate

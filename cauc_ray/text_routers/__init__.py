@@ -1,1 +1,0 @@
-"""Methods that fine-tune language models on the queries' texts."""
