@@ -23,7 +23,9 @@ from cauc_ray import sample_logits
 from cauc_ray.cli.command import VERBS as ABOUT
 from cauc_ray.cli.command import add_options
 from cauc_ray.cli.verbs import VERBS
+from cauc_ray.files.entry_points import is_ours, registered
 from cauc_ray.policies.method import METHODS
+from cauc_ray.policies.policy import METHOD_GROUP
 from cauc_ray.schemas import CONFIGS, SCHEMAS
 
 PAGES = Path(__file__).parent
@@ -60,14 +62,17 @@ def _generated(what: str, name: str = "") -> Iterator[str]:
 def _methods() -> Iterator[str]:
     yield from (
         "",
-        "| method | paradigm | `cauc fit`, `run` and `serve` take it | install |",
-        "| --- | --- | --- | --- |",
+        "| method | paradigm | what it does | `cauc fit`, `run` and `serve` take it | install |",
+        "| --- | --- | --- | --- | --- |",
     )
-    for method in METHODS.values():
-        state = f"no: it {method.unpublished}" if method.unpublished else "yes"
-        embedding = ", with `--embedding`" if method.needs_embedding and not method.unpublished else ""
-        extra = f"`cauc-ray[{method.extra}]`" if method.packages else ""
-        yield f"| `{method.name}` | {method.paradigm} | {state}{embedding} | {extra} |"
+    modules = {name: entry.module for name, entry in registered(METHOD_GROUP).items() if is_ours(entry)}
+    for name, method in METHODS.items():
+        if name in modules:
+            state = f"no: it {method.unpublished}" if method.unpublished else "yes"
+            extra = f"`cauc-ray[{method.extra}]`" if method.packages else ""
+            about = [importlib.import_module(modules[name]), method.fit][: [*modules.values()].count(modules[name])]
+            texts = " ".join((inspect.getdoc(part) or "").partition("\n")[0] for part in about)
+            yield f"| `{name}` | {method.paradigm} | {_cell(texts)} | {state} | {extra} |"
 
 
 def _python(names: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Controls: random mixes of models, shuffled confidences, a classifier of embeddings, and the labels themselves."""
+"""Controls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cascades of raw probabilities, which train nothing."""
+"""Cascades of raw probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RouteLLM (Ong et al., ICLR 2025): matrix factorisation, similarity-weighted ranking, and fine-tuned networks.
+"""RouteLLM (Ong et al., ICLR 2025).
 
 It estimates the probability that the last model of a chain would win over the first, and calls the last where that is
 high enough; models between the two are never called.

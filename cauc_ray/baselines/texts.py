@@ -22,9 +22,9 @@ def text_method(name: str, paradigm: Paradigm, about: str, *notes: str, leaves_m
     """
 
     def fit(fitting: Fitting) -> Any:
-        from cauc_ray.baselines.networks.full_forms import FITS  # torch and transformers
+        from cauc_ray.baselines.networks import full_forms  # torch and transformers
 
-        return FITS[name](fitting)
+        return getattr(full_forms, f"fit_{name.replace('-', '_')}")(fitting)
 
     def note(fitting: Fitting) -> str:
         n_models = len(fitting.calibration.chain.models)

@@ -1,6 +1,6 @@
 """The conformance suite: what every method promises, whatever it learns, fitted alone and published as a policy.
 
-Methods that read texts are trained in tests/text_routers; `auto` is published by a search (tests/comparison).
+Methods that read texts are trained in tests/baselines; `auto` is published by a search (tests/comparison).
 """
 
 from dataclasses import replace

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from string import ascii_uppercase
-from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModel
 
 from cauc_ray.baselines.frugalgpt import by_order, first_taken, search
-from cauc_ray.baselines.networks.model_vectors import (
-    Neighbours,
-    RouterDC,
-    answer_quality,
-    clusters,
-    sample_model_loss,
-)
-from cauc_ray.baselines.networks.reading import (
-    BERT_TOKENS,
-    GRADIENT_NORM,
-    SCORES,
-    Reader,
-    Recipe,
-    classifier,
-    drawn_from,
-    fine_tune,
-    finite,
-    load_pretrained,
-    scorer,
-    some,
-)
+from cauc_ray.baselines.networks import model_vectors, reading
+from cauc_ray.baselines.networks.reading import Reader, Recipe, drawn_from, fine_tune, some
 from cauc_ray.baselines.networks.training import Schedule, train
 from cauc_ray.baselines.routing import routed
 from cauc_ray.errors import ConfigError
@@ -107,7 +87,7 @@ def fit_routellm_bert(fitting: Fitting, recipe: Recipe = BERT) -> Sequence[Membe
     checked every 100 updates; training ends when four checks in a row did not lower it.
     Raises ConfigError where there are no texts or the checkpoint cannot be loaded.
     """
-    return _first_or_last(fitting, recipe, classifier, comparisons, n_for_last=1)
+    return _first_or_last(fitting, recipe, reading.classifier, comparisons, n_last_outcomes=1)
 
 
 def fit_routellm_causal(fitting: Fitting, recipe: Recipe = CAUSAL) -> Sequence[Member]:
@@ -118,7 +98,7 @@ def fit_routellm_causal(fitting: Fitting, recipe: Recipe = CAUSAL) -> Sequence[M
     The weights of the epoch with the lowest validation loss are kept; training ends after one that did not lower it.
     Raises ConfigError where there are no texts or the checkpoint cannot be loaded.
     """
-    return _first_or_last(fitting, recipe, scorer, qualities, n_for_last=3)
+    return _first_or_last(fitting, recipe, reading.scorer, qualities, n_last_outcomes=3)
 
 
 def _first_or_last(
@@ -127,7 +107,7 @@ def _first_or_last(
     load: Callable[[str], Reader],
     outcomes: Callable[[Examples], Ints],
     *,
-    n_for_last: int,
+    n_last_outcomes: int,
 ) -> Sequence[Member]:
     """Fit a router to the first or the last model, by the probability of the first outcomes."""
     checkpoint, splits = _splits(fitting)
@@ -142,7 +122,7 @@ def _first_or_last(
 
     def trace(examples: Examples) -> Trace:
         ends = np.array([0, len(examples.chain.models) - 1])
-        wins = probabilities(texts_of(examples))[:, :n_for_last].sum(axis=1)
+        wins = probabilities(texts_of(examples))[:, :n_last_outcomes].sum(axis=1)
         confidences = np.column_stack([1.0 - wins, np.ones(len(examples))])
         return Trace(own_answers(examples.chain, ends), confidences, np.eye(ends[1] + 1, dtype=bool)[ends])
 
@@ -160,7 +140,7 @@ def qualities(examples: Examples) -> Ints:
     """Return the first model's score less one, int64 (N,): fifths of its probability of the right option, 0 to 4."""
     chain = examples.chain
     right = np.exp(log_softmax(chain.logits[0]))[np.arange(len(chain)), chain.labels]
-    return np.minimum((len(SCORES) * right).astype(np.int64), len(SCORES) - 1)
+    return np.minimum((len(reading.SCORES) * right).astype(np.int64), len(reading.SCORES) - 1)
 
 
 def fit_frugalgpt_bert(fitting: Fitting, recipe: Recipe = SCORER) -> Sequence[Member]:
@@ -173,7 +153,7 @@ def fit_frugalgpt_bert(fitting: Fitting, recipe: Recipe = SCORER) -> Sequence[Me
     for model in range(len(fitting.calibration.chain.models)):
         texts = [answered(split, model) for split in splits]
         with drawn_from(fitting.seed):
-            reader = classifier(checkpoint, n_classes=2)
+            reader = reading.classifier(checkpoint, n_classes=2)
             reader.tokenizer.truncation_side = "left"  # the answer ends the text
             fine_tune(reader, texts, [of[:, model] for of in correct], recipe, fitting.seed)
         scorers.append(Cached(reader.probabilities))
@@ -199,9 +179,8 @@ def _cascade(scorers: Sequence[Cached], order: Sequence[int], thresholds: tuple[
 
 def answered(examples: Examples, model: int) -> list[str]:
     """Return the queries' texts, each with the letter of a model's answer."""
-    answers = own_answers(examples.chain, [model])[:, 0].tolist()
-    letters = [ascii_uppercase[answer] if answer < len(ascii_uppercase) else str(answer) for answer in answers]
-    return [f"{text} {letter}" for text, letter in zip(texts_of(examples), letters, strict=True)]
+    answers = zip(texts_of(examples), own_answers(examples.chain, [model])[:, 0].tolist(), strict=True)
+    return [f"{text} {ascii_uppercase[answer : answer + 1] or answer}" for text, answer in answers]
 
 
 def distances_of(scorers: Sequence[Cached], examples: Examples) -> Floats:
@@ -222,59 +201,36 @@ def fit_routerdc_encoder(
     if n_models == 1:
         return fit_single(fitting, 0)
     with drawn_from(fitting.seed):
-        tokenizer, encoder = load_pretrained(AutoModel, checkpoint, new_head=True)
-        reader = Reader(tokenizer, encoder, BERT_TOKENS)
-        generator = torch.Generator().manual_seed(fitting.seed)
-        network = RouterDC(reader, n_models, encoder.config.hidden_size, generator)
-        _train_contrasts(network, reader, splits, schedule, rate, generator, fitting.seed)
-    similarities = Cached(lambda texts: _similarities(network, reader, reader.tokens(texts)))
-    prices = costs_to_come(fitting.calibration).means
+        tokenizer, encoder = reading.load_pretrained(AutoModel, checkpoint, new_head=True)
+        reader, generator = Reader(tokenizer, encoder, reading.BERT_TOKENS), torch.Generator().manual_seed(fitting.seed)
+        network = model_vectors.RouterDC(reader, n_models, encoder.config.hidden_size, generator)
+        training, held_out = (reader.tokens(texts_of(split)) for split in splits)
+        quality, held_out_quality = (torch.from_numpy(model_vectors.answer_quality(split)) for split in splits)
+        quality = quality.to(encoder.device)
+
+        def similarities(tokens: Sequence[list[int]]) -> Floats:
+            return reader.of_all(tokens, lambda rows: network.similarities(network.projected(some(tokens, rows))))
+
+        def validation_loss() -> float:
+            loss = model_vectors.sample_model_loss(torch.from_numpy(similarities(held_out)), held_out_quality)
+            return reading.finite(float(loss))
+
+        states = reader.of_all(training, lambda rows: network.projected(some(training, rows)))
+        near = model_vectors.Neighbours(model_vectors.clusters(states, fitting.seed), generator)
+        train(
+            network,
+            torch.optim.AdamW(network.parameters(), lr=rate),
+            lambda rows: network.loss(lambda drawn: some(training, drawn.numpy()), rows, quality, near),
+            validation_loss,
+            len(training),
+            schedule,
+            generator,
+            split=lambda rows: rows.split(QUERIES_AT_ONCE),
+            gradient_norm=reading.GRADIENT_NORM,
+        )
+    cached, prices = Cached(lambda texts: similarities(reader.tokens(texts))), costs_to_come(fitting.calibration).means
 
     def trace(examples: Examples) -> Trace:
-        return routed(softmax(similarities(texts_of(examples))), prices, examples.chain)
+        return routed(softmax(cached(texts_of(examples))), prices, examples.chain)
 
     return [Control(trace, threshold=0.0)]
-
-
-def _similarities(network: RouterDC, reader: Reader, tokens: Sequence[list[int]]) -> Floats:
-    return reader.of_all(tokens, lambda rows: network.similarities(network.projected(some(tokens, rows))))
-
-
-def _train_contrasts(
-    network: RouterDC,
-    reader: Reader,
-    splits: Sequence[Examples],
-    schedule: Schedule,
-    rate: float,
-    generator: torch.Generator,
-    seed: int,
-) -> None:
-    training, held_out = (reader.tokens(texts_of(split)) for split in splits)
-    quality, held_out_quality = (torch.from_numpy(answer_quality(split)) for split in splits)
-    quality = quality.to(reader.network.device)
-
-    def validation_loss() -> float:
-        similarities = torch.from_numpy(_similarities(network, reader, held_out))
-        return finite(float(sample_model_loss(similarities, held_out_quality.double())))
-
-    states = reader.of_all(training, lambda rows: network.projected(some(training, rows)))
-    near = Neighbours(clusters(states, seed), generator)
-    train(
-        network,
-        torch.optim.AdamW(network.parameters(), lr=rate),
-        lambda rows: network.loss(lambda drawn: some(training, drawn.numpy()), rows, quality, near),
-        validation_loss,
-        len(training),
-        schedule,
-        generator,
-        split=lambda rows: rows.split(QUERIES_AT_ONCE),
-        gradient_norm=GRADIENT_NORM,
-    )
-
-
-FITS: Mapping[str, Callable[[Fitting], Any]] = {
-    "routellm-bert": fit_routellm_bert,
-    "routellm-causal": fit_routellm_causal,
-    "frugalgpt-bert": fit_frugalgpt_bert,
-    "routerdc-encoder": fit_routerdc_encoder,
-}

@@ -1,4 +1,4 @@
-"""CAUC-RF (paper, algorithm 2), also at the thresholds of Base."""
+"""CAUC-RF (paper, algorithm 2)."""
 
 from __future__ import annotations
 

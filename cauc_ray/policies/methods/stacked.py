@@ -1,4 +1,4 @@
-"""Stacked cascades, of all models and of the best sub-chain. Ours, beyond the paper."""
+"""Stacked cascades, beyond the paper."""
 
 from __future__ import annotations
 
