@@ -85,7 +85,10 @@ def folder(request, prepared, tmp_path, monkeypatch):
         shutil.copytree(prepared, here)
     monkeypatch.chdir(here)
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(here)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(here), str(here / "installed")]))
+    # Packages that a page installs do not enter this environment.
+    for option, value in {"TARGET": here / "installed", "NO_DEPS": 1, "NO_BUILD_ISOLATION": 0, "NO_INDEX": 1}.items():
+        monkeypatch.setenv(f"PIP_{option}", str(value))
     monkeypatch.setenv("MPLBACKEND", "Agg")
     return here
 
@@ -98,7 +101,8 @@ RUN = [
     if any(snippet.runs and snippet.language in ("python", "sh") for snippet in snippets(page))
 ]
 # Jobs with a config, and sweeps by tasks, are shown nowhere else as a user runs them.
-MARKS = {"tutorial.md": pytest.mark.soak("pages"), "jobs.md": pytest.mark.slow, "comparing.md": pytest.mark.slow}
+MARKS = {"tutorial.md": pytest.mark.soak("pages")}
+MARKS |= dict.fromkeys(("jobs.md", "comparing.md", "your-method.md"), pytest.mark.slow)
 NEEDS_RAY = re.compile(
     r"cauc (?:run|collect|serve(?!.*--local)|demo|plan|paper)|--shards|--config|cauc_ray\.(?:run|serve|collect)\("
 )
@@ -119,7 +123,7 @@ def test_snippets_run_in_order(page, folder, request, monkeypatch):
     with ExitStack() as services:
         for snippet in snippets(page):
             text = snippet.text.replace(":8000", f":{port}").replace("--port 8000", f"--port {port}")
-            titled = re.match(r"# (\S+\.(?:py|yaml))[:\n]", text)
+            titled = re.match(r"# (\S+\.(?:py|yaml|toml))[:\n]", text)
             if titled:  # a file that the page tells to write
                 (folder / titled[1]).write_text(text)
             elif snippet.how == "background":
