@@ -1,4 +1,4 @@
-"""Methods on recalibrated logits: those of calibration rows are no better than those of new rows."""
+"""Methods on recalibrated logits: calibration rows are recalibrated as new rows are."""
 
 import numpy as np
 import pytest
@@ -33,8 +33,10 @@ def test_calibration_rows_are_recalibrated_by_fits_that_did_not_see_them(n):
 
     family = fit_recalibrated(fit, Fitting(confused(0, n), confused(1, 60)))
     splits = fittings[0].calibration.chain, family.reading(confused(2, 3000)).chain
-    calibration, new = (np.array([nll_of(own, chain.labels) / len(chain) for own in chain.logits]) for chain in splits)
-    confidences = [np.mean([top_option(own)[1].mean() for own in chain.logits]) for chain in splits]
+    calibration, new = (
+        np.array([nll_of(logits, chain.labels) / len(chain) for logits in chain.logits]) for chain in splits
+    )
+    confidences = [np.mean([top_option(logits)[1].mean() for logits in chain.logits]) for chain in splits]
     assert np.isfinite(new).all()
     if n > 2:
         assert (new < np.log(16) - 0.4).all()  # they are recalibrated

@@ -118,8 +118,8 @@ def test_the_best_pair_is_the_best_of_rf_on_each_pair_and_model_at_every_budget(
     frontiers = []
     for models in chains:
         policy = fit_rf(calibration.of_models(models), rule=ThresholdRule(threshold=2.0))
-        own = validation.of_models(models)
-        frontiers.append(trace_policy(policy, own).frontier(own))
+        pair = validation.of_models(models)
+        frontiers.append(trace_policy(policy, pair).frontier(pair))
     for budget in (1.0, 5.0, 12.0, 30.0, 100.0):
         best = max(frontier.best(budget).quality for frontier in frontiers if frontier.cost.min() <= budget)
         chosen = family.published(fitting, ThresholdRule(budget=budget))

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from synthetic import chain, softmax
 
 from cauc_ray.baselines.networks.training import Schedule
 from cauc_ray.errors import CaucError
+from cauc_ray.policies.family import Family
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.trace import EmbeddingCall, Examples
@@ -43,22 +45,14 @@ FAST_BERT = replace(BERT, rate=1e-2, check_every=25, n_checks=6)
 FAST_CAUSAL = replace(CAUSAL, rate=1e-2, batch_size=16, n_checks=4)
 ONE_STEP = {"rate": 1e-2, "batch_size": 8, "check_every": 1, "n_checks": 1}
 FAST_SCORER = replace(SCORER, rate=1e-2, check_every=25, n_checks=6)
-FITS = {"bert": (fit_routellm_bert, FAST_BERT), "causal": (fit_routellm_causal, FAST_CAUSAL)}
 TWO_STEPS = Schedule(batch_size=8, n_steps=2, check_every=1, patience=6)
-# Of every method, its checkpoint, and a fit of a step or two.
+# Of every method, its fit in a step or two.
 QUICK = {
-    "routellm-bert": ("bert", lambda f: fit_routellm_bert(f, replace(FAST_BERT, **ONE_STEP))),
-    "routellm-causal": ("causal", lambda f: fit_routellm_causal(f, replace(FAST_CAUSAL, **ONE_STEP))),
-    "frugalgpt-bert": ("bert", lambda f: fit_frugalgpt_bert(f, replace(SCORER, **ONE_STEP))),
-    "routerdc-encoder": ("bert", lambda f: fit_routerdc_encoder(f, schedule=TWO_STEPS, rate=2e-3)),
+    "routellm-bert": partial(fit_routellm_bert, recipe=replace(BERT, **ONE_STEP)),
+    "routellm-causal": partial(fit_routellm_causal, recipe=replace(CAUSAL, **ONE_STEP)),
+    "frugalgpt-bert": partial(fit_frugalgpt_bert, recipe=replace(SCORER, **ONE_STEP)),
+    "routerdc-encoder": partial(fit_routerdc_encoder, schedule=TWO_STEPS, rate=2e-3),
 }
-
-
-def family_of(name, fit, fitting):
-    """Return what a method makes of another fit of its own."""
-    return replace(METHODS[name], fit=fit).family(fitting)
-
-
 READERS = {"bert": classifier, "causal": scorer}
 kinds = pytest.mark.parametrize("kind", ["bert", "causal"])
 
@@ -114,20 +108,18 @@ LONG = Schedule(batch_size=32, n_steps=400, check_every=25, patience=12)
 
 
 @pytest.mark.parametrize(
-    ("method", "fit", "share", "gain"),
+    ("kind", "fit", "share", "gain"),
     [
-        ("routellm-causal", lambda f: fit_routellm_causal(f, FAST_CAUSAL), 1.0, 0.06),
-        pytest.param("routellm-bert", lambda f: fit_routellm_bert(f, FAST_BERT), 1.0, 0.06, marks=FULL),
+        ("causal", partial(fit_routellm_causal, recipe=FAST_CAUSAL), 1.0, 0.06),
+        pytest.param("bert", partial(fit_routellm_bert, recipe=FAST_BERT), 1.0, 0.06, marks=FULL),
         # By contrast; random weights take many steps to read a word so.
-        pytest.param(
-            "routerdc-encoder", lambda f: fit_routerdc_encoder(f, schedule=LONG, rate=2e-3), 0.75, 0.05, marks=FULL
-        ),
+        pytest.param("bert", partial(fit_routerdc_encoder, schedule=LONG, rate=2e-3), 0.75, 0.05, marks=FULL),
     ],
     ids=["routellm-causal", "routellm-bert", "routerdc-encoder"],
 )
-def test_routers_learn_a_telling_word(method, fit, share, gain, checkpoints):
-    fitted = family_of(method, fit, Fitting(queries(0)[0], queries(1)[0], 0, checkpoints[QUICK[method][0]]))
-    test, hard = queries(2)
+def test_routers_learn_a_telling_word(kind, fit, share, gain, checkpoints):
+    fitting = Fitting(queries(0)[0], queries(1)[0], 0, checkpoints[kind])
+    fitted, (test, hard) = Family(fit(fitting), fitting.validation), queries(2)
     compared = fitted.members[0].trace(test.without_labels()).compared[:, 0]
     assert np.mean(compared[~hard, None] > compared[hard]) >= share
     assert gain_over_mixture(fitted, test) > gain
@@ -139,8 +131,7 @@ def test_routers_learn_a_telling_word(method, fit, share, gain, checkpoints):
 @pytest.mark.soak("full")
 def test_scorers_of_query_and_answer_learn_a_telling_word(checkpoints):
     fitting = Fitting(queries(0)[0], queries(1)[0], 0, checkpoints["bert"])
-    fitted = family_of("frugalgpt-bert", lambda fitting: fit_frugalgpt_bert(fitting, FAST_SCORER), fitting)
-    test, hard = queries(2)
+    fitted, (test, hard) = Family(fit_frugalgpt_bert(fitting, FAST_SCORER), fitting.validation), queries(2)
     costs = test.chain.costs.means
     setting = float(fitted.points.settings[fitted.points.index_of_best(costs[0] + costs[1] / 2)])
     answers = fitted.answers(test.without_labels(), setting)
@@ -149,15 +140,18 @@ def test_scorers_of_query_and_answer_learn_a_telling_word(checkpoints):
     assert (fitted.answers(test, setting).predictions == answers.predictions).all()
 
 
+def checkpoint_of(method, checkpoints):
+    return checkpoints["causal" if method == "routellm-causal" else "bert"]
+
+
 @pytest.mark.parametrize("method", QUICK)
 def test_the_seed_decides_and_the_global_generator_stays_as_it_was(method, checkpoints):
     calibration, validation = queries(7, 60)[0], queries(8, 40)[0]
-    checkpoint, fit = QUICK[method]
-    outcomes = []
+    outcomes, checkpoint = [], checkpoint_of(method, checkpoints)
     for seed in (0, 0, 1):
         torch.rand(1)  # wherever the global generator stands
         before = torch.get_rng_state()
-        members = fit(Fitting(calibration, validation, seed, checkpoints[checkpoint]))
+        members = QUICK[method](Fitting(calibration, validation, seed, checkpoint))
         routes = [member.route(validation) for member in members if member.route]
         outcomes.append([route.args for route in routes] or members[0].trace(validation).compared)
         assert torch.equal(torch.get_rng_state(), before)
@@ -168,51 +162,41 @@ def test_the_seed_decides_and_the_global_generator_stays_as_it_was(method, check
 @pytest.mark.parametrize("method", QUICK)
 def test_missing_texts_checkpoints_and_labels_are_refused_in_one_line(method, checkpoints, tmp_path):
     data, _ = queries(15, 20)
-    checkpoint, fit = QUICK[method]
-    bare = Examples(data.chain)
+    bare, checkpoint = Examples(data.chain), checkpoint_of(method, checkpoints)
     refusals = [
-        (Fitting(bare, data, 0, checkpoints[checkpoint]), "reads the queries' texts; give them"),
+        (Fitting(bare, data, 0, checkpoint), "reads the queries' texts; give them"),
+        (Fitting(data, bare, 0, checkpoint), "reads the queries' texts; give them"),
+        (Fitting(data.without_labels(), data, 0, checkpoint), "needs labels"),
         (Fitting(data, data), "give one by its hub id or local folder"),
         (Fitting(data, data, 0, "nobody/nothing"), "cannot be loaded"),
+        (Fitting(data, data, 0, str(tmp_path)), "cannot be loaded"),
     ]
-    if "routellm" in method:
-        refusals += [(Fitting(data, bare, 0, checkpoints[checkpoint]), "reads the queries' texts; give them")]
-        refusals += [(Fitting(data, data, 0, str(tmp_path)), "cannot be loaded")]
-        refusals += [(Fitting(data.without_labels(), data, 0, checkpoints[checkpoint]), "needs labels")]
-    if checkpoint == "causal":
+    if method == "routellm-causal":
         mismatch = r"'.*bert' is not a BertLMHeadModel: it lacks the weights cls\.predictions"
         refusals.append((Fitting(data, data, 0, checkpoints["bert"]), mismatch))
     for fitting, words in refusals:
         with pytest.raises(CaucError, match=words) as error:
-            fit(fitting)
+            QUICK[method](fitting)
         assert "\n" not in str(error.value)
 
 
 @kinds
-def test_a_text_is_read_the_same_alone_and_among_others(kind, checkpoints):
+def test_a_text_is_read_alone_as_among_others_and_a_long_one_from_its_start_or_end(kind, checkpoints):
     with drawn_from(1):
         reader = READERS[kind](checkpoints[kind])
-    rng = np.random.default_rng(6)
-    texts = [" ".join(words) for words in sentences(rng, 40, 20)]
+    long = ["w1"] * 60
+    texts = [*sentences(np.random.default_rng(6), 37, 20), long, ["knotty", *long[1:]], [*long[:-1], "knotty"]]
+    texts = [" ".join(words) for words in texts]
     together = reader.probabilities(texts)
     assert together.shape == (40, {"bert": 3, "causal": 5}[kind])
     assert together.sum(axis=1) == pytest.approx(np.ones(40))
     for text, row in zip(texts, together, strict=True):
         assert reader.probabilities([text])[0] == pytest.approx(row, abs=1e-5)
-    assert np.ptp(together, axis=0).max() > 1e-2  # or else the texts were not read at all
-
-
-@kinds
-def test_of_long_texts_the_classifier_reads_the_start_and_the_language_model_the_end(kind, checkpoints):
-    with drawn_from(2):
-        reader = READERS[kind](checkpoints[kind])
-    long = ["w1"] * 60
-    changed = ["knotty", *long[1:]], [*long[:-1], "knotty"]
-    plain, early, late = reader.probabilities([" ".join(words) for words in (long, *changed)])
-    ignored, read = (late, early) if kind == "bert" else (early, late)
+    plain, *ends = together[-3:]
+    read, ignored = ends if kind == "bert" else ends[::-1]
     assert ignored == pytest.approx(plain, abs=1e-5)
     assert np.abs(read - plain).max() > 1e-3
-    assert len(reader.tokens([" ".join(long)])[0]) == SIZES["max_position_embeddings"]
+    assert len(reader.tokens(texts[-1:])[0]) == SIZES["max_position_embeddings"]
 
 
 def test_passes_hold_every_row_once_and_their_tokens_are_bounded():
@@ -243,9 +227,8 @@ def test_only_the_first_and_the_last_model_are_called_and_embeddings_are_not_pai
     texts = [tuple(" ".join(words) for words in sentences(rng, 40)) for _ in range(3)]
     splits = [examples(14, split, n=40, m=m, ragged=True, texts=texts[split]) for split in range(3)]
     splits = [replace(split, embedding_call=EmbeddingCall("enc", None, 7.0)) for split in splits]
-    fit, recipe = FITS[kind]
     fitting = Fitting(*splits[:2], 0, checkpoints[kind])
-    fitted = family_of(f"routellm-{kind}", lambda fitting: fit(fitting, replace(recipe, **ONE_STEP)), fitting)
+    fitted = replace(METHODS[f"routellm-{kind}"], fit=QUICK[f"routellm-{kind}"]).family(fitting)
     assert fitted.note.startswith(f"fine-tuned from {kind}; ") == (m > 1)
     assert ("first and last model only" in fitted.note) == (m > 2)
     by_model = np.stack([logits.argmax(axis=1) for logits in splits[2].chain.logits], axis=1)

@@ -29,7 +29,7 @@ from cauc_ray.policies.trace import Examples, Trace, costs_to_come, own_answers
 BERT = Recipe(rate=1e-5, weight_decay=0.01, batch_size=16, check_every=100, n_checks=20, patience=4)
 # Eight devices with four texts each, as in the published training code.
 CAUSAL = Recipe(rate=1e-5, weight_decay=0.0, batch_size=32, check_every=None, n_checks=5, patience=1)
-# The published trainer's, but for its warm-up.
+# The published trainer's, without its warm-up.
 SCORER = Recipe(rate=5e-5, weight_decay=0.01, batch_size=8, check_every=None, n_checks=8, patience=8)
 ENCODER_RATE = 5e-5
 ENCODER_SCHEDULE = Schedule(batch_size=64, n_steps=1000, check_every=50, patience=6)
@@ -58,7 +58,7 @@ class Cached:
 
 
 def texts_of(examples: Examples) -> tuple[str, ...]:
-    """Return the queries' texts. Raises ConfigError where there are none."""
+    """Return the queries' texts. Raises ConfigError where they are missing."""
     if examples.texts is None:
         raise ConfigError(f"{examples.chain.source}: this router reads the queries' texts; give them with the examples")
     return examples.texts
@@ -68,8 +68,8 @@ def _splits(fitting: Fitting) -> tuple[str, tuple[Examples, Examples]]:
     """Return the checkpoint to train, and both splits.
 
     Raises:
-        ConfigError: There is no checkpoint, or there are no texts.
-        DataError: There are no labels.
+        ConfigError: A checkpoint or texts are missing.
+        DataError: Labels are missing.
     """
     splits = fitting.calibration, fitting.validation
     for split in splits:
@@ -85,7 +85,7 @@ def fit_routellm_bert(fitting: Fitting, recipe: Recipe = BERT) -> Sequence[Membe
 
     Labels are from correctness, not from people's preferences. The weights with the lowest validation loss are kept,
     checked every 100 updates; training ends when four checks in a row did not lower it.
-    Raises ConfigError where there are no texts or the checkpoint cannot be loaded.
+    Raises ConfigError where texts are missing or the checkpoint cannot be loaded.
     """
     return _first_or_last(fitting, recipe, reading.classifier, comparisons, n_last_outcomes=1)
 
@@ -96,7 +96,7 @@ def fit_routellm_causal(fitting: Fitting, recipe: Recipe = CAUSAL) -> Sequence[M
     The score is one of five added tokens, the only one that the loss counts; its probabilities are taken among the
     five. Labels are bins of the first model's probability of the right option, not a judge's opinion of its answer.
     The weights of the epoch with the lowest validation loss are kept; training ends after one that did not lower it.
-    Raises ConfigError where there are no texts or the checkpoint cannot be loaded.
+    Raises ConfigError where texts are missing or the checkpoint cannot be loaded.
     """
     return _first_or_last(fitting, recipe, reading.scorer, qualities, n_last_outcomes=3)
 
@@ -146,7 +146,7 @@ def qualities(examples: Examples) -> Ints:
 def fit_frugalgpt_bert(fitting: Fitting, recipe: Recipe = SCORER) -> Sequence[Member]:
     """Fine-tune for each model a classifier of query and answer into right or wrong; orders and thresholds as usual.
 
-    The published one is DistilBERT. Raises ConfigError where there are no texts or the checkpoint cannot be loaded.
+    The published one is DistilBERT. Raises ConfigError where texts are missing or the checkpoint cannot be loaded.
     """
     checkpoint, splits = _splits(fitting)
     scorers, correct = list[Cached](), [split.correct().astype(np.int64) for split in splits]
