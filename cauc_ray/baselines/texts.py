@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from cauc_ray.baselines.routing import note_on_the_middle
 from cauc_ray.policies.fitting import Fitting
-from cauc_ray.policies.method import Method, Paradigm
+from cauc_ray.policies.method import Method, Paradigm, imported
 
 
 def text_method(name: str, paradigm: Paradigm, about: str, *notes: str, leaves_middle: bool = False) -> Method:
@@ -21,11 +20,6 @@ def text_method(name: str, paradigm: Paradigm, about: str, *notes: str, leaves_m
         leaves_middle: Whether it calls the first and the last model only.
     """
 
-    def fit(fitting: Fitting) -> Any:
-        from cauc_ray.baselines.networks import full_forms  # torch and transformers
-
-        return getattr(full_forms, f"fit_{name.replace('-', '_')}")(fitting)
-
     def note(fitting: Fitting) -> str:
         n_models = len(fitting.calibration.chain.models)
         if n_models == 1:
@@ -33,6 +27,7 @@ def text_method(name: str, paradigm: Paradigm, about: str, *notes: str, leaves_m
         middle = note_on_the_middle(n_models) if leaves_middle else ""
         return "; ".join(filter(None, (f"fine-tuned from {Path(fitting.checkpoint or '').name}", *notes, middle)))
 
+    fit = imported(f"cauc_ray.baselines.networks.full_forms:fit_{name.replace('-', '_')}")
     fit.__doc__ = about
     return Method(
         name,

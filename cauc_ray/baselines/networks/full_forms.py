@@ -87,7 +87,7 @@ def fit_routellm_bert(fitting: Fitting, recipe: Recipe = BERT) -> Sequence[Membe
     checked every 100 updates; training ends when four checks in a row did not lower it.
     Raises ConfigError where texts are missing or the checkpoint cannot be loaded.
     """
-    return _first_or_last(fitting, recipe, reading.classifier, comparisons, n_last_outcomes=1)
+    return _first_or_last(fitting, recipe, reading.classifier, comparisons, n_last=1)
 
 
 def fit_routellm_causal(fitting: Fitting, recipe: Recipe = CAUSAL) -> Sequence[Member]:
@@ -98,18 +98,13 @@ def fit_routellm_causal(fitting: Fitting, recipe: Recipe = CAUSAL) -> Sequence[M
     The weights of the epoch with the lowest validation loss are kept; training ends after one that did not lower it.
     Raises ConfigError where texts are missing or the checkpoint cannot be loaded.
     """
-    return _first_or_last(fitting, recipe, reading.scorer, qualities, n_last_outcomes=3)
+    return _first_or_last(fitting, recipe, reading.scorer, qualities, n_last=3)
 
 
 def _first_or_last(
-    fitting: Fitting,
-    recipe: Recipe,
-    load: Callable[[str], Reader],
-    outcomes: Callable[[Examples], Ints],
-    *,
-    n_last_outcomes: int,
+    fitting: Fitting, recipe: Recipe, load: Callable[[str], Reader], outcomes: Callable[[Examples], Ints], n_last: int
 ) -> Sequence[Member]:
-    """Fit a router to the first or the last model, by the probability of the first outcomes."""
+    """Fit a router to the last model by the probability of the first n_last outcomes, else to the first."""
     checkpoint, splits = _splits(fitting)
     if len(fitting.calibration.chain.models) == 1:
         return fit_single(fitting, 0)
@@ -122,7 +117,7 @@ def _first_or_last(
 
     def trace(examples: Examples) -> Trace:
         ends = np.array([0, len(examples.chain.models) - 1])
-        wins = probabilities(texts_of(examples))[:, :n_last_outcomes].sum(axis=1)
+        wins = probabilities(texts_of(examples))[:, :n_last].sum(axis=1)
         confidences = np.column_stack([1.0 - wins, np.ones(len(examples))])
         return Trace(own_answers(examples.chain, ends), confidences, np.eye(ends[1] + 1, dtype=bool)[ends])
 

@@ -65,14 +65,7 @@ class Reader(nn.Module):
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        network: Any,
-        most_tokens: int,
-        outcomes: Sequence[int] = (),
-        *,
-        is_causal: bool = False,
-        closing: str = "",
+        self, tokenizer: Any, network: Any, most_tokens: int, outcomes: Sequence[int] = (), *, is_causal: bool = False
     ) -> None:
         """Keep the network.
 
@@ -81,17 +74,16 @@ class Reader(nn.Module):
             network: The network.
             most_tokens: Most tokens that it is given, if it can read as many.
             outcomes: Which of its logits is that of each of C outcomes.
-            is_causal: Whether it is a causal language model.
-            closing: What ends every text.
+            is_causal: Whether it is a causal language model, which is asked for the answer's quality after the text.
         """
         super().__init__()
         self.tokenizer, self.network, self.outcomes = tokenizer, network, list(outcomes)
         self.max_tokens = min(most_tokens, getattr(network.config, "max_position_embeddings", None) or most_tokens)
-        self._is_causal, self._closing = is_causal, closing
+        self._is_causal = is_causal
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of N texts."""
-        closed = [text + self._closing for text in texts]
+        closed = [text + _QUESTION * self._is_causal for text in texts]
         tokens: list[list[int]] = self.tokenizer(closed, truncation=True, max_length=self.max_tokens)["input_ids"]
         return tokens
 
@@ -199,7 +191,7 @@ def scorer(checkpoint: str) -> Reader:
     if len(tokenizer) > network.get_input_embeddings().num_embeddings:  # many vocabularies are padded: room enough
         network.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     outcomes = tokenizer.convert_tokens_to_ids(list(SCORES))
-    return Reader(tokenizer, network, CAUSAL_TOKENS, outcomes, is_causal=True, closing=_QUESTION)
+    return Reader(tokenizer, network, CAUSAL_TOKENS, outcomes, is_causal=True)
 
 
 @contextmanager
