@@ -21,9 +21,10 @@ from cauc_ray.policies.predictions import Predictions
 from cauc_ray.policies.trace import (
     Answered,
     answers_alone,
+    measure,
     measure_guarantees,
     measure_offline,
-    measure_replay,
+    replay,
     trace_policy,
 )
 
@@ -53,13 +54,18 @@ class Evaluation(Shown):
         cls, policy: Policy, chain: Chain, order: Ints | None = None, names: tuple[str, ...] | None = None
     ) -> Evaluation:
         """Evaluate a policy on a chain."""
-        answers, measures = measure_replay(policy, chain)
+        policy.check_chain(chain)
+        # Where a confidence decides, the propositions need all steps of all rows, of which an answer is one.
+        trace = None if policy.scored else trace_policy(policy, chain)
+        answers = replay(policy, chain) if trace is None else trace.at(policy.threshold, chain)
+        measures = measure(answers, chain, chain.source)
         on_cost = as_expected(policy.expected, Mean.of(answers.costs), chain.source, policy.budget, policy.cost_unit)
         guards = () if on_cost is None else (on_cost,)
         offline: tuple[OfflineAccuracy, ...] = ()
         if policy.in_turn and chain.labelled.any():  # now: the shards of a chain may be gone later
-            offline = measure_offline(trace_policy(policy, chain), policy.threshold, chain)
-        return cls(policy, chain, answers, measures, measure_guarantees(policy, chain), guards, offline, order, names)
+            offline = measure_offline(trace or trace_policy(policy, chain), policy.threshold, chain)
+        guarantees = measure_guarantees(policy, chain, trace)
+        return cls(policy, chain, answers, measures, guarantees, guards, offline, order, names)
 
     @property
     def predictions(self) -> Predictions:

@@ -32,7 +32,9 @@ from cauc_ray.errors import CaucWarning, ConfigError, DataError, unknown_name
 from cauc_ray.files.paths import AnyPath, RemotePath, hive_values
 from cauc_ray.numbers.arrays import array_chain
 from cauc_ray.numbers.chain import UNNAMED_UNIT, Chain, ChainLogits, Costs
+from cauc_ray.numbers.ids import NumberIds, ids_of, number_order, text_order
 from cauc_ray.numbers.logits import LogitKind
+from cauc_ray.numbers.rows import ascending
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.predictions import vectors_of
@@ -89,7 +91,7 @@ class LogitArrays:
             example_ids=ids[0] if ids else None,
             source=f"{self.path}, split {split!r}",
         )
-        return chain.of_rows(np.argsort(chain.example_ids))
+        return chain.of_rows(text_order(chain.example_ids))
 
 
 class Source:
@@ -304,13 +306,13 @@ def _opened(
 
 def _cut(chain: ChainLogits, shares: Mapping[str, float], seed: int) -> dict[str, ChainLogits]:
     """Cut the examples at random into parts of some shares, whatever their order."""
-    # By length, then as text: the ids of arrays are then in the order of their rows.
-    order = np.array(sorted(range(len(chain)), key=lambda row: (len(chain.example_ids[row]), chain.example_ids[row])))
+    # The ids of arrays are then in the order of their rows.
+    order = number_order(chain.example_ids)
     parts = split_shares(len(chain), shares, seed)
     empty = next((split for split, rows in parts.items() if not len(rows)), None)
     if empty is not None:
         raise ConfigError(f"{empty}: a share of {shares[empty]:g} of {len(chain)} examples leaves it empty")
-    return {split: chain.of_rows(np.sort(order[rows])) for split, rows in parts.items()}
+    return {split: chain.of_rows(ascending(order[rows], len(chain))) for split, rows in parts.items()}
 
 
 def read_policy_chain(
@@ -363,9 +365,11 @@ def _costs_of(policy: Policy) -> CallCosts:
 
 def positions_of_rows(chain: Chain, example_ids: Any = None) -> Ints:
     """Return where the rows of arrays are in a chain of them, int (N,).   example_ids: as the arrays were given."""
-    ids = list(map(str, range(len(chain)) if example_ids is None else example_ids))
-    positions = np.empty(len(ids), dtype=np.int64)
-    positions[np.argsort(ids)] = np.arange(len(ids))  # the chain is in the order of its ids
+    positions = np.empty(len(chain), dtype=np.int64)
+    if example_ids is None and isinstance(chain.example_ids, NumberIds):
+        positions[chain.example_ids.numbers] = np.arange(len(chain))
+    else:
+        positions[text_order(ids_of(example_ids))] = np.arange(len(chain))  # the chain is in the order of its ids
     return positions
 
 

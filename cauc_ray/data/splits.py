@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.numbers.rows import ascending
 from cauc_ray.numbers.types import Ints
 
 Rule: TypeAlias = Literal["halve-validation", "sample-train", "three-way", "as-published", "sample-train-with-test"]
@@ -122,4 +123,4 @@ def split_shares(n: int, shares: Mapping[str, float], seed: int = 0) -> dict[str
         raise ConfigError(f"the shares of a split must be positive and sum to 1, got {dict(shares)}")
     ends = np.round(np.cumsum(list(shares.values())) * n).astype(int)
     shuffled = np.random.default_rng(seed).permutation(n)
-    return {name: np.sort(rows) for name, rows in zip(shares, np.split(shuffled, ends[:-1]), strict=True)}
+    return {name: ascending(rows, n) for name, rows in zip(shares, np.split(shuffled, ends[:-1]), strict=True)}

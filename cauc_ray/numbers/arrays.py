@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainLogits, Costs
+from cauc_ray.numbers.ids import NumberIds, duplicate_of, ids_of
 from cauc_ray.numbers.logits import (
     MUST_BE_DECLARED,
     NOT_PROBABILITIES,
@@ -21,56 +21,67 @@ from cauc_ray.numbers.logits import (
     hold_probabilities,
     real_options,
 )
-from cauc_ray.numbers.rows import row_max
+from cauc_ray.numbers.rows import in_columns, row_max, row_values
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 
-def refuse_rows(where: str, ids: Sequence[Any], bad: Bools, why: Callable[[int], str]) -> None:
+def refuse_rows(place: str, ids: Sequence[Any], bad: Bools, why: Callable[[int], str]) -> None:
     """Raise DataError naming the first example for which bad, bool (N,), is true."""
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
-        raise DataError(f"{where}, example {str(ids[row])!r}: {why(row)}")
+        raise DataError(f"{place}, example {str(ids[row])!r}: {why(row)}")
 
 
 def check_rows(
-    where: str,
+    place: str,
     ids: Sequence[Any],
     logits: Floats,
     n_options: Ints,
     labels: Ints,
-    known: Bools,
+    labelled: Bools,
     kind: LogitKind | None,
 ) -> tuple[Floats, SumsToOne]:
     """Check rows of logits; return them as logits, and statistics that detect undeclared probabilities.
 
-    ids: (N,), for messages.   logits: float32 (N, K), -inf beyond a row's options.   n_options: int (N,).
-    labels: int (N,).   known: bool (N,), which examples have one.   kind: of the rows, None to leave them unchanged.
-    Raises DataError naming the example for NaN or +inf, a row without options, a label outside its row's options, and
-    rows that are declared as probabilities but are not.
+    Args:
+        place: Model and split, for messages.
+        ids: (N,), for messages.
+        logits: Float32 (N, K), -inf beyond a row's options.
+        n_options: Int (N,).
+        labels: Int (N,).
+        labelled: Which examples have a label, bool (N,).
+        kind: Kind of the rows; None to leave them unchanged.
+
+    Raises:
+        DataError: A value is NaN or +inf, a row has no option, a label is outside its row's options, or rows are
+            declared as probabilities but are not; names the example.
     """
-    refuse_rows(where, ids, n_options == 0, lambda row: "the row has no logits")
     # Each row's largest logit is NaN or +inf if any of them is, and -inf if no option is left.
-    largest = row_max(logits)
-    refuse_rows(where, ids, ~np.isfinite(largest), lambda row: "a logit is NaN or +inf, or all are -inf")
+    finite = np.isfinite(row_max(logits))
+    if not np.logical_and.reduce(finite):
+        refuse_rows(place, ids, n_options == 0, lambda row: "the row has no logits")
+        refuse_rows(place, ids, ~finite, lambda row: "a logit is NaN or +inf, or all are -inf")
     if kind == "probabilities":
-        refuse_rows(where, ids, ~hold_probabilities(real_options(logits)), lambda row: NOT_PROBABILITIES)
+        refuse_rows(place, ids, ~hold_probabilities(real_options(logits)), lambda row: NOT_PROBABILITIES)
     if kind is not None:
         logits = as_logits(logits, kind)
     sums = SumsToOne.of(logits) if kind in MUST_BE_DECLARED else SumsToOne()
-    outside = known & ((labels < 0) | (labels >= n_options))
-    refuse_rows(where, ids, outside, lambda row: f"label {labels[row]} is outside its {n_options[row]} options")
-    chosen = logits[np.arange(len(labels)), np.clip(labels, 0, n_options - 1)]
-    impossible = known & np.isneginf(chosen)
-    remedy = f"; for 'not returned by the server' write {UNLISTED_LOG:g}" if kind == "log-probabilities" else ""
-    refuse_rows(where, ids, impossible, lambda row: f"the logit of its label {labels[row]} is -inf or a mask{remedy}")
+    if labelled.any():
+        outside = labelled & ((labels < 0) | (labels >= n_options))
+        refuse_rows(place, ids, outside, lambda row: f"label {labels[row]} is outside its {n_options[row]} options")
+        chosen = row_values(logits, np.clip(labels, 0, n_options - 1))
+        impossible = labelled & np.isneginf(chosen)
+        remedy = f"; for 'not returned by the server' write {UNLISTED_LOG:g}" if kind == "log-probabilities" else ""
+        lacking = "the logit of its label {} is -inf or a mask{}"
+        refuse_rows(place, ids, impossible, lambda row: lacking.format(labels[row], remedy))
     return logits, sums
 
 
-def require_no_probabilities(where: str, sums: SumsToOne) -> None:
+def require_no_probabilities(place: str, sums: SumsToOne) -> None:
     """Raise DataError, prefixed with where, for rows that are probabilities without being declared so."""
     if sums.certain:
         raise DataError(
-            f"{where}: the rows are probabilities (none below 0, each row sums to one), not logits; declare them with "
+            f"{place}: the rows are probabilities (none below 0, each row sums to one), not logits; declare them with "
             '--logit-kind probabilities (Python: logit_kind="probabilities"), or as the "logit_kind" of the model in '
             "the table's pool.json"
         )
@@ -88,10 +99,19 @@ def array_chain(
 ) -> ChainLogits:
     """Return a chain made of arrays, checked and rounded to float32 as a logit table's rows are.
 
-    arrays: by model, (N, K): numpy arrays, lists, data frames with a column for each option, or N vectors of any
-    lengths; row i of each is example i.   models: the chain, cheapest first.   labels: int (N,), None if unknown.
-    kinds: of each model's rows.   example_ids: (N,), unique, converted to str; without them row i is named "i".
-    Raises ConfigError for a model that has no array, DataError as check_rows does and if shapes disagree.
+    Args:
+        arrays: By model, (N, K): numpy arrays, lists, data frames with a column for each option, or N vectors of any
+            lengths; row i of each is example i.
+        models: The chain, cheapest first.
+        labels: Int (N,), None if unknown.
+        costs: Costs of the models' calls.
+        kinds: Kind of each model's rows.
+        example_ids: (N,), unique, converted to str; without them row i is named "i".
+        source: Name of the arrays, for messages.
+
+    Raises:
+        ConfigError: A model has no array.
+        DataError: As check_rows does, or shapes disagree.
     """
     missing = next((model for model in models if model not in arrays), None)
     if missing is not None:
@@ -101,24 +121,24 @@ def array_chain(
     n, k = expected.shape
     ids = _ids(source, example_ids, n)
     named = {model: columns for model in models if (columns := _columns(arrays[model]))}
-    own_labels = _labels(source, labels, n)
-    known = own_labels != UNKNOWN_LABEL
+    all_labels = _labels(source, labels, n)
+    labelled = all_labels != UNKNOWN_LABEL
     logits = []
     for model in models:
-        where, (values, lengths) = f"{source}: model {model!r}", rows[model]
+        place, (values, lengths) = f"{source}: model {model!r}", rows[model]
         if values.shape != (n, k) or (lengths != n_options).any():
-            raise DataError(f"{where} has logits of shape {values.shape}, model {first!r} of shape {(n, k)}")
-        other, columns = next(iter(named.items()), (model, []))
+            raise DataError(f"{place} has logits of shape {values.shape}, model {first!r} of shape {(n, k)}")
+        first_named, columns = next(iter(named.items()), (model, []))
         if named.get(model, columns) != columns:
-            raise DataError(f"{where} has the columns {named[model]}, model {other!r} has {columns}")
-        checked, sums = check_rows(where, ids, values, lengths, own_labels, known, kinds[model])
-        require_no_probabilities(where, sums)
+            raise DataError(f"{place} has the columns {named[model]}, model {first_named!r} has {columns}")
+        checked, sums = check_rows(place, ids, values, lengths, all_labels, labelled, kinds[model])
+        require_no_probabilities(place, sums)
         logits.append(checked)
     return ChainLogits(
         models=tuple(models),
         logits=tuple(logits),
         example_ids=ids,
-        labels=own_labels,
+        labels=all_labels,
         costs=costs,
         per_call_costs=False,
         source=source,
@@ -126,13 +146,18 @@ def array_chain(
     )
 
 
-def read_rows(where: str, values: Any) -> tuple[Floats, Ints]:
+def read_rows(place: str, values: Any) -> tuple[Floats, Ints]:
     """Return rows as float32 (N, K), -inf beyond a row's options, and each row's number of options, int (N,).
 
-    values: an array, or N vectors.   where: begins the message of a DataError.
+    Args:
+        place: Model and split, for messages.
+        values: An array, or N vectors.
+
+    Raises:
+        DataError: The values are not numbers of shape (N, K).
     """
     if isinstance(values, np.ma.MaskedArray):
-        raise DataError(f"{where}: masked arrays are not supported; use -inf where a row has no such option")
+        raise DataError(f"{place}: masked arrays are not supported; use -inf where a row has no such option")
     try:
         if hasattr(values, "__array__"):  # arrays, tensors, frames and columns
             values = np.asarray(values)
@@ -142,22 +167,22 @@ def read_rows(where: str, values: Any) -> tuple[Floats, Ints]:
             if not isinstance(values, np.ndarray) and len({len(row) for row in values}) > 1:
                 lengths = np.array([len(row) for row in values])
                 padded = np.full((len(values), lengths.max()), -np.inf, dtype=np.float32)
-                flat = np.concatenate([np.asarray(own) for own in values])
+                flat = np.concatenate([np.asarray(vector) for vector in values])
                 padded[np.arange(lengths.max()) < lengths[:, None]] = _floats(flat)
                 return padded, lengths
             logits = _floats(np.asarray(values))
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that needs its gradient
-        raise DataError(f"{where}: the logits are not numbers of shape (N, K): {error}") from error
+        raise DataError(f"{place}: the logits are not numbers of shape (N, K): {error}") from error
     if logits.ndim != 2 or not logits.size:
-        raise DataError(f"{where}: logits must be an array (N, K) with at least one row, got shape {logits.shape}")
-    return logits, np.full(len(logits), logits.shape[1])
+        raise DataError(f"{place}: logits must be an array (N, K) with at least one row, got shape {logits.shape}")
+    return in_columns(logits), np.full(len(logits), logits.shape[1])
 
 
-def _floats(given: npt.NDArray[Any]) -> Floats:
+def _floats(values: npt.NDArray[Any]) -> Floats:
     """Return numbers as float32. Raises TypeError for others, such as texts, which numpy would parse."""
-    if given.dtype.kind not in "biufOV":  # V: bfloat16
-        raise TypeError(f"their dtype is {given.dtype}")
-    return given.astype(np.float32, copy=False)
+    if values.dtype.kind not in "biufOV":  # V: bfloat16
+        raise TypeError(f"their dtype is {values.dtype}")
+    return values.astype(np.float32, copy=False)
 
 
 def _columns(values: Any) -> list[str]:
@@ -168,24 +193,26 @@ def _columns(values: Any) -> list[str]:
 def _labels(source: str, labels: Any, n: int) -> Ints:
     if labels is None:
         return np.full(n, UNKNOWN_LABEL, dtype=np.int32)
-    given = np.asarray(labels)
-    if given.shape != (n,):
-        raise DataError(f"{source}: labels of shape {given.shape} for {n} examples")
+    values = np.asarray(labels)
+    if values.shape != (n,):
+        raise DataError(f"{source}: labels of shape {values.shape} for {n} examples")
     with np.errstate(invalid="ignore"):
         try:
-            whole = given.astype(np.int32)
+            whole = values.astype(np.int32)
         except (TypeError, ValueError, OverflowError) as error:
             raise DataError(f"{source}: labels must be integers, the indices of options: {error}") from error
-    if (whole != given).any():  # also if the number does not fit int32
-        raise DataError(f"{source}: labels must be integers, the indices of options; got {given[whole != given][0]}")
+    if (whole != values).any():  # also if the number does not fit int32
+        raise DataError(f"{source}: labels must be integers, the indices of options; got {values[whole != values][0]}")
     return whole
 
 
-def _ids(source: str, given: Any, n: int) -> tuple[str, ...]:
-    ids = tuple(map(str, range(n) if given is None else given))
+def _ids(source: str, values: Any, n: int) -> Sequence[str]:
+    if values is None:
+        return NumberIds(np.arange(n))
+    ids = ids_of(values)
     if len(ids) != n:
         raise DataError(f"{source}: {len(ids)} example ids for {n} examples")
-    if len(set(ids)) < n:
-        double = next(example for example, count in Counter(ids).items() if count > 1)
-        raise DataError(f"{source}: example {double!r} is a duplicate")
+    duplicate = duplicate_of(ids)
+    if duplicate is not None:
+        raise DataError(f"{source}: example {duplicate!r} is a duplicate")
     return ids

@@ -35,8 +35,9 @@ _MAX_STEPS = 100
 # The search stops at a step of this relative size: the error is then about its square, and float32's is 1e-7.
 _LAST_STEP, _LAST_FLOAT32_STEP = 1e-5, 3e-4
 
-# Fits of at least this many rows start from the minimum on a sample of 512 to 1,023 rows.
-_SAMPLED_ROWS, _SAMPLE_ROWS = 3_000, 512
+# Fits of at least this many rows start from the minimum on a sample: of one row in 64, within these bounds, or up to
+# twice as many.
+_SAMPLED_ROWS, _SAMPLED_SHARE, _LEAST_SAMPLE_ROWS, _MOST_SAMPLE_ROWS = 3_000, 64, 512, 16_384
 # Passes over at least this many float32 logits compute in float32.
 _FLOAT32_ELEMENTS = 4_000_000
 # Relative rounding error of the NLL: steps may seem to raise it by this much.
@@ -47,9 +48,10 @@ _SMALLEST = 1e-290
 class FitStatus(StrEnum):
     """How a fit ended.
 
-    CONVERGED: at the minimum.   SEPARABLE: the likelihood still rises when all confidences are 1; the
-    labels then count as a little uncertain.
-    UNINFORMATIVE: any weight on these logits lowers the likelihood; clamped to almost no weight.
+    Attributes:
+        CONVERGED: At the minimum.
+        SEPARABLE: The likelihood still rises when all confidences are 1; labels then count as a little uncertain.
+        UNINFORMATIVE: Any weight on these logits lowers the likelihood; clamped to almost no weight.
     """
 
     CONVERGED = "converged"
@@ -61,10 +63,13 @@ class FitStatus(StrEnum):
 class TemperatureFit:
     """Fitted temperatures of P logit arrays.
 
-    weights: P numbers 1 / (P T).   standard_errors: of the temperatures, P sandwich estimates in their unit; NaN if
-    a temperature was clamped.   nll_before, nll_after: mean NLL in nats, at temperatures of 1 without biases and at the
-    fitted ones, without the prior's part.   statuses: P.   biases: of K options, which sum to 0; None if
-    none were fitted.
+    Attributes:
+        weights: P numbers 1 / (P T).
+        standard_errors: Of the temperatures, P sandwich estimates in their unit; NaN if a temperature was clamped.
+        nll_before: Mean NLL in nats at temperatures of 1, without biases.
+        nll_after: Mean NLL in nats at the fitted ones, without the prior's part.
+        statuses: How each fit ended, P.
+        biases: Biases of K options, which sum to 0; None if none were fitted.
     """
 
     weights: tuple[float, ...]
@@ -100,17 +105,21 @@ class TemperatureFit:
     def diagnostics(self, *prefixes: str) -> dict[str, Any]:
         """Return the fit's entries in a policy file, with None for NaN.   prefixes: of each array's keys."""
         named = zip(prefixes or ("",), self.statuses, self.standard_errors, strict=True)
-        found: dict[str, Any] = {"nll_before": self.nll_before, "nll_after": self.nll_after}
+        entries: dict[str, Any] = {"nll_before": self.nll_before, "nll_after": self.nll_after}
         for prefix, status, error in named:
-            found |= {f"{prefix}status": status, f"{prefix}standard_error": None if math.isnan(error) else error}
-        return found
+            entries |= {f"{prefix}status": status, f"{prefix}standard_error": None if math.isnan(error) else error}
+        return entries
 
 
 def fit_temperature(logits: Floats, labels: Ints) -> TemperatureFit:
     """Fit the softmax temperature that minimises the negative log likelihood (paper, eq. 2).
 
-    logits: float (N, K), raw; -inf where a row has no such option.   labels: int (N,), the right option.
-    Raises DataError naming the row when a label points at a missing option or a logit is NaN or +inf.
+    Args:
+        logits: Float (N, K), raw; -inf where a row has no such option.
+        labels: Int (N,), the right option.
+
+    Raises:
+        DataError: A label points at a missing option, or a logit is NaN or +inf; names the row.
 
     >>> import numpy as np
     >>> logits = np.array([[3.0, 0.0], [3.0, 0.0], [3.0, 0.0], [3.0, 0.0]])
@@ -123,9 +132,16 @@ def fit_temperature(logits: Floats, labels: Ints) -> TemperatureFit:
 def fit_pair(state: Floats, logits: Floats, labels: Ints) -> TemperatureFit:
     """Fit alpha and beta of softmax((state / alpha + logits / beta) / 2) on the labels (paper, eq. 8-9).
 
-    state: float (N, K), the accumulated prediction r; logits: float (N, K), the new model's calibrated
-    logits; -inf in both where a row has no such option.   labels: int (N,).
-    The fit's temperatures are alpha and beta. Raises DataError as fit_temperature does.
+    Args:
+        state: Accumulated prediction r, float (N, K); -inf where a row has no such option.
+        logits: The new model's calibrated logits, float (N, K); -inf likewise.
+        labels: Int (N,).
+
+    Returns:
+        A fit whose temperatures are alpha and beta.
+
+    Raises:
+        DataError: As fit_temperature does.
 
     >>> import numpy as np
     >>> r = np.array([[2.0, 0.0], [2.0, 0.0], [0.0, 1.0]]); y = np.array([0, 1, 1])
@@ -148,21 +164,25 @@ def fit_temperatures(sources: Sequence[Rows], labels: Ints) -> TemperatureFit:
 class Parts:
     """The rows of a fit in one or more parts, local or remote; a fit asks only for sums and for a few rows.
 
-    each: asks every part the same question, and returns the answers in the order of the parts.   n: rows of all parts.
-    units: weights of comparable effect, (P,).   lowest, highest: bounds of the weights, (P,).
-    flat: which arrays are constant, (P,).
+    Attributes:
+        ask_parts: Asks every part the same question, and returns the answers in the order of the parts.
+        n: Rows of all parts.
+        units: Weights of comparable effect, (P,).
+        lowest: Lower bounds of the weights, (P,).
+        highest: Upper bounds, (P,).
+        flat: Which arrays are constant, (P,).
     """
 
-    def __init__(self, each: Callable[[Callable[[ChainPart], Any]], list[Any]], n: int) -> None:
+    def __init__(self, ask_parts: Callable[[Callable[[ChainPart], Any]], list[Any]], n: int) -> None:
         """Ask the parts for some rows."""
-        self.each, self.n = each, n
-        self.some = gathered(each, n, _SAMPLE_ROWS)
+        self.ask_parts, self.n = ask_parts, n
+        self.some = gathered(ask_parts, n, min(max(n // _SAMPLED_SHARE, _LEAST_SAMPLE_ROWS), _MOST_SAMPLE_ROWS))
         arrays = tuple(source[:] for source in self.some.logits)
         self.n_options = arrays[0].shape[1]
-        narrow = n * self.n_options >= _FLOAT32_ELEMENTS and all(own.dtype == np.float32 for own in arrays)
+        narrow = n * self.n_options >= _FLOAT32_ELEMENTS and all(array.dtype == np.float32 for array in arrays)
         self._dtype: type[np.floating] = np.float32 if narrow else np.float64
         self.last_step = _LAST_FLOAT32_STEP if narrow else _LAST_STEP
-        spreads, margins = np.array([_scales(own) for own in arrays]).T
+        spreads, margins = np.array([_scales(array) for array in arrays]).T
         # Constant logits have neither spread nor margin.
         self.flat = spreads <= 0
         self.units = 1.0 / np.where(self.flat, 1.0, spreads)
@@ -177,8 +197,8 @@ class Parts:
     def means(self, at: Floats) -> Sums:
         """Return the means over all rows at these weights and biases, in one pass."""
         dtype = self._dtype if len(at) == len(self.lowest) else np.float64
-        found: list[Sums] = self.each(partial(sums, at=at, dtype=dtype))
-        return reduce(Sums.__add__, found) / self.n
+        parts_sums: list[Sums] = self.ask_parts(partial(sums, at=at, dtype=dtype))
+        return reduce(Sums.__add__, parts_sums) / self.n
 
     def means_of_some(self, at: Floats) -> Sums:
         """Return the means over the chosen rows at these weights and biases."""
@@ -186,11 +206,11 @@ class Parts:
 
     def nll(self, at: Floats) -> float:
         """Return the mean NLL at these weights, in nats."""
-        return float(sum(self.each(partial(nll, at=at, dtype=self._dtype)))) / self.n
+        return float(sum(self.ask_parts(partial(nll, at=at, dtype=self._dtype)))) / self.n
 
     def squares(self, at: Floats, directions: Floats) -> tuple[float, Floats]:
         """Return the mean NLL, and the mean squares of the rows' gradients along directions, (P, D)."""
-        totals = np.sum(self.each(partial(squares, at=at, directions=directions)), axis=0) / self.n
+        totals = np.sum(self.ask_parts(partial(squares, at=at, directions=directions)), axis=0) / self.n
         return float(totals[0]), totals[1:]
 
     def clipped(self, at: Floats) -> Floats:
@@ -223,8 +243,8 @@ def gathered(ask_parts: Callable[[Callable[[ChainPart], Any]], list[Any]], n: in
 def _scales(logits: Floats) -> tuple[float, float]:
     """Return the spread of rows of logits, and their margin, the geometric mean."""
     with np.errstate(invalid="ignore"):  # rows that cannot be fitted are refused by the first pass
-        top, there = logits.max(axis=1, keepdims=True), np.isfinite(logits)
-        spread = (top[:, 0] - np.where(there, logits, 0).sum(axis=1) / there.sum(axis=1)).mean(dtype=np.float64)
+        top, finite = logits.max(axis=1, keepdims=True), np.isfinite(logits)
+        spread = (top[:, 0] - np.where(finite, logits, 0).sum(axis=1) / finite.sum(axis=1)).mean(dtype=np.float64)
         margins = top[:, 0] - np.where(logits < top, logits, -np.inf).max(axis=1)
     margins = margins[np.isfinite(margins)]
     return float(spread), float(np.exp(np.log(margins, dtype=np.float64).mean())) if len(margins) else float(spread)
@@ -238,13 +258,13 @@ def solve_temperatures(parts: Parts) -> TemperatureFit:
     initial: Floats = np.where(parts.flat, parts.lowest, parts.clipped(start))
     if parts.n >= _SAMPLED_ROWS:
         initial = _newton(parts.means_of_some, initial, parts).at
-    found = _newton(parts.means, initial, parts)
-    nll_before = found.first_value if (initial == start).all() else parts.nll(start)
-    if found.separable or (found.at >= parts.highest).any():
-        found = _smoothed(parts, initial)
-    directions = _inverse(found.means, p)
-    squares = np.diag(directions @ found.means.scatter @ directions.T)
-    return _fit(found, parts, squares, nll_before, found.means.value)
+    minimum = _newton(parts.means, initial, parts)
+    nll_before = minimum.first_value if (initial == start).all() else parts.nll(start)
+    if minimum.separable or (minimum.at >= parts.highest).any():
+        minimum = _smoothed(parts, initial)
+    directions = _inverse(minimum.means, p)
+    squares = np.diag(directions @ minimum.means.scatter @ directions.T)
+    return _fit(minimum, parts, squares, nll_before, minimum.means.value)
 
 
 def _smoothed(parts: Parts, initial: Floats) -> _Minimum:
@@ -258,11 +278,11 @@ def _smoothed(parts: Parts, initial: Floats) -> _Minimum:
     pull = -share * parts.means(np.zeros_like(initial)).gradient
 
     def means(at: Floats) -> Sums:
-        found = parts.means(at)
-        return replace(found, value=found.value + float(pull @ at), gradient=found.gradient + pull)
+        total = parts.means(at)
+        return replace(total, value=total.value + float(pull @ at), gradient=total.gradient + pull)
 
-    found = _newton(means, initial, parts, can_separate=False)
-    return replace(found, means=parts.means(found.at), separable=True)
+    total = _newton(means, initial, parts, can_separate=False)
+    return replace(total, means=parts.means(total.at), separable=True)
 
 
 def solve_bias_corrected(
@@ -272,9 +292,12 @@ def solve_bias_corrected(
 
     Alexandari, Kundaje and Shrikumar, Maximum likelihood with bias-corrected calibration, ICML 2020; the prior also
     fixes what the likelihood leaves open, a constant added to all biases.
-    parts: of one array of logits z whose rows have all options.   variance: of the prior.
-    without_biases: the fit of the temperature without biases. If it is clamped as separable, so is this one, and biases
-    are 0: there is no error left for them to correct.
+
+    Args:
+        parts: Rows of one array of logits z, which have all options.
+        without_biases: Fit of the temperature alone. If it is clamped as separable, so is this one, with biases of 0:
+            they have nothing to correct.
+        variance: Variance of the prior.
     """
     k = parts.n_options
     if without_biases.status is FitStatus.SEPARABLE:
@@ -282,27 +305,27 @@ def solve_bias_corrected(
     strength = 1.0 / (variance * parts.n)
 
     def means(at: Floats) -> Sums:
-        found, biases = parts.means(at), at[1:]
-        found.gradient[1:] += strength * biases
-        found.curvature[1:, 1:] += strength * np.eye(k)
-        return replace(found, value=found.value + strength * float(biases @ biases) / 2)
+        total, biases = parts.means(at), at[1:]
+        total.gradient[1:] += strength * biases
+        total.curvature[1:, 1:] += strength * np.eye(k)
+        return replace(total, value=total.value + strength * float(biases @ biases) / 2)
 
     start = np.concatenate([parts.clipped(np.array(without_biases.weights)), np.zeros(k)])
-    found = _newton(means, start, parts)
-    nll_after, squares = parts.squares(found.at, _inverse(found.means, 1))
-    fit = _fit(found, parts, squares, without_biases.nll_before, nll_after)
-    return replace(fit, biases=tuple(found.at[1:].tolist()))
+    minimum = _newton(means, start, parts)
+    nll_after, squares = parts.squares(minimum.at, _inverse(minimum.means, 1))
+    fit = _fit(minimum, parts, squares, without_biases.nll_before, nll_after)
+    return replace(fit, biases=tuple(minimum.at[1:].tolist()))
 
 
-def _fit(found: _Minimum, parts: Parts, squares: Floats, nll_before: float, nll_after: float) -> TemperatureFit:
+def _fit(minimum: _Minimum, parts: Parts, squares: Floats, nll_before: float, nll_after: float) -> TemperatureFit:
     """Return a minimum as a fit.   squares: n times the weights' variances, (P,)."""
     p = len(parts.lowest)
-    weights = found.at[:p]
+    weights = minimum.at[:p]
     statuses = tuple(
         FitStatus.UNINFORMATIVE
         if weight <= low
         else FitStatus.SEPARABLE
-        if found.separable or weight >= high
+        if minimum.separable or weight >= high
         else FitStatus.CONVERGED
         for weight, low, high in zip(weights, parts.lowest, parts.highest, strict=True)
     )
@@ -317,7 +340,10 @@ def _fit(found: _Minimum, parts: Parts, squares: Floats, nll_before: float, nll_
 class _Minimum:
     """Weights and biases (D,), the means there or within one step of them, and whether the data are separable.
 
-    first_value: the value at the start of the search.
+    Attributes:
+        at: Weights and biases (D,).
+        means: Means there, or within one step.
+        first_value: The value at the start of the search.
     """
 
     at: Floats
@@ -401,8 +427,9 @@ def _inverse(means: Sums, p: int) -> Floats:
     """Return the P weights' rows of the inverse of the curvature, (P, D)."""
     _, curvature, _, by_weights = _eliminated(means, p)
     # Of separable rows, whose weights are clamped, the curvature may be too small to invert.
-    own = np.linalg.pinv(curvature if np.abs(curvature).max() > _SMALLEST else np.zeros_like(curvature), hermitian=True)
-    return np.concatenate([own, own @ by_weights.T], axis=1)
+    invertible = np.abs(curvature).max() > _SMALLEST
+    inverse = np.linalg.pinv(curvature if invertible else np.zeros_like(curvature), hermitian=True)
+    return np.concatenate([inverse, inverse @ by_weights.T], axis=1)
 
 
 def _eliminated(means: Sums, p: int) -> tuple[Floats, Floats, Floats, Floats]:

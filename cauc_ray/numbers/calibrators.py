@@ -38,7 +38,7 @@ class Isotonic:
         x, y = self.confidences, self.accuracies
         if len(x) != len(y) or len(x) < 2 or (x[0], x[-1]) != (0.0, 1.0) or not 0 <= y[0] < y[-1] <= 1:
             raise ValueError("breakpoints must map confidences from 0 to 1 to as many accuracies in [0, 1]")
-        if any(one >= other for values in (x, y) for one, other in pairwise(values)):
+        if any(one >= following for values in (x, y) for one, following in pairwise(values)):
             raise ValueError("confidences and accuracies must rise from each breakpoint to the next")
 
     def of(self, confidences: Floats) -> Floats:
@@ -79,7 +79,7 @@ class Calibrator:
         Raises:
             DataError: A row has an option without an offset.
         """
-        scores = np.asarray(bounded_below(logits, self.floor), dtype=np.float64) / self.temperature
+        scores: Floats = np.divide(bounded_below(logits, self.floor), self.temperature, dtype=np.float64)
         if self.offsets is None:
             return scores
         k, n_known = scores.shape[1], len(self.offsets)
@@ -149,7 +149,7 @@ def fit_isotonic(confidences: Floats, correct: Bools) -> Isotonic:
     heights = np.concatenate([means[:1], np.repeat(means, 2), means[-1:]])
     tilted = heights + (knots - heights) / len(correct)
     # Blocks of one confidence have one edge, and edges may be too close for the shift to separate them.
-    apart = np.append((np.diff(knots) > 0) & (np.diff(tilted) > 0), True)
-    knots, tilted = knots[apart], tilted[apart]
+    distinct = np.append((np.diff(knots) > 0) & (np.diff(tilted) > 0), True)
+    knots, tilted = knots[distinct], tilted[distinct]
     knots[0] = 0.0
     return Isotonic(tuple(knots.tolist()), tuple(tilted.tolist()))

@@ -13,7 +13,10 @@ from typing import Any, Protocol, Self, TypeVar
 import numpy as np
 
 from cauc_ray.errors import CaucWarning, DataError
+from cauc_ray.numbers.ids import lines_of, rows_of
 from cauc_ray.numbers.logits import LogitKind, kind_of, real_options
+from cauc_ray.numbers.rows import in_columns, row_dot, rows_at
+from cauc_ray.numbers.threads import in_threads
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 LARGEST = 1e100
@@ -23,7 +26,12 @@ UNNAMED_UNIT = "cost units"
 UNKNOWN_LABEL = -1
 
 # Bytes of one block of a pass, as float64: they fit into a processor's cache.
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES, _WIDE_OPTIONS = 1 << 20, 64
+
+# glibc returns freed memory to the kernel, and page faults of new memory then take longer than the arithmetic on it,
+# until a block of this size has been freed: its thresholds rise with it (mallopt, M_MMAP_THRESHOLD).
+_KEPT_BYTES = 31 << 20
+np.empty(_KEPT_BYTES, dtype=np.uint8)
 
 # The odd number nearest to 2^64 / golden ratio, the usual increment of Weyl sequences.
 _STEP = 0x9E3779B97F4A7C15
@@ -51,9 +59,9 @@ class Costs:
         # The bound keeps sums over examples finite.
         bad = ~((self.per_call >= 0) & (self.per_call <= LARGEST))
         if bad.any():
-            where = tuple(int(i) for i in np.argwhere(bad)[0])
+            position = tuple(int(i) for i in np.argwhere(bad)[0])
             raise DataError(
-                f"cost {self.per_call[where]} {self.unit} at {where} is not a number between 0 and {LARGEST:g}"
+                f"cost {self.per_call[position]} {self.unit} at {position} is not a number between 0 and {LARGEST:g}"
             )
 
     @property
@@ -122,7 +130,10 @@ class Rows(Protocol):
 class ChainPart:
     """A subset of a chain's examples with their logits, read in blocks.
 
-    logits: of each of M models, (n, K).   labels: int32 (n,).   ranks: int (n,), the examples' positions among all.
+    Attributes:
+        logits: Of each of M models, (n, K).
+        labels: Int32 (n,).
+        ranks: Int (n,), the examples' positions among all.
     """
 
     logits: tuple[Rows, ...]
@@ -137,6 +148,11 @@ class ChainPart:
         size = max(1, _BLOCK_BYTES // (8 * max(1, self.logits[0].shape[1])))
         return (slice(start, min(start + size, len(self))) for start in range(0, len(self), size))
 
+    @property
+    def is_wide(self) -> bool:
+        """Return whether rows have so many options that blocks of them are worth a thread."""
+        return self.logits[0].shape[1] >= _WIDE_OPTIONS
+
     def of_models(self, indices: Sequence[int]) -> ChainPart:
         """Return the part of some of the models, in the order of their positions here."""
         return ChainPart(tuple(self.logits[index] for index in indices), self.labels, self.ranks)
@@ -146,13 +162,18 @@ class ChainPart:
 class Chain(ABC):
     """N examples that M models have answered, cheapest first, without the logits, which may be split into parts.
 
-    models: names.   example_ids: str (N,).   labels: int32 (N,), UNKNOWN_LABEL if unknown.
-    costs: of the models' calls.   per_call_costs: whether costs differ from call to call.   source: for messages.
-    logit_kind: what the models gave, one kind for all or one for each; probabilities are stored as logarithms.
+    Attributes:
+        models: Names.
+        example_ids: Str (N,).
+        labels: Int32 (N,), UNKNOWN_LABEL if unknown.
+        costs: Of the models' calls.
+        per_call_costs: Whether costs differ from call to call.
+        source: For messages.
+        logit_kind: What the models gave, one kind for all or one for each; probabilities are stored as logarithms.
     """
 
     models: tuple[str, ...]
-    example_ids: tuple[str, ...]
+    example_ids: Sequence[str]
     labels: Ints
     costs: Costs
     per_call_costs: bool
@@ -201,7 +222,7 @@ class Chain(ABC):
 
     def examples_fingerprint(self) -> str:
         """Return a digest of the example ids and labels, independent of their order."""
-        digest = hashlib.sha256("\n".join(self.example_ids).encode())
+        digest = hashlib.sha256(lines_of(self.example_ids))
         digest.update(np.ascontiguousarray(self.labels, dtype="<i4").tobytes())
         return digest.hexdigest()[:16]
 
@@ -214,14 +235,15 @@ class Chain(ABC):
 class ChainLogits(Chain):
     """A chain with its logits in memory.
 
-    logits: M arrays, float (N, K); -inf, or a mask, where an example has no such option.
+    Attributes:
+        logits: M arrays, float (N, K); -inf, or a mask, where an example has no such option.
     """
 
     logits: tuple[Floats, ...]
 
     def __post_init__(self) -> None:
         pairs = zip(self.logits, self.logit_kinds, strict=True)
-        real = (own if kind == "embedding" else real_options(own, kind) for own, kind in pairs)
+        real = (rows if kind == "embedding" else in_columns(real_options(rows, kind)) for rows, kind in pairs)
         object.__setattr__(self, "logits", tuple(real))
 
     def each(self, ask: Callable[[ChainPart], T]) -> list[T]:
@@ -236,8 +258,8 @@ class ChainLogits(Chain):
         """Return a chain of some examples, in the order of rows, int (n,)."""
         return replace(
             self,
-            logits=tuple(logits[rows] for logits in self.logits),
-            example_ids=tuple(np.array(self.example_ids, dtype=object)[rows]),
+            logits=tuple(rows_at(logits, rows) for logits in self.logits),
+            example_ids=rows_of(self.example_ids, rows),
             labels=self.labels[rows],
             costs=self.costs.of_rows(rows),
         )
@@ -245,15 +267,18 @@ class ChainLogits(Chain):
     def after_encoder(self, name: str, embeddings: Floats, costs: Floats | float) -> Self:
         """Return the chain with an encoder as its first model.
 
-        embeddings: float (N, d), in place of its logits.   costs: of its calls, float64 (N,), or one for all.
+        Args:
+            name: Name of the encoder.
+            embeddings: Float (N, d), in place of its logits.
+            costs: Costs of its calls, float64 (N,), or one for all.
         """
-        own = np.asarray(costs, dtype=np.float64)
+        encoder_costs = np.asarray(costs, dtype=np.float64)
         per_call = self.costs.per_call
-        if own.ndim == per_call.ndim - 1:
-            per_call = np.concatenate([own[..., None], per_call], axis=-1)
+        if encoder_costs.ndim == per_call.ndim - 1:
+            per_call = np.concatenate([encoder_costs[..., None], per_call], axis=-1)
         else:
             of_rows = np.broadcast_to(per_call, (len(self), per_call.shape[-1]))
-            per_call = np.column_stack([np.broadcast_to(own, len(self)), of_rows])
+            per_call = np.column_stack([np.broadcast_to(encoder_costs, len(self)), of_rows])
         return replace(
             self,
             models=(name, *self.models),
@@ -269,21 +294,28 @@ class ChainLogits(Chain):
 
 
 def _digest(stage: int, part: ChainPart) -> int:
-    return sum(digest_of_rows(part.logits[stage][rows], part.ranks[rows]) for rows in part.blocks())
+    def of_block(rows: slice) -> int:
+        return digest_of_rows(part.logits[stage][rows], part.ranks[rows])
+
+    return sum(in_threads(of_block, list(part.blocks())))
 
 
 def digest_of_rows(logits: Floats, ranks: Ints) -> int:
     """Return the sum over rows of a hash of each row's logits and rank, modulo 2^64.
 
-    Digests of parts add up to the digest of the whole, again modulo 2^64.
-    logits: float (n, K), converted to float32; -inf counts as no option.   ranks: int (n,), the rows' positions among
-    all. A row's hash is linear in its bits with a multiplier for each option (Carter and Wegman, Universal classes of
-    hash functions, 1979), mixed with its rank: it separates data that differ by chance, not by intent.
+    Digests of parts add up to the digest of the whole, again modulo 2^64. A row's hash is linear in its bits with a
+    multiplier for each option (Carter and Wegman, Universal classes of hash functions, 1979), mixed with its rank: it
+    separates data that differ by chance, not by intent.
+
+    Args:
+        logits: Float (n, K), converted to float32; -inf counts as no option.
+        ranks: Positions of the rows among all, int (n,).
     """
-    single = np.ascontiguousarray(logits, dtype="<f4")
-    bits = np.where(np.isneginf(single), np.uint32(0), single.view("<u4") ^ _NOT_MISSING)
+    single = logits.astype("<f4", copy=False)
+    bits = np.where(single == -np.inf, np.uint32(0), single.view("<u4") ^ _NOT_MISSING)
     options = np.arange(1, single.shape[1] + 1, dtype=np.uint64)
-    of_rows = np.vecdot(bits.astype(np.uint64), _mixed(options * np.uint64(_STEP)) | np.uint64(1))
+    multipliers = _mixed(options * np.uint64(_STEP)) | np.uint64(1)
+    of_rows = row_dot(bits.astype(np.uint64), multipliers[None])
     hashes = _mixed(of_rows + _mixed((ranks.astype(np.uint64) + np.uint64(1)) * np.uint64(_STEP)))
     return int(hashes.sum(dtype=np.uint64))
 
@@ -298,9 +330,11 @@ def _mixed(values: Ints) -> Ints:
 def in_order(ranks: Sequence[Ints], values: Sequence[Any]) -> Any:
     """Join the parts' values into one array in order of rank.
 
-    ranks: of each part's rows, int (n,), in any order, even for a single part.   values: of each part, arrays (n, ...).
+    Args:
+        ranks: Of each part's rows, int (n,), in any order, even for a single part.
+        values: Of each part, arrays (n, ...).
     """
     whole = np.empty((sum(map(len, ranks)), *values[0].shape[1:]), dtype=values[0].dtype)
-    for own, value in zip(ranks, values, strict=True):
-        whole[own] = value
+    for rows, value in zip(ranks, values, strict=True):
+        whole[rows] = value
     return whole

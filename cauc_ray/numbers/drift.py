@@ -68,15 +68,15 @@ class ShareDrift:
         contexts, categories: int (n,), in order of arrival. The result does not depend on how rows are batched.
         """
         cells = contexts * self._n_categories + categories
-        found: list[Floats] = [np.zeros(0)]
+        evidence: list[Floats] = [np.zeros(0)]
         start = 0
         while start < len(cells):
             if self.n % SPACING == 0:
                 self._begin()
             stop = min(len(cells), start + SPACING - self.n % SPACING)
-            found.append(self._take(contexts[start:stop], cells[start:stop]))
+            evidence.append(self._take(contexts[start:stop], cells[start:stop]))
             start = stop
-        return np.concatenate(found)
+        return np.concatenate(evidence)
 
     def _begin(self) -> None:
         """Track a change that begins here.
@@ -86,13 +86,13 @@ class ShareDrift:
         """
         j = self.n // SPACING
         weight = 0.5 if j == 0 else 0.5 / (j * (j + 1))
-        kept = np.arange(j) if j <= MOST_BEGINNINGS else np.r_[0, 2 : MOST_BEGINNINGS + 1]
-        self._begun_at = np.append(self._begun_at[kept], self.n)
-        self._begun = np.vstack([self._begun[kept], self._counts])
+        tracked = np.arange(j) if j <= MOST_BEGINNINGS else np.r_[0, 2 : MOST_BEGINNINGS + 1]
+        self._begun_at = np.append(self._begun_at[tracked], self.n)
+        self._begun = np.vstack([self._begun[tracked], self._counts])
         same, n = (np.repeat(of, self._n_categories) for of in (self._same, self._of_contexts(self._counts)))
-        self._begun_means = np.vstack([self._begun_means[kept], (same * self._means + self._counts) / (same + n)])
-        self._log_weights = np.append(self._log_weights[kept], np.log(weight / len(self._factors)))
-        self._log_ratios = np.vstack([self._log_ratios[kept], np.zeros(len(self._factors))])
+        self._begun_means = np.vstack([self._begun_means[tracked], (same * self._means + self._counts) / (same + n)])
+        self._log_weights = np.append(self._log_weights[tracked], np.log(weight / len(self._factors)))
+        self._log_ratios = np.vstack([self._log_ratios[tracked], np.zeros(len(self._factors))])
 
     def _take(self, contexts: Ints, cells: Ints) -> Floats:
         """Take rows without a new beginning among them."""
@@ -122,8 +122,8 @@ class ShareDrift:
         if (self._factors == 1.0).all():
             return means
         factors = np.where((cells % 2 == 1)[:, None, None], self._factors, 1 / self._factors)
-        found: Floats = means * factors / (means * factors + 1 - means)
-        return found
+        shares: Floats = means * factors / (means * factors + 1 - means)
+        return shares
 
     def _of_contexts(self, counts: Floats) -> Floats:
         """Return each context's number of rows, (..., G), from counts (..., G * K)."""

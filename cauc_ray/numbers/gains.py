@@ -115,5 +115,5 @@ def _falling(confidences: Floats, values: Floats, slope: float) -> Knots:
     knots = np.concatenate([[0.0], centres, [1.0]])
     regression = np.interp(knots, centres, heights) - slope * knots
     # Rounding, and a block at an end: values must fall strictly, or a price has no threshold.
-    kept = np.append(True, (np.diff(knots) > 0) & (np.diff(np.minimum.accumulate(regression)) < 0))
-    return knots[kept], regression[kept]
+    distinct = np.append(True, (np.diff(knots) > 0) & (np.diff(np.minimum.accumulate(regression)) < 0))
+    return knots[distinct], regression[distinct]

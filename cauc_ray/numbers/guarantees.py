@@ -9,8 +9,8 @@ The risk is that of every answer given before the last stage, whichever stage ga
 its risk is above the limit; among the rows that it accepts, errors are binomial, which makes the tail an exact
 p-value. Thresholds are tested one after another, each at the full level, in an order fixed before validation is
 looked at, up to the first that is not rejected: that a wrong one is ever accepted then has no more than the
-probability of one test (Angelopoulos et al., "Learn then Test"). The order is fixed by the calibration split: it names
-the thresholds, by the shares of rows that they accept, and where to begin: at the one of least p-value there.
+probability of one test (Angelopoulos et al., "Learn then Test"). The calibration split fixes the order: the
+thresholds, by the shares of rows that they accept, and the first one, which has the least p-value there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from cauc_ray.errors import ConfigError, DataError, RiskError
 from cauc_ray.numbers.chain import Costs
 from cauc_ray.numbers.intervals import binomial_tail, least_accepted, risk_upper_bound
-from cauc_ray.numbers.metrics import EDGES, CalibrationSums
+from cauc_ray.numbers.metrics import EDGES, CalibrationSums, bins_of
 from cauc_ray.numbers.sweep import Frontier, sweep
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
@@ -38,13 +38,19 @@ _SPELLING = re.compile(r"risk<=([0-9]*\.?[0-9]+)@([0-9]*\.?[0-9]+)", re.ASCII)
 class StageGuarantees:
     """Propositions 1 and 2 (in general form) on the n rows that reached a stage; losses are errors plus weighed costs.
 
-    epsilon: estimate of E|eta(P) - P|.   epsilon_by_chance: what it would be on average if confidences were calibrated.
-    coverage: the share of rows that is accepted.   accepted_accuracy: of these rows.   accepted_accuracy_bound:
-    threshold - epsilon / coverage, its lower bound; both are NaN if no row is accepted.
-    threshold_regret: estimate of the excess loss over an oracle that knows both conditional losses and sees the
-    confidence.   threshold_regret_bound: epsilon + fallback_variation.
-    fallback_variation: estimate of Delta_fb = E|L_fb(P) - reference loss|.   fallback_loss: its mean.
-    reference_loss: 1 - threshold.   cost_weight: what a unit of cost counts, in errors.
+    Attributes:
+        epsilon: Estimate of E|eta(P) - P|.
+        epsilon_by_chance: What it would be on average if confidences were calibrated.
+        coverage: The share of rows that is accepted.
+        accepted_accuracy: Of these rows.
+        accepted_accuracy_bound: Its lower bound, threshold - epsilon / coverage; both are NaN if no row is accepted.
+        threshold_regret: Estimate of the excess loss over an oracle that knows both conditional losses and sees the
+            confidence.
+        threshold_regret_bound: Sum of epsilon and fallback_variation.
+        fallback_variation: Estimate of Delta_fb = E|L_fb(P) - reference loss|.
+        fallback_loss: Its mean.
+        reference_loss: 1 - threshold.
+        cost_weight: What a unit of cost counts, in errors.
     """
 
     n: int
@@ -70,19 +76,24 @@ def stage_guarantees(
 ) -> StageGuarantees:
     """Evaluate both propositions at a threshold; a confidence equal to it is accepted.
 
-    confidences: float (n,) in [0, 1], of the rows that reached the stage.   correct: bool (n,), whether its answer is
-    right.   fallback_correct: bool (n,), whether the rest of the cascade is right where the row goes on, also for rows
-    that do not.   fallback_costs: float (n,), what the rest costs.
     A threshold is best where it is 1 less the fallback's loss. The weight of a unit of cost is therefore the one at
     which the fallback's mean loss is 1 - threshold, so that only its variation is left; 0 where the threshold is above
-    the fallback's own accuracy, which no cost explains.
+    the fallback's accuracy, which no cost explains.
+
+    Args:
+        confidences: Float (n,) in [0, 1], of the rows that reached the stage.
+        correct: Bool (n,), whether its answer is right.
+        fallback_correct: Bool (n,), whether the rest of the cascade is right where the row goes on, also for rows that
+            do not.
+        fallback_costs: Float (n,), what the rest costs.
+        threshold: Confidence at which an answer is accepted.
 
     >>> found = stage_guarantees(np.array([0.9, 0.9, 0.6]), np.array([True, False, True]), np.ones(3), np.zeros(3), 0.8)
     >>> found.accepted_accuracy, found.accepted_accuracy_bound <= found.accepted_accuracy
     (0.5, True)
     """
     edges: Floats = np.union1d(EDGES, [threshold])
-    index = np.searchsorted(edges, confidences, side="right")
+    index = bins_of(confidences, edges)
 
     def by_bin(values: Floats) -> Floats:
         return np.bincount(index, weights=values, minlength=len(edges) + 1).astype(np.float64)
@@ -141,8 +152,10 @@ class RiskLimit:
 class EarlyAnswers:
     """At every threshold: how many of n rows are answered before the last stage, and how many of these wrongly.
 
-    n_accepted, n_wrong: int (P,), at the frontier's points.   highest: float64 (n,), the highest threshold at which
-    each row is answered early.
+    Attributes:
+        n_accepted: Rows answered early at the frontier's points, int (P,).
+        n_wrong: Of these, rows answered wrongly, int (P,).
+        highest: Float64 (n,), the highest threshold at which each row is answered early.
     """
 
     n: int
@@ -162,17 +175,22 @@ class EarlyAnswers:
         None if there is none. It guarantees nothing: it is selected on the same rows, and on new ones its risk exceeds
         the limit about half of the time.
         """
-        kept = np.flatnonzero((self.n_accepted > 0) & (self.n_wrong <= risk * self.n_accepted))
-        if not len(kept):
+        within = np.flatnonzero((self.n_accepted > 0) & (self.n_wrong <= risk * self.n_accepted))
+        if not len(within):
             return None
-        return float(self.frontier.settings[kept[0]]), int(self.n_accepted[kept[0]])
+        return float(self.frontier.settings[within[0]]), int(self.n_accepted[within[0]])
 
 
 @dataclass(frozen=True, slots=True)
 class CertifiedThreshold:
     """A threshold whose risk is certified, with its counts on validation.
 
-    n_accepted: of n rows.   upper_bound: exact bound of the risk at the limit's confidence.
+    Attributes:
+        threshold: The threshold.
+        n: Rows of validation.
+        n_accepted: Rows answered early.
+        n_wrong: Of these, rows answered wrongly.
+        upper_bound: Exact bound of the risk at the limit's confidence.
     """
 
     threshold: float
@@ -185,8 +203,12 @@ class CertifiedThreshold:
 def early_answers(confidences: Floats, correct: Bools) -> EarlyAnswers:
     """Count early answers at every threshold.
 
-    confidences: float64 (n, S - 1), of the stages but the last.   correct: bool (n, S - 1), whether a row is right if
-    it stops there. Raises DataError if there are no rows or no such stages.
+    Args:
+        confidences: Float64 (n, S - 1), of the stages but the last.
+        correct: Bool (n, S - 1), whether a row is right if it stops there.
+
+    Raises:
+        DataError: Without rows, or without such stages.
     """
     if confidences.ndim != 2 or correct.shape != confidences.shape or not confidences.size:
         raise DataError(
@@ -215,8 +237,15 @@ def certify(calibration: EarlyAnswers, validation: EarlyAnswers, limit: RiskLimi
 def tested(sequence: Floats, accepted: Ints, wrong: Ints, n: int, limit: RiskLimit) -> CertifiedThreshold:
     """Return the last of some thresholds, in order, before the first that is not certified.
 
-    accepted, wrong: of n validation rows at each of them, those answered early, and wrongly. Raises RiskError if none
-    is certified.
+    Args:
+        sequence: Thresholds in the order of their tests.
+        accepted: Validation rows answered early at each of them.
+        wrong: Of these, rows answered wrongly.
+        n: Validation rows.
+        limit: Risk to certify.
+
+    Raises:
+        RiskError: None is certified.
     """
     last = -1
     for step, (n_accepted, n_wrong) in enumerate(zip(accepted.tolist(), wrong.tolist(), strict=True)):
@@ -236,8 +265,8 @@ def order_of_tests(calibration: EarlyAnswers, limit: RiskLimit) -> Floats:
     The first has the smallest p-value on the calibration rows (the highest among equals); all lower ones follow.
     """
     # What is answered early at every threshold, or at none, lies beyond the others.
-    known = calibration.highest[np.isfinite(calibration.highest)]
-    lowest, highest = (known.min(), known.max()) if len(known) else (0.0, 0.0)
+    finite = calibration.highest[np.isfinite(calibration.highest)]
+    lowest, highest = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
     ranked = np.sort(np.clip(calibration.highest, lowest - 1, highest + 1))[::-1]
     ranks = np.unique((np.arange(1, N_STEPS + 1) * len(ranked) + N_STEPS - 1) // N_STEPS)
     above, below = ranked[ranks - 1], np.append(ranked, 0.0 if ranked[-1] >= 0 else ranked[-1] - 1)[ranks]

@@ -152,24 +152,27 @@ def signs(n_gain: int, n_loss: int, n: int) -> Signs:
     return Signs(n, n_gain, n_loss, (n_gain - n_loss) / n, p_gain, p_loss)
 
 
-def signs_of(correct: Bools, other: Bools) -> Signs:
-    """Return the signs of one method against another.   correct, other: bool (N,), whether each is right on each row.
+def signs_of(correct: Bools, reference: Bools) -> Signs:
+    """Return the signs of one method against another.   correct, reference: bool (N,), right answers.
 
     Raises DataError without rows, or if the two differ in length.
     """
-    if correct.shape != other.shape or correct.ndim != 1 or not len(correct):
+    if correct.shape != reference.shape or correct.ndim != 1 or not len(correct):
         raise DataError(
             f"a paired difference needs two methods on the same rows, both (N,) with N at least 1; "
-            f"got {correct.shape} and {other.shape}"
+            f"got {correct.shape} and {reference.shape}"
         )
-    return signs(int(np.sum(correct & ~other)), int(np.sum(other & ~correct)), len(correct))
+    return signs(int(np.sum(correct & ~reference)), int(np.sum(reference & ~correct)), len(correct))
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The difference of two accuracies on the same n rows.
 
-    low, high: percentile bootstrap interval.   p_value: two-sided, of equal accuracy.
+    Attributes:
+        low: Lower end of the percentile bootstrap interval.
+        high: Upper end.
+        p_value: Two-sided, of equal accuracy.
     """
 
     value: float
@@ -182,20 +185,27 @@ class Difference:
 def paired_difference(correct_a: Bools, correct_b: Bools, seed: int = 0, error_rate: float = ERROR_RATE) -> Difference:
     """Return the accuracy of a less that of b, with its paired percentile bootstrap interval over rows.
 
-    correct_a, correct_b: bool (N,), whether each method is right on each row, in the same order.   error_rate: of the
-    interval, 0.05 for 95 %.
     A row contributes -1, 0 or +1, so drawing rows with replacement is drawing three counts from a multinomial with the
-    three shares: the bootstrap over rows (Efron, Annals of Statistics 1979) without drawing single rows.
-    The p-value is that of the sign test. Raises DataError as signs_of does.
+    three shares: the bootstrap over rows (Efron, Annals of Statistics 1979) without drawing single rows. The p-value is
+    that of the sign test.
+
+    Args:
+        correct_a: Right answers of a, bool (N,).
+        correct_b: Right answers of b, bool (N,), in the same order.
+        seed: Random seed.
+        error_rate: Error rate of the interval, 0.05 for 95 %.
+
+    Raises:
+        DataError: As signs_of does.
 
     >>> paired_difference(np.array([True] * 90 + [False] * 10), np.array([True] * 80 + [False] * 20))
     Difference(value=0.1, low=0.05, high=0.16, n=100, p_value=0.001953125)
     """
-    found = signs_of(correct_a, correct_b)
-    n, cells = found.n, np.array([found.n_loss, found.n - found.n_gain - found.n_loss, found.n_gain])
+    counts = signs_of(correct_a, correct_b)
+    n, cells = counts.n, np.array([counts.n_loss, counts.n - counts.n_gain - counts.n_loss, counts.n_gain])
     drawn = np.random.default_rng(seed).multinomial(n, cells / n, size=N_RESAMPLES)
     low, high = np.quantile((drawn[:, 2] - drawn[:, 0]) / n, [error_rate / 2, 1 - error_rate / 2])
-    return Difference(found.rate, float(low), float(high), n, found.p_value)
+    return Difference(counts.rate, float(low), float(high), n, counts.p_value)
 
 
 def holm(p_values: Floats) -> tuple[Floats, Floats]:
@@ -257,7 +267,7 @@ class Mean:
         return cls(mean, math.sqrt(max(0.0, squares / n - mean**2)), n)
 
 
-def mean_difference(one: Mean, other: Mean) -> NormalTest:
+def mean_difference(first: Mean, second: Mean) -> NormalTest:
     """Compare two means by their own deviations (the two-sample z test, whose normal limit needs dozens of rows).
 
     If neither varies, z is infinite for any difference beyond float32 rounding.
@@ -265,11 +275,11 @@ def mean_difference(one: Mean, other: Mean) -> NormalTest:
     >>> round(mean_difference(Mean(1.1, 0.5, 400), Mean(1.0, 0.5, 400)).z, 3)
     2.828
     """
-    error = math.sqrt(one.deviation**2 / one.n + other.deviation**2 / other.n)
-    apart = one.value - other.value
-    if abs(apart) <= 1e-6 * max(abs(one.value), abs(other.value)):
+    error = math.sqrt(first.deviation**2 / first.n + second.deviation**2 / second.n)
+    difference = first.value - second.value
+    if abs(difference) <= 1e-6 * max(abs(first.value), abs(second.value)):
         return NormalTest(0.0)
-    return NormalTest(apart / error if error > 0 else math.copysign(math.inf, apart))
+    return NormalTest(difference / error if error > 0 else math.copysign(math.inf, difference))
 
 
 def label_shift(one: Ints, two: Ints) -> float:
@@ -315,6 +325,9 @@ def ranking(confidences: Floats, correct: Bools) -> float | None:
     n, n_right = len(correct), int(correct.sum())
     if n_right in (0, n):
         return None
-    _, index, counts = np.unique(confidences, return_inverse=True, return_counts=True)
-    mid_ranks = np.cumsum(counts) - (counts - 1) / 2
-    return (float(mid_ranks[index[correct]].sum()) - n_right * (n_right + 1) / 2) / (n_right * (n - n_right))
+    order = np.argsort(confidences)
+    ranked = confidences[order]
+    starts = np.flatnonzero(np.append(True, ranked[1:] != ranked[:-1]))
+    mid_ranks = starts + (np.diff(np.append(starts, n)) + 1) / 2
+    rank_sum = float((mid_ranks * np.add.reduceat(correct[order].astype(np.int64), starts)).sum())
+    return (rank_sum - n_right * (n_right + 1) / 2) / (n_right * (n - n_right))

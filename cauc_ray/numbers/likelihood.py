@@ -9,16 +9,20 @@ whose own rounding is as large as that of float32 arithmetic: it changes a fitte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial, reduce
+from typing import Any, TypeVar
 
 import numpy as np
 
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.chain import ChainPart
 from cauc_ray.numbers.rows import by_columns, row_dot, row_max
+from cauc_ray.numbers.threads import in_threads
 from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
+
+T = TypeVar("T")
 
 # The largest sum of a row's terms (its label's term is 1) that is safe in float32.
 _LARGEST_SUM = 1e25
@@ -26,7 +30,7 @@ _LARGEST_SUM = 1e25
 _MISSING = -1e25
 
 # A block's arrays fit into the second-level cache of one core.
-_BLOCK_BYTES = 768 * 1024
+_BLOCK_BYTES, _GROUP_BLOCKS = 768 * 1024, 8
 
 # With biases, BLAS computes products of rows x K x K up to this size in one thread. On a busy machine, threads that
 # wait for each other take many times as long; several threads only pay for large K and blocks of several rows.
@@ -37,8 +41,11 @@ _ONE_THREAD, _SOME_ROWS, _MANY_OPTIONS_BYTES = 1 << 17, 8, 4 << 20
 class Sums(Summed):
     """Sums over the rows at some weights and biases, D numbers in all.
 
-    value: the NLL in nats.   gradient: (D,).   curvature: (D, D).   scatter: (P, P), the outer product of the rows'
-    gradients in the weights.
+    Attributes:
+        value: The NLL in nats.
+        gradient: (D,).
+        curvature: (D, D).
+        scatter: (P, P), the outer product of the rows' gradients in the weights.
     """
 
     value: float
@@ -61,11 +68,11 @@ def sample(part: ChainPart, step: int) -> ChainPart:
 
 def first_lacking(part: ChainPart) -> int | None:
     """Return the lowest rank of a row that lacks an option in some array, None if no row does."""
-    found = []
+    ranks = []
     for rows in part.blocks():
         lacking = np.logical_or.reduce([np.isneginf(source[rows]).any(axis=1) for source in part.logits])
-        found += part.ranks[rows][lacking].tolist()
-    return min(found, default=None)
+        ranks += part.ranks[rows][lacking].tolist()
+    return min(ranks, default=None)
 
 
 def _require_fit(part: ChainPart, rows: slice) -> None:
@@ -87,13 +94,30 @@ def _require(ranks: Ints, values: Any, good: Bools, why: str) -> None:
 
 
 def sums(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Sums:
-    """Sum over all rows in one pass.   at: weights and biases, (D,).   dtype: of the computation.
+    """Sum over all rows in one pass.
 
-    Raises DataError naming a row that cannot be fitted.
+    Args:
+        part: Rows.
+        at: Weights and biases, float64 (D,).
+        dtype: Of the computation.
+
+    Raises:
+        DataError: A row cannot be fitted; names it.
     """
+    groups = _groups(part, dtype, biased=len(at) > len(part.logits))
+    return reduce(Sums.__add__, _mapped(part, partial(_sums_of, part, at, dtype), groups))
+
+
+def _mapped(part: ChainPart, work: Callable[[list[slice]], T], groups: list[list[slice]]) -> Iterable[T]:
+    # Threads wait for each other where there are few options, and where rows are computed as they are read.
+    in_memory = part.is_wide and all(isinstance(source, np.ndarray) for source in part.logits)
+    return in_threads(work, groups) if in_memory else map(work, groups)
+
+
+def _sums_of(part: ChainPart, at: Floats, dtype: type[np.floating], slices: Sequence[slice]) -> Sums:
     p, d = len(part.logits), len(at)
     value, gradient, curvature, scatter = 0.0, np.zeros(d), np.zeros((d, d)), np.zeros((p, p))
-    for block in _blocks(part, at, dtype):
+    for block in _blocks(part, at, dtype, slices):
         means = block.means()
         value += block.nll
         for i in range(p):
@@ -119,17 +143,20 @@ def sums(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Sums:
 
 def nll(part: ChainPart, at: Floats, dtype: type[np.floating]) -> float:
     """Return the NLL in nats, summed over the rows."""
-    return sum(block.nll for block in _blocks(part, at, dtype))
+    groups = _groups(part, dtype)
+    return sum(_mapped(part, lambda slices: sum(block.nll for block in _blocks(part, at, dtype, slices)), groups))
 
 
 def squares(part: ChainPart, at: Floats, directions: Floats) -> Floats:
     """Return the NLL, and the squares of the rows' gradients along directions, (P, D), summed over the rows."""
     p = len(part.logits)
     totals = np.zeros(1 + p)
-    for block in _blocks(part, at, np.float64):
-        of_biases = np.vecdot(block.terms[None], directions[:, None, p:]) / block.sums - directions[:, p + block.labels]
-        along = directions[:, :p] @ block.means() + of_biases
-        totals += block.nll, *np.vecdot(along, along)
+    for slices in _groups(part, np.float64, biased=len(at) > p):
+        for block in _blocks(part, at, np.float64, slices):
+            along_biases = np.vecdot(block.terms[None], directions[:, None, p:]) / block.sums
+            of_biases = along_biases - directions[:, p + block.labels]
+            along = directions[:, :p] @ block.means() + of_biases
+            totals += block.nll, *np.vecdot(along, along)
     return totals
 
 
@@ -137,9 +164,13 @@ def squares(part: ChainPart, at: Floats, directions: Floats) -> Floats:
 class _Block:
     """A block of rows of a pass.
 
-    gaps: logits less their label's, P arrays (rows, K).   terms: exp of their scores less their label's, or less their
-    peak where that is far above it, (rows, K).   spare: a buffer of that shape.   sums: of the terms, (rows,).
-    labels: (rows,).   nll: summed over the rows.
+    Attributes:
+        gaps: Logits less their label's, P arrays (rows, K).
+        terms: Exp of their scores less their label's, or less their peak where that is far above it, (rows, K).
+        spare: A buffer of that shape.
+        sums: Of the terms, (rows,).
+        labels: (rows,).
+        nll: Summed over the rows.
     """
 
     gaps: list[Floats]
@@ -154,7 +185,8 @@ class _Block:
         return np.stack([row_dot(self.terms, gap) / self.sums for gap in self.gaps]).astype(np.float64)
 
 
-def _slices(part: ChainPart, dtype: type[np.floating], *, biased: bool = False) -> list[slice]:
+def _groups(part: ChainPart, dtype: type[np.floating], *, biased: bool = False) -> list[list[slice]]:
+    """Return blocks of rows, a thread's buffers for several at a time."""
     n, k = part.logits[0].shape
     size = _BLOCK_BYTES // (k * np.dtype(dtype).itemsize * (len(part.logits) + 2))
     if biased:
@@ -162,17 +194,18 @@ def _slices(part: ChainPart, dtype: type[np.floating], *, biased: bool = False) 
         if size < _SOME_ROWS:
             size = _MANY_OPTIONS_BYTES // (8 * k)
     size = max(1, size)
-    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+    blocks = [slice(start, min(start + size, n)) for start in range(0, n, size)]
+    return [blocks[start : start + _GROUP_BLOCKS] for start in range(0, len(blocks), _GROUP_BLOCKS)]
 
 
-def _blocks(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Iterator[_Block]:
+def _blocks(part: ChainPart, at: Floats, dtype: type[np.floating], slices: Sequence[slice]) -> Iterator[_Block]:
     """Compute blocks of rows in buffers that the next block overwrites."""
     p, k = len(part.logits), part.logits[0].shape[1]
     weights, biases = at[:p], at[p:]
     biased = len(biases) > 0
-    slices = _slices(part, dtype, biased=biased)
     # Allocating memory for each block would take as long as the computation.
-    buffers = [by_columns((slices[0].stop, k), dtype) for _ in range(p + 2)]
+    n_rows = slices[0].stop - slices[0].start
+    buffers = [by_columns((n_rows, k), dtype) for _ in range(p + 2)]
     ones = np.ones((1, k), dtype=dtype)
     for rows in slices:
         *gaps, terms, spare = (array[: rows.stop - rows.start] for array in buffers)

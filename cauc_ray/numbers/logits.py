@@ -41,8 +41,8 @@ _FIRST_ROWS = 64
 
 NOT_PROBABILITIES = "declared as probabilities, but values are outside 0 to 1 or all 0"
 
-# The first sum, which finds the exponent for the second, is exact for up to 2^20 terms.
-_HEADROOM = 20
+# The bits of 1.0, and how many whole numbers up to 2^52 add up to less than 2^64.
+_ONE, _EXACT_TERMS = int(np.float64(1.0).view(np.uint64)), 4095
 
 
 def kind_of(text: str) -> LogitKind | None:
@@ -81,7 +81,8 @@ def real_options(logits: Floats, kind: LogitKind = "raw") -> Floats:
     if not logits.size:
         return logits
     # In float64: float32 would round the difference between the largest value and a mask.
-    if np.float64(logits.min()) >= np.float64(logits.max()) - MASK_DEPTH:  # of all rows: one look at most tables
+    lowest, highest = np.minimum.reduce(logits, axis=None), np.maximum.reduce(logits, axis=None)
+    if float(lowest) >= float(highest) - MASK_DEPTH:  # of all rows: one look at most tables
         return logits
     floors = row_max(logits).astype(np.float64) - MASK_DEPTH
     suspects = np.flatnonzero(-row_max(-logits) < floors)
@@ -158,9 +159,12 @@ def hold_probabilities(values: Floats) -> Bools:
 class SumsToOne(Summed):
     """Counts of rows that look like probabilities, to detect probabilities that are declared as logits.
 
-    n: rows of two options or more.   n_near, n_exact: of these, rows whose sum is one in half precision, and in
-    float32. n_between: of these, rows whose largest value is below 1; rows of zeros and a single one may be logits.
-    n_negative: rows with a value below 0, which no probability has; if there are any, nothing else is counted.
+    Attributes:
+        n: Rows of two options or more.
+        n_near: Of these, rows whose sum is one in half precision.
+        n_exact: Of these, rows whose sum is one in float32.
+        n_between: Of these, rows whose largest value is below 1; rows of zeros and a single one may be logits.
+        n_negative: Rows with a value below 0, which no probability has; if there are any, nothing else is counted.
     """
 
     n: int = 0
@@ -172,18 +176,19 @@ class SumsToOne(Summed):
     @classmethod
     def of(cls, logits: Floats) -> SumsToOne:
         """Count rows, float (n, K), -inf where a row has no such option."""
-        for some in (logits[:_FIRST_ROWS], logits):
-            n_negative = int(((some < 0) & (some > -np.inf)).any(axis=1).sum())
+        for some in (logits[:_FIRST_ROWS], logits[_FIRST_ROWS:]):
+            negative = (some < 0) & (some > -np.inf)
+            n_negative = int(np.count_nonzero(np.logical_or.reduce(negative, axis=1)))
             if n_negative:
                 return cls(n_negative=n_negative)
         real = np.isfinite(logits)
         rows = real.sum(axis=1) > 1
         values = np.where(real[rows], logits[rows], 0.0)
-        away = np.abs(values.sum(axis=1, dtype=np.float64) - 1)
+        distances = np.abs(values.sum(axis=1, dtype=np.float64) - 1)
         return cls(
             n=len(values),
-            n_near=int((away <= _LOOSE).sum()),
-            n_exact=int((away <= _TIGHT).sum()),
+            n_near=int((distances <= _LOOSE).sum()),
+            n_exact=int((distances <= _TIGHT).sum()),
             n_between=int((values.max(axis=1, initial=0.0) < 1).sum()),
         )
 
@@ -201,42 +206,42 @@ class SumsToOne(Summed):
 def row_sums(terms: Floats) -> Floats:
     """Sum each row independently, to the last bit, of the order of its terms, its padding and its neighbours.
 
-    terms: float64 (N, K), at least 0, overwritten.   Returns float64 (N,).
+    Plain sums are not: two rows whose options are permuted would get confidences that differ in the last bit, a
+    threshold could fall between them, and a live batch would differ from the replay of the whole table. Every term is
+    rounded to a whole number of 2^-52; sums of these are exact, and exact sums are the same in any order.
 
-    Every term is first rounded to a multiple of about 2^-51 of the row's sum. Sums of such multiples are exact,
-    and exact sums are the same in any order. Plain sums are not: two rows whose options are permuted would get
-    confidences that differ in the last bit, a threshold could fall between them, and a live batch would differ from
-    the replay of the whole table.
-    The sum whose exponent defines the multiples must not depend on the order either: near a power of two, plain sums
-    in two orders may have two exponents. It is a sum of multiples of 2^-31 of the row's largest term.
+    Args:
+        terms: Between 0 and 1, float64 (N, K), overwritten.
 
-    >>> row_sums(np.array([[1.0, 2.0, 3.0]]))
-    array([6.])
+    Returns:
+        The sums, float64 (N,).
+
+    >>> row_sums(np.array([[1.0, 0.5, 0.25]]))
+    array([1.75])
     """
-    _, exponents = np.frexp(row_max(terms)[:, None])
-    _, exponents = np.frexp(_sums_of_multiples(terms.copy(), exponents + _HEADROOM))
-    sums: Floats = _sums_of_multiples(terms, exponents)[:, 0]
-    return sums
-
-
-def _sums_of_multiples(terms: Floats, exponents: Ints) -> Floats:
-    """Round terms, float64 (N, K), to multiples of 2^(e - 51) and sum the rows, float64 (N, 1).
-
-    exponents: e, int (N, 1); exact if the row's sum is at most about 2^e.
-    """
-    # Adding 1.5 x 2^(e + 1) rounds away a term's bits below 2^(e - 51); subtracting it again leaves the rounded term.
-    magnitudes = np.ldexp(3.0, exponents)
-    terms += magnitudes
-    terms -= magnitudes
-    return row_total(terms)[:, None]
+    # The bits of 1 + t are those of 1, plus t as a whole number of 2^-52.
+    terms += 1.0
+    whole, k = terms.view(np.uint64), terms.shape[1]
+    if k <= _EXACT_TERMS:
+        total = row_total(whole) - np.uint64(k * _ONE % (1 << 64))
+        return np.ldexp(total.astype(np.float64), -52)
+    # In two parts, whose sums do not overflow.
+    whole -= np.uint64(_ONE)
+    high, low = (row_total(part).astype(np.float64) for part in (whole >> np.uint64(32), whole & np.uint64(0xFFFFFFFF)))
+    return np.ldexp(high, -20) + np.ldexp(low, -52)
 
 
 def top_option(scores: Floats) -> tuple[Ints, Floats]:
     """Return each row's best option and its softmax probability (paper, eq. 3 and 10).
 
-    scores: float (N, K), calibrated logits; -inf where a row has no such option.
-    Returns the option, int32 (N,), the lowest index among equals, and its probability, float64 (N,).
-    Raises DataError naming a row that has no option, or a NaN.
+    Args:
+        scores: Float (N, K), calibrated logits; -inf where a row has no such option.
+
+    Returns:
+        The option, int32 (N,), the lowest index among equals, and its probability, float64 (N,).
+
+    Raises:
+        DataError: A row has no option, or a NaN; names the row.
 
     >>> top_option(np.array([[0.0, np.log(3.0)]]))
     (array([1], dtype=int32), array([0.75]))
@@ -248,28 +253,33 @@ def top_option(scores: Floats) -> tuple[Ints, Floats]:
 def likeliest(scores: Floats, n: int) -> Ints:
     """Return each row's n best options, best first, int64 (N, n); a row that has fewer repeats its last one.
 
-    scores: float (N, K), as for top_option; among equals the lowest index comes first.
+    Args:
+        scores: Float (N, K), as for top_option; among equals the lowest index comes first.
+        n: Number of options.
 
     >>> likeliest(np.array([[0.0, 2.0, 1.0], [3.0, 1.0, -np.inf]]), 3)
     array([[1, 2, 0],
            [0, 1, 1]])
     """
-    left = np.array(scores, dtype=np.float64, order="C")
-    flat, firsts = left.reshape(-1), np.arange(0, left.size, left.shape[1])
-    at = firsts + left.argmax(axis=1)
-    found = [at]
+    left, rows = np.array(scores, dtype=np.float64), np.arange(len(scores))
+    option, _ = row_argmax(left)
+    options = [option]
     for _ in range(n - 1):
-        flat[at] = -np.inf
-        following = firsts + left.argmax(axis=1)
-        at = np.where(flat[following] == -np.inf, at, following)
-        found.append(at)
-    return np.stack(found, axis=1) - firsts[:, None]
+        left[rows, option] = -np.inf
+        following, largest = row_argmax(left)
+        option = np.where(largest == -np.inf, option, following)
+        options.append(option)
+    return np.stack(options, axis=1).astype(np.int64)
 
 
 def softmax(scores: Floats) -> Floats:
     """Return each row's probabilities, float64 (N, K), 0 where there is no such option.
 
-    scores: as for top_option, which returns bit-identical largest probabilities. Raises DataError as it does.
+    Args:
+        scores: As for top_option, which returns bit-identical largest probabilities.
+
+    Raises:
+        DataError: As top_option does.
 
     >>> softmax(np.array([[0.0, np.log(3.0), -np.inf]]))
     array([[0.25, 0.75, 0.  ]])
@@ -281,13 +291,14 @@ def softmax(scores: Floats) -> Floats:
 
 def _terms(scores: Floats) -> tuple[Ints, Floats]:
     """Return each row's best option, int (N,), and exp(scores - its score), float64 (N, K)."""
-    scores = np.ascontiguousarray(scores, dtype=np.float64)
+    scores = np.asarray(scores, dtype=np.float64)
     option, top = row_argmax(scores)
     if not np.isfinite(top).all():
         row = int(np.flatnonzero(~np.isfinite(top))[0])
         raise DataError(f"row {row}: the largest score is not finite ({top[row]}), so no option can be chosen")
     # exp of a contiguous array: strided input may take another code path and differ in the last bit.
-    return option, np.exp(scores - top[:, None])
+    terms: Floats = scores - top[:, None]
+    return option, np.exp(terms, out=terms)
 
 
 def log_softmax(scores: Floats) -> Floats:
@@ -296,7 +307,7 @@ def log_softmax(scores: Floats) -> Floats:
     >>> np.exp(log_softmax(np.array([[0.0, 0.0, -np.inf]])))
     array([[0.5, 0.5, 0. ]])
     """
-    scores = np.ascontiguousarray(scores, dtype=np.float64)
-    shifted = scores - row_max(scores)[:, None]
-    log_probabilities: Floats = shifted - np.log(row_sums(np.exp(shifted)))[:, None]
+    scores = np.asarray(scores, dtype=np.float64)
+    log_probabilities: Floats = scores - row_max(scores)[:, None]
+    log_probabilities -= np.log(row_sums(np.exp(log_probabilities)))[:, None]
     return log_probabilities

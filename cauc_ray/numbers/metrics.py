@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Literal
 
 import numpy as np
 
 from cauc_ray.numbers.intervals import NormalTest, share
+from cauc_ray.numbers.threads import in_threads
 from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
 
 # Bins of the calibration error (Guo et al. 2017).
@@ -54,6 +56,9 @@ CONVENTIONS: Mapping[str, str] = {
     ),
 }
 
+# Rows of a block, whose arrays stay in the processor's cache.
+_BLOCK_ROWS = 1 << 16
+
 # Shares are counts over n, or sums of such: further digits are rounding errors.
 _SHARE_DIGITS = 12
 
@@ -73,21 +78,27 @@ def accuracy(predictions: Ints, labels: Ints) -> float:
 def macro_f1(predictions: Ints, labels: Ints) -> float:
     """Return the unweighted mean of the classes' F1, over the classes that some row has, as WILDS counts them.
 
-    predictions, labels: int (N,), not negative. It is scikit-learn's f1_score(average="macro", labels=unique(labels)).
+    It is scikit-learn's f1_score(average="macro", labels=unique(labels)).
+
+    Args:
+        predictions: Int (N,), not negative.
+        labels: Int (N,), not negative.
 
     >>> macro_f1(np.array([0, 0, 1, 2]), np.array([0, 1, 1, 1])) == (2 / 3 + 2 / 4) / 2
     True
     """
     k = int(max(predictions.max(initial=-1), labels.max(initial=-1))) + 1
     hits, of_labels = np.bincount(labels[predictions == labels], minlength=k), np.bincount(labels, minlength=k)
-    either, there = of_labels + np.bincount(predictions, minlength=k), of_labels > 0
-    return float((2 * hits[there] / either[there]).mean())
+    either, present = of_labels + np.bincount(predictions, minlength=k), of_labels > 0
+    return float((2 * hits[present] / either[present]).mean())
 
 
 def nll(log_probabilities: Floats, labels: Ints) -> float:
     """Return the mean negative log probability of the labels, in nats.
 
-    log_probabilities: float (N, K).   labels: int (N,).
+    Args:
+        log_probabilities: Float (N, K).
+        labels: Int (N,).
     """
     return float(-log_probabilities[np.arange(len(labels)), labels].mean(dtype=np.float64))
 
@@ -95,7 +106,9 @@ def nll(log_probabilities: Floats, labels: Ints) -> float:
 def brier(probabilities: Floats, labels: Ints) -> float:
     """Return the mean over rows of sum_k (p_k - [k is the label])^2 (Brier, 1950): between 0 and 2.
 
-    probabilities: float (N, K).   labels: int (N,).
+    Args:
+        probabilities: Float (N, K).
+        labels: Int (N,).
     """
     of_label = probabilities[np.arange(len(labels)), labels].astype(np.float64)
     squares = (probabilities.astype(np.float64) ** 2).sum(axis=1)
@@ -107,9 +120,11 @@ def calibration_error(
 ) -> float:
     """Return the expected calibration error: sum over bins of n_b / n |accuracy_b - mean confidence_b|.
 
-    confidences: float (N,) in [0, 1].   correct: bool (N,).
-    Equal-width bins are [b / 15, (b + 1) / 15), with confidence 1 in the last (Guo et al. 2017); equal-mass bins hold
-    the rows in order of confidence, their sizes differing by one at most.
+    Args:
+        confidences: Float (N,) in [0, 1].
+        correct: Bool (N,).
+        bins: Equal-width bins are [b / 15, (b + 1) / 15), with confidence 1 in the last (Guo et al. 2017); equal-mass
+            bins hold the rows in order of confidence, their sizes differing by one at most.
 
     >>> calibration_error(np.array([0.8, 0.8, 0.8, 0.8]), np.array([True, True, True, False]))  # |0.75 - 0.8|
     0.05...
@@ -126,16 +141,32 @@ def calibration_error(
 def equal_width_bins(confidences: Floats, n_bins: int) -> Ints:
     """Return the index of each confidence's equal-width bin, as in calibration_error, int (N,)."""
     # Compare with the bins' edges: multiplying by n_bins would put some edges into the bin below.
-    edges = np.arange(1, n_bins) / n_bins
-    return np.searchsorted(edges, confidences, side="right")
+    return bins_of(confidences, np.arange(1, n_bins) / n_bins)
+
+
+def bins_of(values: Floats, edges: Floats) -> Ints:
+    """Return how many edges each value reaches, int (N,).
+
+    Args:
+        values: Float (N,).
+        edges: Up to 127, float (B - 1,).
+    """
+    # Of few edges, a comparison with each is faster than a binary search, which mispredicts its branches.
+    reached = np.zeros(len(values), dtype=np.int8)
+    for edge in edges:
+        reached += values >= edge
+    return reached.astype(np.intp)
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSums(Summed):
     """Sums over n rows for the calibration error and its test.
 
-    gaps: float64 (B,), by bin, right answers minus confidences.   variances: float64 (B,), the variances of the gaps if
-    confidences are calibrated.   excess, excess_variance: of Spiegelhalter's statistic.
+    Attributes:
+        gaps: Float64 (B,), by bin, right answers minus confidences.
+        variances: Float64 (B,), the variances of the gaps if confidences are calibrated.
+        excess: Spiegelhalter's statistic before its division.
+        excess_variance: Its variance.
     """
 
     n: int = 0
@@ -146,10 +177,22 @@ class CalibrationSums(Summed):
 
     @classmethod
     def of(cls, confidences: Floats, correct: Bools, edges: Floats = EDGES) -> CalibrationSums:
-        """Return the sums of rows.   confidences: float (n,).   correct: bool (n,).   edges: of the bins, (B - 1,)."""
+        """Return the sums of rows.
+
+        Args:
+            confidences: Float (n,).
+            correct: Bool (n,).
+            edges: Edges between the bins, (B - 1,).
+        """
+        blocks = [slice(start, start + _BLOCK_ROWS) for start in range(0, max(1, len(correct)), _BLOCK_ROWS)]
+        of_blocks = in_threads(lambda rows: cls._of_block(confidences[rows], correct[rows], edges), blocks)
+        return reduce(cls.__add__, of_blocks)
+
+    @classmethod
+    def _of_block(cls, confidences: Floats, correct: Bools, edges: Floats) -> CalibrationSums:
         p = confidences.astype(np.float64)
         gaps, variances, slope = correct - p, p * (1 - p), 1 - 2 * p
-        index = np.searchsorted(edges, p, side="right")
+        index = bins_of(p, edges)
         return cls(
             n=len(p),
             gaps=np.bincount(index, weights=gaps, minlength=len(edges) + 1).astype(float),
@@ -205,8 +248,13 @@ def worsening(before: Floats, after: Floats, correct: Bools) -> NormalTest:
 class Reliability:
     """A reliability diagram of B equal-width bins; NaN in bins without rows.
 
-    centres: float64 (B,).   confidence: float64 (B,), mean.   accuracy, low, high: float64 (B,), with the Wilson
-    interval of level 0.95.   counts: int (B,), rows.
+    Attributes:
+        centres: Float64 (B,).
+        confidence: Float64 (B,), mean.
+        accuracy: Float64 (B,).
+        low: Lower end of its 95 % Wilson interval, float64 (B,).
+        high: Upper end, float64 (B,).
+        counts: Rows, int (B,).
     """
 
     centres: Floats
@@ -220,7 +268,9 @@ class Reliability:
 def reliability_bins(confidences: Floats, correct: Bools) -> Reliability:
     """Return the reliability diagram whose gaps calibration_error adds up, over the same bins.
 
-    confidences: float (N,) in [0, 1].   correct: bool (N,).
+    Args:
+        confidences: Float (N,) in [0, 1].
+        correct: Bool (N,).
 
     >>> reliability_bins(np.array([0.9, 0.92, 0.3]), np.array([True, False, False])).accuracy[[13, 4]]
     array([0.5, 0. ])
@@ -233,9 +283,9 @@ def reliability_bins(confidences: Floats, correct: Bools) -> Reliability:
     return Reliability(
         centres=(np.arange(N_BINS) + 0.5) / N_BINS,
         confidence=np.where(counts > 0, sums / np.maximum(counts, 1), np.nan),
-        accuracy=np.array([each.value for each in shares]),
-        low=np.array([each.low for each in shares]),
-        high=np.array([each.high for each in shares]),
+        accuracy=np.array([interval.value for interval in shares]),
+        low=np.array([interval.low for interval in shares]),
+        high=np.array([interval.high for interval in shares]),
         counts=counts,
     )
 
@@ -243,9 +293,12 @@ def reliability_bins(confidences: Floats, correct: Bools) -> Reliability:
 def aurc(confidences: Floats, correct: Bools) -> float:
     """Return the area under the risk-coverage curve: the mean over k of the error among the k most confident.
 
-    confidences: float (N,).   correct: bool (N,).
-    Rows of equal confidence are averaged over all their orders (each counts with their mean error), so the
-    value does not depend on the order of the rows.
+    Rows of equal confidence are averaged over all their orders (each counts with their mean error), so the value does
+    not depend on the order of the rows.
+
+    Args:
+        confidences: Float (N,).
+        correct: Bool (N,).
 
     >>> aurc(np.array([0.9, 0.8]), np.array([True, False]))
     0.25
@@ -264,12 +317,19 @@ def deferral_area(
 ) -> float | None:
     """Return the area of quality over the share of examples deferred to the last model (Gupta et al., ICLR 2024).
 
-    shares: float (P,) in [0, 1], in any order.   quality: float (P,).   first, last: quality of the two models alone.
-    oracle_area: by oracle_deferral_area, to normalise: (area - chance) / (oracle area - chance), where deferral at
-    random has chance = (first + last) / 2; None for the area itself.
-    Chance and oracle use these two models only: if a method fuses, or calls models in between, neither 0 nor 1 is a
-    bound, and the number only compares methods on one chain.
-    Returns None if the oracle is no better than chance, for example if both models are right on the same rows.
+    Chance and oracle use the first and the last model only: if a method fuses, or calls models in between, neither 0
+    nor 1 is a bound, and the number only compares methods on one chain.
+
+    Args:
+        shares: Float (P,) in [0, 1], in any order.
+        quality: Float (P,).
+        first: Quality of the first model alone.
+        last: Quality of the last model alone.
+        oracle_area: By oracle_deferral_area, to normalise: (area - chance) / (oracle area - chance), where deferral at
+            random has chance = (first + last) / 2; None for the area itself.
+
+    Returns:
+        The area; None unless the oracle is better than chance, for example if both models are right on the same rows.
 
     >>> deferral_area(np.array([0.0, 0.5, 1.0]), np.array([0.6, 0.8, 0.8]), first=0.6, last=0.8)
     0.75
@@ -287,9 +347,12 @@ def deferral_area(
 def oracle_deferral_area(first_correct: Bools, last_correct: Bools) -> float:
     """Return the largest possible deferral_area: gains are deferred first, then ties, losses last.
 
-    first_correct, last_correct: bool (N,), whether the first and the last model are right on each row.
     With g and l the shares of gains and losses, the curve rises by g, stays level and falls by l, each at slope 1:
     first + g (1 - g / 2) - l^2 / 2.
+
+    Args:
+        first_correct: Right answers of the first model, bool (N,).
+        last_correct: Right answers of the last model, bool (N,).
 
     >>> oracle_deferral_area(np.array([True, False]), np.array([True, True]))
     0.875
@@ -330,10 +393,11 @@ def cpt(shares: Floats, quality: Floats, first: float, last: float, q: float) ->
     recovered = np.maximum.accumulate((values - first) / (last - first))
     if recovered[-1] < q:
         return None
-    there = int(np.argmax(recovered >= q))
-    if there == 0:
+    first_reached = int(np.argmax(recovered >= q))
+    if first_reached == 0:
         return float(at[0])
-    return float(np.interp(q, recovered[there - 1 : there + 1], at[there - 1 : there + 1]))
+    around = slice(first_reached - 1, first_reached + 1)
+    return float(np.interp(q, recovered[around], at[around]))
 
 
 def aiq(costs: Floats, quality: Floats, largest_cost: float) -> float | None:
@@ -363,9 +427,13 @@ def aiq(costs: Floats, quality: Floats, largest_cost: float) -> float | None:
 def upper_hull(costs: Floats, quality: Floats, *, falling: bool = False) -> Ints:
     """Return the indices of the points on the upper concave hull, by rising cost, int (H,).
 
-    costs, quality: float (P,). The hull runs from the cheapest point (the best of equal cost) to the best one (the
-    cheapest of equal quality), or, if falling, to the most expensive one. Mixing two neighbours at random realises
-    the points between them.
+    Mixing two neighbours at random realises the points between them.
+
+    Args:
+        costs: Float (P,).
+        quality: Float (P,).
+        falling: Whether the hull ends at the most expensive point, not at the best one (the cheapest of equal quality).
+            It begins at the cheapest (the best of equal cost).
 
     >>> upper_hull(np.array([3.0, 2.0, 1.0]), np.array([0.9, 0.6, 0.5]))
     array([2, 0])
@@ -373,12 +441,12 @@ def upper_hull(costs: Floats, quality: Floats, *, falling: bool = False) -> Ints
     order = np.lexsort((-quality, costs))
     # Only records can be on a hull that never falls; among equal costs, only the first is one.
     rising = costs[order] if falling else np.maximum.accumulate(quality[order])
-    found: list[int] = []
+    hull: list[int] = []
     for point in order[np.r_[True, rising[1:] > rising[:-1]]].tolist():
-        while len(found) > 1 and not _above(costs, quality, found[-2], found[-1], point):
-            found.pop()
-        found.append(point)
-    return np.array(found)
+        while len(hull) > 1 and not _above(costs, quality, hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return np.array(hull)
 
 
 def _above(costs: Floats, quality: Floats, left: int, middle: int, right: int) -> bool:

@@ -96,7 +96,7 @@ class _Problem:
         of = point.probabilities
         centred = [source - np.vecdot(of, source)[:, None] for source in self.sources]
         weighted = [of * source for source in centred]
-        within = np.array([[_inner(one, other) for other in centred] for one in weighted])
+        within = np.array([[_inner(left, right) for right in centred] for left in weighted])
         crossed = np.reshape([self._summed(one) for one in weighted], (-1, self.n_features, self.k))
         squares = of.sum(axis=0, dtype=np.float64)[None] if self._features is None else (self._features**2).T @ of
         diagonal = squares / self.n + self.strength
@@ -124,13 +124,13 @@ class _Curvature:
         narrow = biases.astype(of.dtype)
         if self.features is None:
             taken = (of @ narrow[0]) @ of
-            own = self.diagonal * biases - np.asarray(taken, dtype=np.float64) / n
+            of_biases = self.diagonal * biases - np.asarray(taken, dtype=np.float64) / n
         else:
             along = self.features @ narrow
             along = of * (along - np.vecdot(of, along)[:, None])
-            own = np.asarray(self.features.T @ along, dtype=np.float64) / n + self.strength * biases
+            of_biases = np.asarray(self.features.T @ along, dtype=np.float64) / n + self.strength * biases
         of_weights = self.within @ weights + (self.crossed * biases).sum(axis=(1, 2))
-        return of_weights, own + (weights[:, None, None] * self.crossed).sum(axis=0)
+        return of_weights, of_biases + (weights[:, None, None] * self.crossed).sum(axis=0)
 
 
 def fit_multinomial(
@@ -204,13 +204,13 @@ def _newton_step(problem: _Problem, point: _Point) -> tuple[RidgeFit, float]:
     return RidgeFit(*x), -_dot((of_weights, of_biases), x)
 
 
-def _dot(one: tuple[Floats, Floats], other: tuple[Floats, Floats]) -> float:
-    return float(one[0] @ other[0]) + _inner(one[1], other[1])
+def _dot(left: tuple[Floats, Floats], right: tuple[Floats, Floats]) -> float:
+    return float(left[0] @ right[0]) + _inner(left[1], right[1])
 
 
-def _inner(one: Floats, other: Floats) -> float:
+def _inner(left: Floats, right: Floats) -> float:
     """Return the sum of products, row by row: BLAS starts threads for long vectors, which wait for each other."""
-    return float(np.vecdot(one, other).sum(dtype=np.float64))
+    return float(np.vecdot(left, right).sum(dtype=np.float64))
 
 
 def folds_of(n: int, seed: int = 0) -> list[tuple[Ints, Ints]]:
@@ -226,8 +226,8 @@ def nll_of(scores: Floats, labels: Ints) -> float:
     """Return the negative log likelihood of labels under scores, float (n, K), summed over the rows."""
     highest = scores.max(axis=1)
     sums = np.exp(scores - highest[:, None]).sum(axis=1)
-    own = scores[np.arange(len(labels)), labels]
-    return float((np.log(sums, dtype=np.float64) + highest - own).sum(dtype=np.float64))
+    of_labels = scores[np.arange(len(labels)), labels]
+    return float((np.log(sums, dtype=np.float64) + highest - of_labels).sum(dtype=np.float64))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ _UNIT = 2.0**24
 
 def lengths_of(vectors: Floats) -> Floats:
     """Return the Euclidean lengths of rows, float64 (n,).   vectors: float (n, d)."""
-    found: Floats = np.sqrt(np.square(np.asarray(vectors, dtype=np.float64, order="C")).sum(axis=1))
-    return found
+    lengths: Floats = np.sqrt(np.square(np.asarray(vectors, dtype=np.float64, order="C")).sum(axis=1))
+    return lengths
 
 
 def _units(vectors: Floats) -> tuple[Floats, Floats]:
@@ -35,6 +35,6 @@ def products(rows: Floats, weights: Floats) -> Floats:
     >>> products(np.array([[3.0, 4.0]]), np.array([[1.0, 0.0], [0.0, 2.0]])).round(6).tolist()
     [[3.0, 8.0]]
     """
-    (own, of_rows), (others, of_weights) = _units(rows), _units(weights)
-    found: Floats = (own @ others.T) * (of_rows / _UNIT)[:, None] * (of_weights / _UNIT)
-    return found
+    (unit_rows, of_rows), (unit_weights, of_weights) = _units(rows), _units(weights)
+    inner: Floats = (unit_rows @ unit_weights.T) * (of_rows / _UNIT)[:, None] * (of_weights / _UNIT)
+    return inner

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from cauc_ray.numbers.types import Floats, Ints
 
@@ -10,7 +13,7 @@ from cauc_ray.numbers.types import Floats, Ints
 _FEW_COLUMNS, _MANY_ROWS = 16, 64
 
 
-def _loops(values: Floats) -> bool:
+def _loops(values: npt.NDArray[Any]) -> bool:
     n, k = values.shape
     return bool(0 < k <= _FEW_COLUMNS and n >= _MANY_ROWS)
 
@@ -18,7 +21,7 @@ def _loops(values: Floats) -> bool:
 def row_max(values: Floats) -> Floats:
     """Return each row's largest value, float (n,), NaN where a row has one, -inf without columns.   values: (n, K)."""
     if not _loops(values):
-        largest: Floats = values.max(axis=1, initial=-np.inf)
+        largest: Floats = np.maximum.reduce(values, axis=1, initial=-np.inf)
         return largest
     largest = values[:, 0].copy()
     for column in values.T[1:]:
@@ -29,22 +32,27 @@ def row_max(values: Floats) -> Floats:
 def row_argmax(values: Floats) -> tuple[Ints, Floats]:
     """Return the first position of each row's largest value, int (n,), and that value, float (n,).
 
-    values: float (n, K), K at least 1. The value is NaN where a row has one; the position then means nothing.
+    Args:
+        values: Float (n, K), K at least 1.
+
+    Returns:
+        The positions, and the values, NaN where a row has one; its position then means nothing.
     """
     if not _loops(values):
         position = values.argmax(axis=1)
         return position, values[np.arange(len(values)), position]
-    position, largest = np.zeros(len(values), dtype=np.intp), values[:, 0].copy()
-    for index, column in enumerate(values.T[1:], start=1):
-        position[column > largest] = index
-        np.maximum(largest, column, out=largest)
+    largest = row_max(values)
+    before, position = np.ones(len(values), dtype=bool), np.zeros(len(values), dtype=np.int8)
+    for column in values.T[:-1]:
+        before &= column < largest
+        position += before
     return position, largest
 
 
-def row_total(values: Floats) -> Floats:
-    """Return each row's sum, float (n,), where these are exact in any order.   values: float (n, K), K at least 1."""
+def row_total(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return each row's sum, (n,), where these are exact in any order.   values: (n, K), K at least 1."""
     if not _loops(values):
-        total: Floats = values.sum(axis=1)
+        total: npt.NDArray[Any] = values.sum(axis=1)
         return total
     total = values[:, 0].copy()
     for column in values.T[1:]:
@@ -52,19 +60,47 @@ def row_total(values: Floats) -> Floats:
     return total
 
 
-def row_dot(left: Floats, right: Floats) -> Floats:
-    """Return the dot product of each row of two arrays, float (n,).   left: float (n, K).   right: (n, K) or (1, K)."""
+def row_dot(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the dot product of each row of two arrays, (n,).   left: (n, K).   right: (n, K) or (1, K)."""
     if not _loops(left):
         # A matrix product would start threads.
-        products: Floats = np.vecdot(left, right)
+        products: npt.NDArray[Any] = np.vecdot(left, right)
         return products
-    total: Floats = left[:, 0] * right[:, 0]
-    for column, other in zip(left.T[1:], right.T[1:], strict=True):
-        total += column * other
+    total: npt.NDArray[Any] = left[:, 0] * right[:, 0]
+    for column, factors in zip(left.T[1:], right.T[1:], strict=True):
+        total += column * factors
     return total
+
+
+def row_values(values: npt.NDArray[Any], columns: Ints) -> npt.NDArray[Any]:
+    """Return each row's value in a column of its own, (n,).   values: (n, K).   columns: int (n,)."""
+    if not _loops(values):
+        return values[np.arange(len(values)), columns]
+    chosen = values[:, 0].copy()
+    for index, column in enumerate(values.T[1:], start=1):
+        np.copyto(chosen, column, where=columns == index)
+    return chosen
+
+
+def ascending(rows: Ints, n: int) -> Ints:
+    """Return some of n rows, each of which occurs once, in ascending order, int (m,)."""
+    mask = np.zeros(n, dtype=bool)
+    mask[rows] = True
+    return np.flatnonzero(mask)
 
 
 def by_columns(shape: tuple[int, int], dtype: type[np.floating]) -> Floats:
     """Return an empty array whose columns are contiguous if there are few, else its rows."""
     n, k = shape
     return np.empty((k, n), dtype=dtype).T if k <= _FEW_COLUMNS else np.empty(shape, dtype=dtype)
+
+
+def in_columns(values: Floats) -> Floats:
+    """Return rows, float (n, K), in an array whose columns are contiguous if there are few and many rows."""
+    return np.asfortranarray(values) if _loops(values) else values
+
+
+def rows_at(values: Floats, rows: Ints) -> Floats:
+    """Return some rows, int (n,), of an array, float (N, K); columns stay contiguous where they are."""
+    columns = values.strides[0] == values.itemsize
+    return values.T.take(rows, axis=1).T if columns else values.take(rows, axis=0)

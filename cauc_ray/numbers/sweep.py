@@ -38,17 +38,23 @@ class OperatingPoint:
 
 def pareto(cost: Floats, quality: Floats | Ints) -> Ints:
     """Return the indices of the Pareto-optimal points, by rising cost.   cost, quality: (P,)."""
-    order = np.lexsort((-quality, cost))
+    # A cascade's points come by rising cost.
+    order = np.arange(len(cost)) if (cost[1:] >= cost[:-1]).all() else np.lexsort((-quality, cost))
     ranked = quality[order]
-    kept: Ints = order[np.append(True, ranked[1:] > np.maximum.accumulate(ranked)[:-1])]
-    return kept
+    better: Ints = order[np.append(True, ranked[1:] > np.maximum.accumulate(ranked)[:-1])]
+    points: Ints = better[np.append(cost[better[1:]] > cost[better[:-1]], True)]
+    return points
 
 
 @dataclass(frozen=True, slots=True)
 class OperatingPoints:
     """A method's cost and quality at P settings, on the examples where one of them is chosen.
 
-    settings, cost, quality: float64 (P,); cost is the mean per example.   unit: of the cost.
+    Attributes:
+        settings: Float64 (P,).
+        cost: Mean per example, float64 (P,).
+        quality: Float64 (P,).
+        unit: Unit of the cost.
     """
 
     settings: Floats
@@ -59,7 +65,11 @@ class OperatingPoints:
     def index_of_best(self, budget: float | None = None) -> int:
         """Return which point has the highest quality within the budget (paper, eq. 11); the cheapest among equals.
 
-        budget: mean cost per example, or None for no limit. Raises BudgetError if no point is within it.
+        Args:
+            budget: Mean cost per example, or None for no limit.
+
+        Raises:
+            BudgetError: No point is within it.
         """
         within = self._within(budget)
         best = self.quality == self.quality[within].max()
@@ -76,16 +86,16 @@ class OperatingPoints:
         best within budgets spaced evenly from the cheapest point's cost to the best one's, both ends included:
         at such a budget nothing is lost, and at any other no more than by rounding it down to the next of them.
         """
-        kept = pareto(self.cost, self.quality)
-        if len(kept) > most:
-            cost = self.cost[kept]
+        points = pareto(self.cost, self.quality)
+        if len(points) > most:
+            cost = self.cost[points]
             within = np.searchsorted(cost, np.linspace(cost[0], cost[-1], most), side="right")
-            kept = kept[np.unique(within) - 1]
-        return self.some(kept)
+            points = points[np.unique(within) - 1]
+        return self.some(points)
 
-    def some(self, kept: Ints | Bools) -> OperatingPoints:
+    def some(self, points: Ints | Bools) -> OperatingPoints:
         """Return some of the points."""
-        return OperatingPoints(self.settings[kept], self.cost[kept], self.quality[kept], self.unit)
+        return OperatingPoints(self.settings[points], self.cost[points], self.quality[points], self.unit)
 
     def _within(self, budget: float | None) -> Bools:
         if budget is None:
@@ -106,7 +116,8 @@ class Frontier(OperatingPoints):
     Along them a cascade's cost never falls, and neither does a price-based router's if all calls of a model cost the
     same. Quality is accuracy or macro-F1.
 
-    confidences: float64 (P - 1,), rising: point p is valid for thresholds in (confidences[p - 1], confidences[p]].
+    Attributes:
+        confidences: Float64 (P - 1,), rising: point p is valid for thresholds in (confidences[p - 1], confidences[p]].
     """
 
     confidences: Floats
@@ -133,14 +144,22 @@ def sweep(
     costs: Costs,
     objective: Objective = "accuracy",
     calls: Bools | None = None,
+    events: Events | None = None,
 ) -> Frontier:
     """Return all distinct operating points of one threshold shared by the non-final stages.
 
-    confidences: float64 (N, S - 1), of the non-final stages; inf where an example stops at every threshold, -inf where
-    it stops at none.   predictions: int (N, S), the answer of each example if it stopped at each stage.   labels: int
-    (N,).   costs: of the M models.   calls: bool (S, M), which models are called if an example stops at each stage;
-    None for a cascade of all models, which calls the stage's own model and those before it.
-    Quality is accuracy or macro-F1 (see metrics.macro_f1). A confidence equal to the threshold stops.
+    A confidence equal to the threshold stops.
+
+    Args:
+        confidences: Float64 (N, S - 1), of the non-final stages; inf where an example stops at every threshold, -inf
+            where it stops at none.
+        predictions: Int (N, S), the answer of each example if it stopped at each stage.
+        labels: Int (N,).
+        costs: Costs of the M models.
+        objective: Quality: accuracy, or macro-F1 (see metrics.macro_f1).
+        calls: Bool (S, M), which models are called if an example stops at each stage; None for a cascade of all models,
+            which calls the stage's own model and those before it.
+        events: Moves that the confidences make; None to sort them.
 
     >>> frontier = sweep(np.array([[0.9], [0.6]]), np.array([[0, 0], [0, 1]]), np.array([0, 1]),
     ...                  Costs("GFLOPs", np.array([1.0, 4.0])))
@@ -153,29 +172,32 @@ def sweep(
             f"a sweep needs confidences (N, S - 1), predictions (N, S) and labels (N,); got "
             f"{confidences.shape}, {predictions.shape} and {labels.shape}"
         )
-    events = Events(confidences)
+    events = events or Events.of(confidences)
     of_stops = costs.cumulative if calls is None else costs.of_calls(calls)
-    cost_change = np.cumsum(events.changes(np.broadcast_to(of_stops, (n, m)).T))[events.ends]
+    ends = events.ends
+    cost_change = np.cumsum(events.changes(np.broadcast_to(of_stops, (n, m)).T))[ends]
     cost = of_stops[..., 0].mean() + np.concatenate([[0.0], cost_change / n])
 
     if objective == "accuracy":
         correct = (predictions == labels[:, None]).T.astype(np.int8)
-        n_correct = np.cumsum(events.changes(correct), dtype=np.int64)[events.ends]
+        n_correct = np.cumsum(events.changes(correct), dtype=np.int64)[ends]
         quality = (int(correct[0].sum()) + np.concatenate([[0], n_correct])) / n
     else:
         quality = _macro_f1_path(events, predictions, labels)
-    return _reachable(events.values[events.ends], cost, quality, costs.unit)
+    return _reachable(events.values[ends], cost, quality, costs.unit)
 
 
 def stops_of(worth: Floats, threshold: float | Floats) -> Ints:
     """Return the first step whose worth reaches a threshold, else the last, int (n,).
 
-    worth: float (n, S).   threshold: one for all rows, or (n,).
+    Args:
+        worth: Float (n, S).
+        threshold: One for all rows, or (n,).
     """
     stops = np.zeros(len(worth), dtype=np.int64)
     goes_on = np.ones(len(stops), dtype=bool)
-    for own in worth[:, :-1].T:
-        goes_on &= own < threshold
+    for worth_of_stage in worth[:, :-1].T:
+        goes_on &= worth_of_stage < threshold
         stops += goes_on
     return stops
 
@@ -183,7 +205,12 @@ def stops_of(worth: Floats, threshold: float | Floats) -> Ints:
 def _reachable(values: Floats, cost: Floats, quality: Floats, unit: str) -> Frontier:
     """Return the points that some finite threshold realises.
 
-    values: float64 (E,), rising, that separate the E + 1 points; no finite threshold lies below -inf or above inf.
+    Args:
+        values: Confidences that separate the E + 1 points, rising, float64 (E,); no finite threshold lies below -inf or
+            above inf.
+        cost: Float64 (E + 1,).
+        quality: Float64 (E + 1,).
+        unit: Unit of the cost.
     """
     real = np.isfinite(values)
     if not real.all():
@@ -214,7 +241,9 @@ def midpoints(confidences: Floats) -> Floats:
 def reached_shares(confidences: Floats, thresholds: Floats) -> Floats:
     """Return the share of examples that reach each stage at each threshold, float64 (P, M).
 
-    confidences: float64 (N, M - 1).   thresholds: float64 (P,).
+    Args:
+        confidences: Float64 (N, M - 1).
+        thresholds: Float64 (P,).
     """
     highest = np.maximum.accumulate(confidences, axis=1)
     reached = [np.searchsorted(np.sort(column), thresholds, side="left") for column in highest.T]
@@ -226,39 +255,62 @@ def most_within(budget: float) -> float:
     return budget + COST_TOLERANCE * abs(budget)
 
 
+@dataclass(frozen=True, slots=True)
 class Events:
     """Moves of examples to deeper stages, in order of the confidence that the rising threshold passes.
 
-    values: float64 (E,), rising.   ends: int, the last event of each distinct value.
+    Attributes:
+        values: Confidences passed, rising, float64 (E,).
+        positions: Stage left times N plus the row of each move, int (E,).
+        rises: Which examples leave each stage at a threshold of their own, bool (S - 1, N).
     """
 
-    def __init__(self, confidences: Floats) -> None:
+    values: Floats
+    positions: Ints
+    rises: Bools
+
+    @classmethod
+    def of(cls, confidences: Floats) -> Events:
+        """Return the moves of examples with some confidences, float64 (N, S - 1)."""
         highest = np.array(confidences.T, order="C")
         for stage in range(1, len(highest)):  # maximum.accumulate takes ten times as long
             np.maximum(highest[stage], highest[stage - 1], out=highest[stage])
-        self._rises: Bools = np.ones(highest.shape, dtype=bool)
-        np.greater(highest[1:], highest[:-1], out=self._rises[1:])
-        positions = np.flatnonzero(self._rises)
+        rises: Bools = np.ones(highest.shape, dtype=bool)
+        np.greater(highest[1:], highest[:-1], out=rises[1:])
+        positions = np.flatnonzero(rises)
         values = highest.ravel()[positions]
         order = np.argsort(values)
-        self._positions = positions[order]
-        self.values = values[order]
-        self.ends = np.flatnonzero(np.append(self.values[1:] != self.values[:-1], [True] * bool(len(order))))
+        return cls(values[order], positions[order], rises)
+
+    def of_rows(self, rows: Ints) -> Events:
+        """Return the moves of some examples, ascending int (n,), without another sort."""
+        ranks = np.full(self.rises.shape[1], -1)
+        ranks[rows] = np.arange(len(rows))
+        stages, of_all = np.divmod(self.positions, len(ranks))
+        of_some = ranks[of_all]
+        chosen = of_some >= 0
+        positions = stages[chosen] * len(rows) + of_some[chosen]
+        return Events(self.values[chosen], positions, self.rises.take(rows, axis=1))
+
+    @property
+    def ends(self) -> Ints:
+        """Return the last move of each distinct value, int."""
+        return np.flatnonzero(np.append(self.values[1:] != self.values[:-1], [True] * bool(len(self.values))))
 
     def changes(self, of_stage: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return each move's change of a quantity that examples have at each stage, (M, N) -> (E,)."""
-        change = np.empty(self._rises.shape, dtype=of_stage.dtype)
+        change = np.empty(self.rises.shape, dtype=of_stage.dtype)
         following = np.array(of_stage[-1])
         for stage in range(len(change) - 1, -1, -1):
             np.subtract(following, of_stage[stage], out=change[stage])
-            np.copyto(following, of_stage[stage], where=self._rises[stage])
-        return change.ravel()[self._positions]
+            np.copyto(following, of_stage[stage], where=self.rises[stage])
+        return change.ravel()[self.positions]
 
     def rows_and_stages(self) -> tuple[Ints, Ints, Ints]:
         """Return the row, the stage left and the stage reached of each move, int (E,)."""
-        before, rows = np.divmod(self._positions, self._rises.shape[1])
-        stages = np.arange(len(self._rises) + 1, dtype=np.int64)[:, None]
-        moves = self.changes(np.broadcast_to(stages, (len(stages), self._rises.shape[1])))
+        before, rows = np.divmod(self.positions, self.rises.shape[1])
+        stages = np.arange(len(self.rises) + 1, dtype=np.int64)[:, None]
+        moves = self.changes(np.broadcast_to(stages, (len(stages), self.rises.shape[1])))
         return rows, before, before + moves
 
 

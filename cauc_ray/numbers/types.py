@@ -17,6 +17,6 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 class Summed:
     """Sums over rows, field by field: those of a table's parts add up to those of the whole table."""
 
-    def __add__(self, other: Self) -> Self:
+    def __add__(self, sums: Self) -> Self:
         """Return the sums over the rows of both."""
-        return type(self)(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+        return type(self)(*(getattr(self, part.name) + getattr(sums, part.name) for part in fields(self)))

@@ -22,6 +22,7 @@ from cauc_ray.numbers.floors import FloorFit, fit_floor
 from cauc_ray.numbers.likelihood import first_lacking
 from cauc_ray.numbers.logits import bounded_below, top_option
 from cauc_ray.numbers.metrics import CalibrationSums
+from cauc_ray.numbers.threads import in_threads
 from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
 from cauc_ray.policies.cauc import RFStage
 from cauc_ray.policies.trace import of_rows
@@ -91,7 +92,7 @@ def _added(sums: Iterable[dict[int, AnswerSums]]) -> dict[int, AnswerSums]:
 
 
 def _sum_part(calibrators: dict[int, Calibrator], part: ChainPart) -> dict[int, AnswerSums]:
-    return _added(_sum_block(calibrators, part, rows) for rows in part.blocks())
+    return _added(in_threads(partial(_sum_block, calibrators, part), list(part.blocks())))
 
 
 def _sum_block(calibrators: dict[int, Calibrator], part: ChainPart, rows: slice) -> dict[int, AnswerSums]:
@@ -105,14 +106,15 @@ def _sum_block(calibrators: dict[int, Calibrator], part: ChainPart, rows: slice)
         own = predictions == labels, confidences
         if stage == len(part.logits) - 1:
             large = own
-        real = scores[np.isfinite(scores)]
+        finite = np.isfinite(scores)
+        real = scores if finite.all() else scores[finite]
         mean = float(real.mean())
         sums[stage] = AnswerSums(
             len(labels),
             int(own[0].sum()),
             CalibrationSums.of(raw_confidences, raw_predictions == labels),
             CalibrationSums.of(confidences, own[0]),
-            Moments(len(real), mean, float(((real - mean) ** 2).sum())),
+            Moments(real.size, mean, float(np.square(real - mean).sum())),
             *_gains_and_losses(own, large or own),
         )
     return sums
@@ -159,7 +161,7 @@ def calibrator_of(chain: Chain, stage: int, kind: CalibratorKind) -> CalibratorF
         DataError: As fit_temperature does; or, for offsets, an example lacks an option or a model has too many.
     """
     raw = _parts(chain, lambda part: part.of_models([stage]))
-    floor_fit = fit_floor(raw.each, raw.n, chain.logit_kinds[stage])
+    floor_fit = fit_floor(raw.ask_parts, raw.n, chain.logit_kinds[stage])
     floor = None if floor_fit is None else floor_fit.floor
     parts = raw if floor is None else _parts(chain, partial(_bounded, stage, floor))
     fit = solve_temperatures(parts)
@@ -200,7 +202,7 @@ def _nll_saved(isotonic: Isotonic, confidences: Floats, correct: Bools) -> float
 
 def _bias_corrected(chain: Chain, stage: int, parts: Parts, alone: TemperatureFit) -> TemperatureFit:
     n_options, model = parts.n_options, chain.models[stage]
-    lacking = [rank for rank in parts.each(first_lacking) if rank is not None]
+    lacking = [rank for rank in parts.ask_parts(first_lacking) if rank is not None]
     if lacking:
         raise DataError(
             f"{chain.source}: example {chain.example_ids[min(lacking)]!r} lacks some of the {n_options} options of "

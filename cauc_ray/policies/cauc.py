@@ -78,14 +78,19 @@ class BasePolicy(Policy):
         numbers = self.stages[stage]
         if state is None:
             # What a row has no option for stays so, also where no stage is fused yet.
-            options = np.where(np.isneginf(own.scores), -np.inf, 0.0)
-            state = np.concatenate([np.zeros((len(options), 1)), options], axis=1)
-        weight, total = state[:, :1], state[:, 1:]
+            weight: Floats = np.zeros((len(own.scores), 1))
+            total: Floats = np.where(own.scores == -np.inf, -np.inf, 0.0)
+        else:
+            weight, total = state[:, :1], state[:, 1:]
         scores, total = same_width(own.scores, total, (numbers.name, self.stages[max(stage - 1, 0)].name))
         unfused = weight[:, 0] == 0
         if numbers.fused:
             p = own.confidences[:, None]
-            weight, total = weight + p, total + p * ((scores - numbers.mean) / (numbers.std + EPSILON))
+            standardised = scores - numbers.mean
+            standardised /= numbers.std + EPSILON
+            standardised *= p
+            standardised += total
+            weight, total = weight + p, standardised
         if stage < len(self.stages) - 1:
             rescaled = numbers.calibrator.rescaled(scores, own.predictions)
             return replace(own, state=np.concatenate([weight, total], axis=1), scores=rescaled)

@@ -24,6 +24,7 @@ from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind, Isotonic
 from cauc_ray.numbers.chain import LARGEST, Chain
 from cauc_ray.numbers.gains import Gains
 from cauc_ray.numbers.logits import LogitKind, bounded_below, joint_kind, likeliest, real_options, stacked
+from cauc_ray.numbers.rows import row_argmax
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.evidence import (
@@ -92,6 +93,12 @@ class Stage(FrozenModel):
         """Return what affects answers."""
         return self.model_dump(mode="json", include=set(self.DECIDES))
 
+    def best_option(self, logits: Floats) -> Ints:
+        """Return the model's answers by itself, int (n,), the lowest index among equals.   logits: float (n, K)."""
+        # A temperature neither reorders options nor, of float32 logits, makes two of them equal.
+        plain = self.offsets is None and self.floor is None and logits.dtype == np.float32
+        return row_argmax(real_options(logits, self.logit_kind) if plain else self.scores(logits))[0]
+
     def bounded(self, logits: Floats) -> Floats:
         """Return the model's logits, float (n, K), with -inf for masks and no real option below the floor."""
         return bounded_below(real_options(logits, self.logit_kind), self.floor)
@@ -109,14 +116,17 @@ class Stage(FrozenModel):
 class Step:
     """A policy's decision after a stage, for n rows.
 
-    predictions: int32 (n,), the answer if the row stops here.   confidences: float64 (n,), in that answer.
-    accepted: bool (n,), which rows stop.   state: float64 (n, S), carried by rows that go on.
-    scores: float64 (n, K), calibrated logits of that answer: their softmax gives the options' probabilities; the
-    answer's is the confidence, and the largest unless an isotonic calibrator has lowered it below another's. May be
-    the same array as the state. In both, -inf pads rows with fewer options.
-    next: int8 (n,), the stage that each row goes to if it does not stop, any that it has not visited; None for the
-    next one. After a stage without answers, such as an encoder, a row that goes on has the prediction -1.
-    worth: float64 (n,), what was compared with the threshold; None for the confidences.
+    Attributes:
+        predictions: Int32 (n,), the answer if the row stops here.
+        confidences: Float64 (n,), in that answer.
+        accepted: Bool (n,), which rows stop.
+        state: Float64 (n, S), of rows that continue.
+        scores: Float64 (n, K), calibrated logits of that answer: their softmax gives the options' probabilities; the
+            answer's is the confidence, and the largest unless an isotonic calibrator has lowered it below another's.
+            May be the same array as the state. In both, -inf pads rows with fewer options.
+        next: Int8 (n,), the stage that each row goes to if it does not stop, any that it has not visited; None for the
+            next one. After a stage without answers, such as an encoder, a row that goes on has the prediction -1.
+        worth: Float64 (n,), what was compared with the threshold; None for the confidences.
     """
 
     predictions: Ints
@@ -146,28 +156,38 @@ POLICY_CLASSES: dict[str, type[Policy]] = {}
 class Policy(Shown, FrozenModel):
     """A decision rule for a chain of models: the plain numbers of its file, and the step that uses them.
 
-    scored: whether something other than confidences is compared with the threshold, which its steps give.
-    fuses: whether answers may be others than those of its models.
-    by_id: whether a row's first stage depends on its id.   one_threshold: whether its one threshold decides at every
-    stage who goes on.   spends_budget: whether a budget is for the most expensive point within it, not the best.
-    format: name, version.   method: by which it was fitted.   cost_unit: of all costs.   costs: whether calls of a
-    model cost the same or each has its own.   threshold: the confidence at which an answer is accepted, or those of all
-    stages but the last.   decision: the price that chose them; null without one.   budget: what the threshold was
-    chosen for, null where there was none.   threshold_choice: how it was chosen.   logit_kind: what
-    the models give.   calibration: what numbers were fitted on.   validation: what the threshold was chosen on.
-    stages: the chain.
-    expected: results on validation; its accuracy, where validation chose the threshold, with one that the half without
-    a row chose; null if they were not measured at this threshold.   on_selection: results on the rows that chose the
-    threshold, whose accuracy is too good; null where none have.   curve: operating points on validation, the best
-    within every budget by rising cost, thinned as OperatingPoints.pareto does; quality is that of the objective, else
-    accuracy; empty if validation had no labels.   search: how the chain was found, null if it was
-    given.   safe: the changes made by --safe, null without it, or at another threshold.   guards: all checks, whether
-    they warn or not; empty at a threshold without measurements.   figures: of the models, measured with the guards.
-    reference: the reference for later answers at this
-    threshold; null if validation had missing labels.   noise: of the models' own numbers; null if it was not measured.
-    offline: as expected, of the first stage alone, the first two, …, where the others cannot be reached; null as
-    expected.   gains: by which a price chooses the thresholds of the stages, where they are not chosen yet; not in the
-    file.
+    Attributes:
+        scored: Whether `Step.worth`, not the confidence, is compared with the threshold.
+        fuses: Whether answers may be others than those of its models.
+        by_id: Whether a row's first stage depends on its id.
+        one_threshold: Whether its one threshold decides at every stage who goes on.
+        spends_budget: Whether a budget is for the most expensive point within it, not the best.
+        format: Name, version.
+        method: Method that fitted it.
+        cost_unit: Unit of all costs.
+        costs: Whether calls of a model cost the same or each has its own.
+        threshold: The confidence at which an answer is accepted, or those of all stages but the last.
+        decision: The price that chose them; null without one.
+        budget: What the threshold was chosen for, null where there was none.
+        threshold_choice: How it was chosen.
+        logit_kind: What the models give.
+        calibration: What numbers were fitted on.
+        validation: What the threshold was chosen on.
+        stages: The chain.
+        expected: Results on validation; where validation chose the threshold, the accuracy of each half at the
+            threshold of the other; null if they were not measured at this threshold.
+        on_selection: Results on the rows that chose the threshold, whose accuracy is too good; null where none have.
+        curve: Operating points on validation, the best within every budget by rising cost, thinned as
+            OperatingPoints.pareto does; quality is that of the objective, else accuracy; empty if validation had no
+            labels.
+        search: How the chain was found, null if it was given.
+        safe: The changes made by --safe, null without it, or at another threshold.
+        guards: All checks, whether they warn or not; empty at a threshold without measurements.
+        figures: Figures of the models, measured with the guards.
+        reference: The reference for later answers at this threshold; null if validation had missing labels.
+        noise: Noise of the models' own numbers; null if it was not measured.
+        offline: Expected accuracy when only the first 1, 2, … stages are reachable; null as expected.
+        gains: Gains by which a price chooses the thresholds of the stages, until they are chosen; not in the file.
     """
 
     scored: ClassVar[bool] = False
@@ -205,7 +225,7 @@ class Policy(Shown, FrozenModel):
     @field_validator("curve")
     @classmethod
     def _curve_rises(cls, curve: tuple[CurvePoint, ...]) -> tuple[CurvePoint, ...]:
-        if any(one.cost >= other.cost or one.quality >= other.quality for one, other in pairwise(curve)):
+        if any(one.cost >= following.cost or one.quality >= following.quality for one, following in pairwise(curve)):
             raise ValueError("each point must cost more and be better than the one before it")
         return curve
 
@@ -363,7 +383,9 @@ class Policy(Shown, FrozenModel):
     def first(self, n: int, ids: Sequence[str] | None) -> Ints | None:
         """Decide before any call: return the first stage of each of n rows, int8 (n,); None for stage 0.
 
-        ids: of the rows, if the policy is by_id.
+        Args:
+            n: Number of rows.
+            ids: Ids of the rows, if the policy is by_id.
         """
         return None
 
@@ -410,8 +432,8 @@ class Policy(Shown, FrozenModel):
         logits: of every stage, (n, K) each.   ids: as for first().
         """
         steps: list[Step] = []
-        for stage, own in enumerate(logits):
-            steps.append(self.step(stage, own, steps[-1].state if steps else None))
+        for stage, logits_of_stage in enumerate(logits):
+            steps.append(self.step(stage, logits_of_stage, steps[-1].state if steps else None))
         return steps[self.ends[0] :]
 
     @property
@@ -563,6 +585,8 @@ def check_budget(budget: float) -> None:
 
 def joined_states(states: Sequence[tuple[int, Floats | None]]) -> Floats | None:
     """Return the states of several sets of rows as one array (n, S); None if no row has one.   states: rows, state."""
+    if len(states) == 1:
+        return states[0][1]
     if all(state is None for _, state in states):
         return None
     return stacked([np.zeros((n, 0)) if state is None else state for n, state in states])

@@ -12,6 +12,7 @@ import pyarrow as pa
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.numbers.arrays import array_chain
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, Costs
+from cauc_ray.numbers.ids import NumberIds, rows_of
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.notebook import Shown, SmallTable, share_text
 from cauc_ray.policies.policy import Policy
@@ -29,12 +30,17 @@ def predictions_table(
 ) -> pa.Table:
     """Return the predictions as design says: one row per example, with its label where labels are known.
 
-    example_ids: str (N,).   predictions: int (N,).   confidences: float (N,).   stages: int (N,), which one
-    answered, 0 the cheapest.   costs: float (N,), of all calls made.   labels: int (N,) or None.
-    names: of the options, for a column of what was answered; None without it. An option without a name is its number.
+    Args:
+        example_ids: Str (N,).
+        predictions: Int (N,).
+        confidences: Float (N,).
+        stages: Int (N,), which one answered, 0 the cheapest.
+        costs: Float (N,), of all calls made.
+        labels: Int (N,) or None.
+        names: Names of the options, for a column of answers; None without it. An option without a name is its number.
     """
     columns = {
-        "example_id": pa.array(example_ids, pa.string()),
+        "example_id": _id_column(example_ids),
         "prediction": pa.array(predictions.astype(np.int32)),
         "confidence": pa.array(confidences.astype(np.float32)),
         "stage": pa.array(stages.astype(np.int8)),
@@ -48,21 +54,33 @@ def predictions_table(
     return pa.table(columns)
 
 
+def _id_column(ids: Sequence[str] | pa.Array) -> pa.Array:
+    if isinstance(ids, NumberIds):
+        return pa.array(ids.numbers).cast(pa.string())
+    return pa.array(ids, pa.string())
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Predictions(Shown):
     """What a policy answers, one entry for each example.
 
-    prediction: int32 (N,), the index of the option.   confidence: float64 (N,), calibrated.   stage: int8 (N,), which
-    one answered, 0 the cheapest.   cost: float64 (N,), of all calls made for the example, in cost_unit.
-    example_ids: str (N,); of arrays the position as text.   labels: int32 (N,), None where there are none.
-    models: the chain.   names: of the options, None where they are not known.
+    Attributes:
+        prediction: Int32 (N,), the index of the option.
+        confidence: Float64 (N,), calibrated.
+        stage: Int8 (N,), which one answered, 0 the cheapest.
+        cost: Float64 (N,), of all calls made for the example, in cost_unit.
+        example_ids: Str (N,); of arrays the position as text.
+        labels: Int32 (N,), None where there are none.
+        models: The chain.
+        cost_unit: Unit of the costs.
+        names: Names of the options; None if unknown.
     """
 
     prediction: Ints
     confidence: Floats
     stage: Ints
     cost: Floats
-    example_ids: tuple[str, ...]
+    example_ids: Sequence[str]
     labels: Ints | None
     models: tuple[str, ...]
     cost_unit: str
@@ -93,7 +111,7 @@ class Predictions(Shown):
             confidence=self.confidence[rows],
             stage=self.stage[rows],
             cost=self.cost[rows],
-            example_ids=tuple(np.array(self.example_ids, dtype=object)[rows]),
+            example_ids=rows_of(self.example_ids, rows),
             labels=None if self.labels is None else self.labels[rows],
         )
 

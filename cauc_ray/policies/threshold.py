@@ -22,6 +22,7 @@ from cauc_ray.numbers.guarantees import (
     strongest,
     tested,
 )
+from cauc_ray.numbers.rows import ascending
 from cauc_ray.numbers.sweep import Frontier, Objective, OperatingPoints
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.checks import check_policy
@@ -226,7 +227,7 @@ class Halves:
 def random_halves(n: int) -> tuple[Ints, Ints]:
     """Return the ascending rows of two random halves of n examples, n at least 2."""
     order = np.random.default_rng(0).permutation(n)
-    return np.sort(order[: n // 2]), np.sort(order[n // 2 :])
+    return ascending(order[: n // 2], n), ascending(order[n // 2 :], n)
 
 
 def thresholds_at(settings: Sequence[float], trace: Trace | None, gains: Gains) -> list[tuple[float, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -15,7 +15,9 @@ from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, ChainLogits, ChainPart,
 from cauc_ray.numbers.guarantees import StageGuarantees, stage_guarantees
 from cauc_ray.numbers.intervals import share, share_to_come
 from cauc_ray.numbers.metrics import macro_f1
-from cauc_ray.numbers.sweep import Frontier, Objective, stops_of, sweep
+from cauc_ray.numbers.rows import row_values, rows_at
+from cauc_ray.numbers.sweep import Events, Frontier, Objective, stops_of, sweep
+from cauc_ray.numbers.threads import in_threads
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.evidence import Measures, OfflineAccuracy, StageShare
 from cauc_ray.policies.policy import Policy, Stage, Step, joined_states
@@ -26,10 +28,12 @@ AnyThreshold: TypeAlias = float | Floats | tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCall:
-    """The call of a pool's model whose layer the embeddings are: who looks at them pays it on every example.
+    """Call of a pool's model whose layer the embeddings are; every example pays it.
 
-    model: its name.   index: in the chain, None for a model that the chain does not have.   costs: of that one's calls,
-    float64 (N,), or one for all; 0 for a model of the chain, whose costs the chain has.
+    Attributes:
+        model: Name of the model.
+        index: Its index in the chain; None if the chain lacks it.
+        costs: Costs of its calls, float64 (N,), or one for all; 0 for a model of the chain, whose costs the chain has.
     """
 
     model: str
@@ -41,9 +45,12 @@ class EmbeddingCall:
 class Examples:
     """A split as a method sees it: the models' answers, and data on the queries themselves.
 
-    embeddings: float32 (N, d), by an encoder that a router may look at before any model is called.
-    embedding_call: what they take; None for an encoder outside the pool, whose cost is not counted.   texts: N.
-    encoder: name of the encoder.   hidden: by model its own hidden states, float32 (N, d), known once it has answered.
+    Attributes:
+        embeddings: Float32 (N, d), by an encoder that a router may look at before any model is called.
+        embedding_call: Call that they need; None for an encoder outside the pool, whose cost is not counted.
+        texts: Texts of the queries, N.
+        encoder: Name of the encoder.
+        hidden: Hidden states by model, float32 (N, d), available once it has answered.
     """
 
     chain: ChainLogits
@@ -54,7 +61,7 @@ class Examples:
     hidden: Mapping[str, Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        states = (("hidden states", own) for own in self.hidden.values())
+        states = (("hidden states", vectors) for vectors in self.hidden.values())
         for what, rows in (("embeddings", self.embeddings), ("texts", self.texts), *states):
             if rows is not None and len(rows) != len(self.chain):
                 raise DataError(f"{self.chain.source}: {len(rows)} {what} for {len(self.chain)} examples")
@@ -97,8 +104,10 @@ class Examples:
         """Return the examples with some of the models; the call of another one for its embedding is paid as before."""
         call = self.embedding_call
         if call is not None and call.index is not None:
-            kept, costs = call.index in indices, self.chain.costs.per_call[..., call.index]
-            call = replace(call, index=[*indices].index(call.index)) if kept else EmbeddingCall(call.model, None, costs)
+            is_kept, costs = call.index in indices, self.chain.costs.per_call[..., call.index]
+            call = (
+                replace(call, index=[*indices].index(call.index)) if is_kept else EmbeddingCall(call.model, None, costs)
+            )
         return replace(self, chain=self.chain.of_models(indices), embedding_call=call)
 
     @property
@@ -115,9 +124,12 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """A method's answers.   predictions: int32 (N,).   calls: bool (N, M), which models were called for each.
+    """A method's answers.
 
-    other_costs: float64 (N,), or one for all, of calls of models that the chain does not have.
+    Attributes:
+        predictions: Int32 (N,).
+        calls: Bool (N, M), which models were called for each.
+        other_costs: Float64 (N,), or one for all, of calls of models that the chain does not have.
     """
 
     predictions: Ints
@@ -130,16 +142,18 @@ class Answers:
         return cost + self.other_costs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trace:
     """What a method would answer at each of its S steps; an example stops where its confidence reaches a threshold.
 
-    predictions: int32 (N, S).   confidences: float64 (N, S); the last step stops every example that reaches it.
-    calls: bool (S, M), which models were called for an example that stops at a step.
-    likeliest: int16 (N, S), of each answer what Step.likeliest returns; None where not asked for.
-    other_costs: float64 (N,), or one for all, of calls of models that the chain does not have.
-    worth: float64 (N, S), what is compared with a threshold; None for the confidences.   ends: int (S,), the model that
-    answers at each step; None for a cascade of all models, one after the other.
+    Attributes:
+        predictions: Int32 (N, S).
+        confidences: Float64 (N, S); the last step stops every example that reaches it.
+        calls: Bool (S, M), which models were called for an example that stops at a step.
+        likeliest: Int16 (N, S), of each answer what Step.likeliest returns; None where not asked for.
+        other_costs: Float64 (N,), or one for all, of calls of models that the chain does not have.
+        worth: Float64 (N, S), what is compared with a threshold; None for the confidences.
+        ends: Int (S,), the model that answers at each step; None for a cascade of all models, one after the other.
     """
 
     predictions: Ints
@@ -155,6 +169,11 @@ class Trace:
         """Return what is compared with a threshold, float64 (N, S)."""
         return self.confidences if self.worth is None else self.worth
 
+    @cached_property
+    def events(self) -> Events:
+        """Return the moves of examples as the threshold rises, which all sweeps share."""
+        return Events.of(self.compared[:, :-1])
+
     def of_rows(self, rows: Ints) -> Trace:
         """Return some of the rows, of arrays whose steps are contiguous: the order in which a sweep reads them."""
         predictions: Ints = self.predictions.T.take(rows, axis=1).T
@@ -167,11 +186,12 @@ class Trace:
     def frontier(self, chain: Chain, objective: Objective = "accuracy", rows: Ints | None = None) -> Frontier:
         """Return all operating points on the chain's examples, which have labels.   rows: int (n,), on these alone."""
         if rows is None:
-            trace, labels, costs = self, chain.labels, chain.costs
+            trace, labels, costs, events = self, chain.labels, chain.costs, self.events
         else:
             trace, labels, costs = self.of_rows(rows), chain.labels[rows], chain.costs.of_rows(rows)
-        found = sweep(trace.compared[:, :-1], trace.predictions, labels, costs, objective, self.calls)
-        return replace(found, cost=found.cost + np.mean(trace.other_costs))
+            events = self.events.of_rows(rows)
+        points = sweep(trace.compared[:, :-1], trace.predictions, labels, costs, objective, self.calls, events)
+        return replace(points, cost=points.cost + np.mean(trace.other_costs))
 
     def stops(self, threshold: AnyThreshold) -> Ints:
         """Return the step at which each example stops, int (N,).
@@ -189,26 +209,31 @@ class Trace:
 
     def answers_after(self, stops: Ints) -> Answers:
         """Return the answers of rows that stop at some steps, int (N,)."""
-        return Answers(self.predictions[np.arange(len(stops)), stops], self.calls[stops], self.other_costs)
+        return Answers(row_values(self.predictions, stops), self.calls[stops], self.other_costs)
 
     def at(self, threshold: AnyThreshold, chain: Chain) -> Answered:
         """Return what a policy of all of the chain's models answers at a threshold."""
         stops = self.stops(threshold)
-        at = np.arange(len(stops)), stops
-        codes = None if self.likeliest is None else self.likeliest[at]
+        predictions, confidences = row_values(self.predictions, stops), row_values(self.confidences, stops)
+        codes = None if self.likeliest is None else row_values(self.likeliest, stops)
         of_calls = chain.costs.of_calls(self.calls)
-        costs, ends = of_calls[at if of_calls.ndim > 1 else stops], stops if self.ends is None else self.ends[stops]
+        costs = row_values(of_calls, stops) if of_calls.ndim > 1 else of_calls[stops]
+        ends = stops if self.ends is None else self.ends[stops]
         calls = None if self.ends is None else self.calls[stops]
-        return Answered(self.predictions[at], self.confidences[at], ends.astype(np.int8), costs, codes, calls)
+        return Answered(predictions, confidences, ends.astype(np.int8), costs, codes, calls)
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
     """A cascade's answers, replayed or live; all arrays (N,).
 
-    predictions: int32.   confidences: float64.   stages: int8, which one answered.   costs: float64, of all calls made
-    for the example.   likeliest: int16, as Step.likeliest has them; None where not asked for.   calls: bool (N, M),
-    models called for each; None for all up to the one that answered.
+    Attributes:
+        predictions: Int32.
+        confidences: Float64.
+        stages: Int8, which one answered.
+        costs: Float64, of all calls made for the example.
+        likeliest: Int16, as Step.likeliest has them; None where not asked for.
+        calls: Bool (N, M), models called for each; None for all up to the one that answered.
     """
 
     predictions: Ints
@@ -238,16 +263,16 @@ class Answered:
 _Paid = TypeVar("_Paid", Answers, Trace)
 
 
-def with_embedding_paid(found: _Paid, examples: Examples) -> _Paid:
+def with_embedding_paid(unpaid: _Paid, examples: Examples) -> _Paid:
     """Return what a method found by looking at the examples' embeddings, with the call that these take."""
     call = examples.embedding_call
     if call is None:
-        return found
+        return unpaid
     if call.index is None:
-        return replace(found, other_costs=found.other_costs + call.costs)
-    calls = found.calls.copy()
+        return replace(unpaid, other_costs=unpaid.other_costs + call.costs)
+    calls = unpaid.calls.copy()
     calls[:, call.index] = True
-    return replace(found, calls=calls)
+    return replace(unpaid, calls=calls)
 
 
 def costs_to_come(examples: Examples) -> Costs:
@@ -271,15 +296,15 @@ def own_answers(chain: ChainLogits, models: Iterable[int] | None = None) -> Ints
 
 def trace_policy(policy: Policy, chain: Chain, *, likeliest: bool = False) -> Trace:
     """Take every step of a policy for every example of a chain.   likeliest: whether to record it."""
-    wanted = ("predictions", "confidences", *["likeliest"] * likeliest, *["worth"] * policy.scored)
+    names = ("predictions", "confidences", *["likeliest"] * likeliest, *["worth"] * policy.scored)
     ids = chain.example_ids if policy.by_id else None
-    arrays = of_rows(chain, partial(_trace_block, policy, wanted, ids))
-    found: dict[str, Array | None] = dict(zip(wanted, arrays, strict=True))
+    arrays = of_rows(chain, partial(_trace_block, policy, names, ids))
+    traced: dict[str, Array | None] = dict(zip(names, arrays, strict=True))
     if policy.gains is not None:
-        found["worth"] = policy.gains.worth(arrays[1])
+        traced["worth"] = policy.gains.worth(arrays[1])
     elif policy.schedule is not None:
-        found["worth"] = places_in(policy.schedule, arrays[1])
-    return Trace(calls=policy.calls, ends=None if policy.in_turn else policy.ends, **found)  # type: ignore[arg-type]
+        traced["worth"] = places_in(policy.schedule, arrays[1])
+    return Trace(calls=policy.calls, ends=None if policy.in_turn else policy.ends, **traced)  # type: ignore[arg-type]
 
 
 def places_in(schedule: Floats, confidences: Floats) -> Floats:
@@ -298,12 +323,12 @@ def _ids_of(ids: Sequence[str] | None, part: ChainPart, rows: slice) -> Sequence
 
 
 def _trace_block(
-    policy: Policy, wanted: Sequence[str], ids: Sequence[str] | None, part: ChainPart, rows: slice
+    policy: Policy, names: Sequence[str], ids: Sequence[str] | None, part: ChainPart, rows: slice
 ) -> tuple[Array, ...]:
-    steps = policy.every_step([own[rows] for own in part.logits], _ids_of(ids, part, rows))
+    steps = policy.every_step([logits[rows] for logits in part.logits], _ids_of(ids, part, rows))
     return tuple(
-        np.stack([step.likeliest() if name == "likeliest" else getattr(step, name) for step in steps], axis=1)
-        for name in wanted
+        np.stack([step.likeliest() if name == "likeliest" else getattr(step, name) for step in steps]).T
+        for name in names
     )
 
 
@@ -336,18 +361,20 @@ def may_flip(policy: Policy, chain: ChainLogits, noise: Sequence[float]) -> int:
 
 
 def _replay_block(policy: Policy, ids: Sequence[str] | None, part: ChainPart, rows: slice) -> tuple[Array, ...]:
-    own_ids = _ids_of(ids, part, rows)
+    block_ids = _ids_of(ids, part, rows)
     n = rows.stop - rows.start
     predictions, confidences, stages = np.empty(n, dtype=np.int32), np.empty(n), np.empty(n, dtype=np.int8)
     calls = np.zeros((n, len(policy.stages)), dtype=bool)
+    block = [logits[rows] for logits in part.logits]
     for stage, reached, step in steps_of(
-        policy, np.arange(n), lambda stage, at: part.logits[stage][rows.start + at], own_ids
+        policy, np.arange(n), lambda stage, at: block[stage] if len(at) == n else rows_at(block[stage], at), block_ids
     ):
-        calls[reached, stage] = True
-        done = reached[step.accepted]
-        predictions[done] = step.predictions[step.accepted]
-        confidences[done] = step.confidences[step.accepted]
-        stages[done] = stage
+        if not policy.in_turn:
+            calls[reached, stage] = True
+        # Deferred rows are answered again later.
+        predictions[reached] = step.predictions
+        confidences[reached] = step.confidences
+        stages[reached] = stage
     return (predictions, confidences, stages) if policy.in_turn else (predictions, confidences, stages, calls)
 
 
@@ -362,19 +389,25 @@ def steps_of(
     """
     first = policy.first(len(rows), ids)
     waiting: dict[int, list[tuple[Ints, Floats | None]]] = {}
-    for stage, own in [(0, slice(None))] if first is None else by_stage(first):
-        waiting[stage] = [(rows[own], None)]
+    for stage, chosen in [(0, slice(None))] if first is None else by_stage(first):
+        waiting[stage] = [(rows[chosen], None)]
     while waiting:
         stage = min(waiting)
         pieces = waiting.pop(stage)
-        rows = np.concatenate([own for own, _ in pieces])
+        rows = pieces[0][0] if len(pieces) == 1 else np.concatenate([chosen for chosen, _ in pieces])
         if not len(rows):
             continue
-        step = policy.step(stage, logits_of(stage, rows), joined_states([(len(own), state) for own, state in pieces]))
+        step = policy.step(
+            stage, logits_of(stage, rows), joined_states([(len(chosen), state) for chosen, state in pieces])
+        )
         yield stage, rows, step
-        on = np.where(step.accepted, -1, stage + 1 if step.next is None else step.next)
-        for to, own in by_stage(on):
-            waiting.setdefault(to, []).append((rows[own], step.state[own]))
+        if step.next is None:
+            on: list[tuple[int, Ints]] = [(stage + 1, np.flatnonzero(~step.accepted))]
+        else:
+            on = by_stage(np.where(step.accepted, -1, step.next))
+        for to, chosen in on:
+            if len(chosen):
+                waiting.setdefault(to, []).append((rows[chosen], rows_at(step.state, chosen)))
 
 
 def by_stage(stages: Ints) -> list[tuple[int, Ints]]:
@@ -389,8 +422,8 @@ def answers_alone(policy: Policy, chain: Chain) -> Ints:
 
 
 def _block_alone(stages: tuple[Stage, ...], part: ChainPart, rows: slice) -> tuple[Array]:
-    scores = (stage.scores(logits[rows]) for logits, stage in zip(part.logits[-len(stages) :], stages, strict=True))
-    return (np.stack([own.argmax(axis=1) for own in scores], axis=1).astype(np.int32),)
+    logits_of_stages = zip(stages, part.logits[-len(stages) :], strict=True)
+    return (np.stack([stage.best_option(logits[rows]) for stage, logits in logits_of_stages]).T.astype(np.int32),)
 
 
 def of_rows(chain: Chain, compute: Callable[[ChainPart, slice], tuple[Array, ...]]) -> tuple[Array, ...]:
@@ -399,14 +432,31 @@ def of_rows(chain: Chain, compute: Callable[[ChainPart, slice], tuple[Array, ...
     compute: from a part, wherever it is, and a block of its rows to arrays (n, ...), some for every row of the block.
     """
     ranks, parts = zip(*chain.each(partial(_of_part, compute)), strict=True)
+    if isinstance(chain, ChainLogits):  # of one part, in order
+        arrays: tuple[Array, ...] = parts[0]
+        return arrays
     return tuple(in_order(ranks, arrays) for arrays in zip(*parts, strict=True))
 
 
 def _of_part(
     compute: Callable[[ChainPart, slice], tuple[Array, ...]], part: ChainPart
 ) -> tuple[Ints, tuple[Array, ...]]:
-    blocks = [compute(part, rows) for rows in part.blocks()] or [compute(part, slice(0, 0))]
-    return part.ranks, tuple(np.concatenate(arrays) for arrays in zip(*blocks, strict=True))
+    first, *later = list(part.blocks()) or [slice(0, 0)]
+    arrays = compute(part, first)
+    if not later:
+        return part.ranks, arrays
+    # Columns are contiguous, as a sweep reads them.
+    whole = tuple(np.empty((*of.shape[:0:-1], len(part)), dtype=of.dtype).T for of in arrays)
+
+    def keep(rows: slice, arrays: tuple[Array, ...]) -> None:
+        for target, values in zip(whole, arrays, strict=True):
+            target[rows] = values
+
+    keep(first, arrays)
+    mapped = in_threads if part.is_wide else map
+    for _ in mapped(lambda rows: keep(rows, compute(part, rows)), later):
+        pass
+    return part.ranks, whole
 
 
 def measure(answered: Answered, chain: Chain, split: str, *, with_f1: bool = True) -> Measures:
@@ -457,17 +507,17 @@ def measure_offline(trace: Trace, threshold: float | tuple[float, ...], chain: C
 
     An example that would go on to others keeps the answer that it has, as in a service that degrades.
     """
-    stops, rows = trace.stops(threshold), np.arange(len(chain))
-    found = []
+    stops = trace.stops(threshold)
+    of_stages = []
     for last in range(trace.predictions.shape[1] - 1):
-        predictions = trace.predictions[rows, np.minimum(stops, last)]
+        predictions = row_values(trace.predictions, np.minimum(stops, last))
         n_right = int(((predictions == chain.labels) & chain.labelled).sum())
         accuracy = share_to_come(n_right, int(chain.labelled.sum()))
-        found.append(OfflineAccuracy(stages=last + 1, accuracy=accuracy, degraded=float((stops > last).mean())))
-    return tuple(found)
+        of_stages.append(OfflineAccuracy(stages=last + 1, accuracy=accuracy, degraded=float((stops > last).mean())))
+    return tuple(of_stages)
 
 
-def measure_guarantees(policy: Policy, chain: Chain) -> tuple[StageGuarantees | None, ...]:
+def measure_guarantees(policy: Policy, chain: Chain, trace: Trace | None = None) -> tuple[StageGuarantees | None, ...]:
     """Measure the paper's propositions at every stage, over the labelled examples that reach it.
 
     A stage's confidence is that of the answer which it would give: RF's is of the scores fused so far. Its fallback is
@@ -481,20 +531,22 @@ def measure_guarantees(policy: Policy, chain: Chain) -> tuple[StageGuarantees | 
     last, n_silent = len(ends) - 1, len(policy.stages) - len(ends)
     if policy.scored:
         return (None,) * len(policy.stages)
-    trace = trace_policy(policy, chain)
+    trace = trace or trace_policy(policy, chain)
     stops = trace.stops(policy.threshold)
     thresholds = [policy.threshold_of(end) for end in ends[:-1].tolist()]
     accepted = trace.confidences >= [*thresholds, 0.0]
     correct = trace.predictions == chain.labels[:, None]
-    found: list[StageGuarantees | None] = []
+    guarantees: list[StageGuarantees | None] = []
     for stage in range(last):
         rows = np.flatnonzero(chain.labelled & (stops >= stage))
         if not len(rows):
-            found.append(None)
+            guarantees.append(None)
             continue
-        onward = accepted[:, stage + 1 :].argmax(axis=1) + stage + 1
-        extra = chain.costs.of_stops(ends[onward]) - chain.costs.of_stops(np.full(len(chain), ends[stage]))
+        onward = np.full(len(rows), last)
+        for later in range(last - 1, stage, -1):
+            np.copyto(onward, later, where=accepted[rows, later])
+        costs = chain.costs.of_rows(rows)
+        extra = costs.of_stops(ends[onward]) - costs.of_stops(np.full(len(rows), ends[stage]))
         confidences, right = trace.confidences[rows, stage], correct[rows, stage]
-        fallback = correct[rows, onward[rows]], extra[rows]
-        found.append(stage_guarantees(confidences, right, *fallback, thresholds[stage]))
-    return (*(None,) * n_silent, *found, None)
+        guarantees.append(stage_guarantees(confidences, right, correct[rows, onward], extra, thresholds[stage]))
+    return (*(None,) * n_silent, *guarantees, None)

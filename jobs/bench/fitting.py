@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from cauc_ray.api.offline import evaluate_shards, fit_shards
 from cauc_ray.api.options import EvaluateOptions, FitOptions, SweepJobOptions
 from cauc_ray.comparison.tasks import run_sweep
 from cauc_ray.data.writing import PoolModel, TableInfo, write_info
+from cauc_ray.errors import CaucWarning
 from cauc_ray.execution.tasks import Outcome
 from cauc_ray.numbers.calibration import fit_pair, fit_temperature
 from cauc_ray.numbers.chain import Costs
@@ -172,6 +174,43 @@ def planted_table(table: Path, n: int, k: int, n_models: int) -> list[str]:
     models = {f"model-{number}": (1.0 + 0.3 * number, 1.6**number) for number in range(n_models)}
     write_table(table, k, models, files=1, calibration=n, validation=n)
     return list(models)
+
+
+def doors(
+    rows: tuple[int, ...] = (50_000, 2_000_000), options: tuple[int, ...] = (1_000, 4), repeats: int = 3
+) -> dict[str, Any]:
+    """Measure fit, predict and evaluate on arrays of three models, in passes of np.exp(z).sum() over the same arrays.
+
+    Half of the rows choose the threshold. Every figure is the best of the repeats, its pass among them.
+
+    rows, options: of each set of arrays.   repeats: how often each is measured.
+    """
+    return {f"{n:,} x {k:,} x 3": _doors_of(n, k, repeats) for n, k in zip(rows, options, strict=True)}
+
+
+def _doors_of(n: int, k: int, repeats: int) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, k, n).astype(np.int32)
+    strengths = dict(zip(("small", "medium", "large"), np.array([1.2, 1.8, 2.4]) * max(1, np.log10(k)), strict=True))
+    arrays = {name: planted_logits(rng, labels, k, strength) for name, strength in strengths.items()}
+    costs = {"small": 1.0, "medium": 4.0, "large": 16.0}
+    one_row = {name: logits[:1] for name, logits in arrays.items()}
+    figures: dict[str, Any] = {}
+    warnings.simplefilter("ignore", CaucWarning)  # of planted rows
+    for method in ("base", "rf"):
+        fit = partial(cauc_ray.fit, arrays, labels, method=method, costs=costs, validation=0.5, budget=6.0)
+        policy = fit()
+        works: dict[str, Callable[[], Any]] = {
+            "fit": fit,
+            "predict": partial(policy.predict, arrays),
+            "evaluate": partial(cauc_ray.evaluate, arrays, policy, labels=labels),
+        }
+        figures[method] = {}
+        for door, work in works.items():
+            pass_s, _ = best_of(repeats, lambda: [np.exp(logits).sum() for logits in arrays.values()])
+            figures[method][f"{door}_passes"] = best_of(repeats, work)[0] / pass_s
+        figures[method]["one_row_us"] = 1e6 * best_of(100 * repeats, partial(policy.predict, one_row))[0]
+    return figures
 
 
 def best_of(repeats: int, work: Callable[[], Any]) -> tuple[float, Any]:

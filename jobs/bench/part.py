@@ -16,6 +16,7 @@ from cauc_ray.errors import CaucError
 # tuple of one or more numbers or names, and its default the full size; a tuple of names has all that there are.
 PARTS = {
     "numbers": "bench.fitting",
+    "doors": "bench.fitting",
     "shards": "bench.fitting",
     "collect": "bench.networks",
     "plan": "bench.plan",

@@ -164,18 +164,24 @@ def test_sweeps_and_comparisons_are_the_same_through_both_doors_and_need_no_chai
     assert len(set(fingerprints)) == 3
 
 
-@given(seed=st.integers(0, 999), options=st.sampled_from([{"validation": 0.4, "method": "rf"}, {"validation": 0.3}]))
-def test_with_ids_nothing_depends_on_the_order_of_rows(seed, options):
+@given(
+    seed=st.integers(0, 999),
+    options=st.sampled_from([{"validation": 0.4, "method": "rf"}, {"validation": 0.3}]),
+    given_ids=st.sampled_from(
+        [np.array([f"image {row}" for row in range(90)]), 7 * np.arange(90), 10**8 - np.arange(90)]
+    ),
+)
+def test_with_ids_nothing_depends_on_the_order_of_rows_nor_on_whether_ids_are_numbers(seed, options, given_ids):
     logits, labels = arrays(seed, 90)
-    ids = [f"image {row}" for row in range(90)]
+    ids = list(map(str, given_ids))
     order = np.random.default_rng(seed).permutation(90)
     turned = {model: z[order] for model, z in logits.items()}
     settings = {**options, "costs": COSTS}
     policy = cauc_ray.fit(logits, labels, example_ids=ids, **settings)
-    turned_ids = np.array(ids)[order]
+    turned_ids = given_ids[order]
     assert cauc_ray.fit(turned, labels[order], example_ids=turned_ids, **settings).to_json() == policy.to_json()
     evaluated = cauc_ray.evaluate(turned, policy, labels=labels[order], example_ids=turned_ids)
-    assert evaluated.predictions.example_ids == tuple(turned_ids)
+    assert evaluated.predictions.example_ids == tuple(map(str, turned_ids))
     assert evaluated.to_arrow().column("label").to_pylist() == labels[order].tolist()
     predicted = policy.predict(turned, example_ids=turned_ids).to_arrow()
     assert predicted.equals(evaluated.to_arrow().drop_columns("label"))

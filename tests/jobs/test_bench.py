@@ -23,7 +23,8 @@ def bench(*words, start=("-m", "jobs.bench")):
 
 # The words of a smoke test, and what holds of its results whatever the machine.
 SMOKES = {
-    "numbers --rows 300 --options 20 --repeats 1 --search-rows 60 --search-models 3 bodies --megabytes 1 --times 2":
+    "numbers --rows 300 --options 20 --repeats 1 --search-rows 60 --search-models 3 bodies --megabytes 1 --times 2 "
+    "doors --rows 300 --options 4 --repeats 1":
         lambda r: r["numbers"]["temperature"]["apart_from_sklearn"] < 1e-3
         and abs(r["numbers"]["pair"]["nll_above_lbfgsb"]) < 1e-5,
     "controller --rows 6000 --sleepers 1 3 --calls 20 --call-seconds 0.1 memory --rows 3000 --every 0.1 --store-mb 100 "

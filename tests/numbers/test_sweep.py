@@ -9,7 +9,7 @@ from synthetic import seeds
 
 from cauc_ray.errors import BudgetError, DataError
 from cauc_ray.numbers.chain import Costs
-from cauc_ray.numbers.sweep import STOP_ALL, STOP_NONE, OperatingPoints, reached_shares, sweep
+from cauc_ray.numbers.sweep import STOP_ALL, STOP_NONE, Events, OperatingPoints, reached_shares, sweep
 
 sizes = st.tuples(st.integers(1, 60), st.integers(1, 6))
 
@@ -43,6 +43,11 @@ def by_replay(confidences, predictions, labels, costs, threshold):
 def test_every_point_is_what_a_replay_gives_at_its_threshold_and_at_its_confidence(seed, size, per_call):
     data = traces(seed, size, per_call=per_call)
     accuracy, macro = sweep(*data), sweep(*data, "macro-f1")
+    rows = np.arange(0, len(data[0]), 2)
+    some = (data[0][rows], data[1][rows], data[2][rows], data[3].of_rows(rows))
+    alike = sweep(*some), sweep(*some, events=Events.of(data[0]).of_rows(rows))
+    assert np.array_equal(alike[0].confidences, alike[1].confidences)
+    np.testing.assert_allclose(alike[0].cost, alike[1].cost, rtol=1e-12)
     assert (np.diff(accuracy.cost) >= -1e-12).all()
     assert accuracy.confidences.tolist() == np.unique(np.maximum.accumulate(data[0], axis=1)).tolist()
     for point, threshold in [*enumerate(accuracy.settings), *enumerate(accuracy.confidences)]:
