@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from cauc_ray.api.samples import sample_logits
     from cauc_ray.api.serving import serve, set_policy
     from cauc_ray.comparison.comparing import compare
-    from cauc_ray.comparison.sweeping import sweep
     from cauc_ray.data.writing import write_logits
     from cauc_ray.errors import CaucError, CaucWarning
     from cauc_ray.models.answers import Answers
@@ -47,7 +46,6 @@ _PUBLIC = {
     "sample_logits": "cauc_ray.api.samples",
     "serve": "cauc_ray.api.serving",
     "set_policy": "cauc_ray.api.serving",
-    "sweep": "cauc_ray.comparison.sweeping",
     "write_logits": "cauc_ray.data.writing",
 }
 
@@ -69,7 +67,6 @@ __all__ = [
     "sample_logits",
     "serve",
     "set_policy",
-    "sweep",
     "write_logits",
 ]
 if find_spec("sklearn") is None:  # the classifier needs it, and a plain install does not bring it

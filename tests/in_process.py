@@ -1,12 +1,12 @@
-"""Tasks of sweeps and of the paper's tables in this process, one after the other; Ray runs them in tests of its own."""
+"""Tasks of the paper's tables in this process, one after the other; Ray runs them in tests of its own."""
 
 from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from cauc_ray.comparison import tasks
 from cauc_ray.errors import CaucError, own_warnings
-from cauc_ray.execution.tasks import Outcome
+from cauc_ray.execution import session, tasks
+from cauc_ray.execution.outcomes import Outcome
 
 
 def outcomes(of_round, deadline_s):
@@ -26,7 +26,7 @@ def outcomes(of_round, deadline_s):
 def tasks_in_process():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "run_tasks", outcomes)
-        patch.setattr(tasks, "ray_session", lambda address, n_cpus: nullcontext())
+        patch.setattr(session, "ray_session", lambda address, n_cpus: nullcontext())
         yield
 
 

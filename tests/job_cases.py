@@ -85,10 +85,5 @@ CASES = {
     "fit": (FIT, lambda results: results["method"] == "rf"),
     "run": (RUN, lambda results: (results["n"], results["n_failed"]) == (600, 0)),
     "paper": (PAPER, lambda results: set(results["tables"]) == {"two-model-image", "complementarity"}),
-    "sweep": (SWEEP, lambda results: (results["n_rows"], results["n_missing"]) == (N_ROWS, 0)),
+    "compare": (SWEEP, lambda results: (len(results["rows"]), results["not_run"]) == (N_ROWS, [])),
 }
-
-
-def stripped(table):
-    """Return a sweep's rows without the column that says how long something took."""
-    return table.drop_columns(["setup_s"]).to_pylist()

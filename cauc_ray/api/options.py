@@ -45,13 +45,15 @@ _RAY_COPY = "_ray_pkg_"
 class Flag:
     """How a flag gives a value: what stands for it in the help, how its text is read, and other spellings.
 
-    is_positional: given by its position, not by a name.   config_only: too large for a flag.
+    is_positional: given by its position, not by a name.   is_several: by several positions.   config_only: too large
+    for a flag.
     """
 
     metavar: str | None = None
     read: Callable[[str], Any] = str
     spellings: tuple[str, ...] = ()
     is_positional: bool = False
+    is_several: bool = False
     config_only: bool = False
 
 
@@ -67,6 +69,15 @@ def several(text: str) -> tuple[str, ...] | dict[str, str]:
     if not all(map(all, parts)) or len(named) not in ((len(parts),) if "=" in text else (0,)):
         raise ArgumentTypeError(f"{text!r} is not a list of values, or of NAME=VALUE, separated by commas")
     return named or tuple(name for (name,) in parts)
+
+
+def several_chains(text: str) -> tuple[tuple[str, ...], ...]:
+    """Read A+B,A+B+C.
+
+    >>> several_chains("small+large,small+medium+large")
+    (('small', 'large'), ('small', 'medium', 'large'))
+    """
+    return tuple(tuple(chain.split("+")) for chain in several(text))
 
 
 def _plain(value: Any) -> Any:
@@ -131,6 +142,9 @@ Amount: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
 Names: TypeAlias = Annotated[tuple[str, ...], _PLAIN, Flag("A,B,C", several)]
 Amounts: TypeAlias = Annotated[tuple[Amount, ...], _PLAIN, Flag("X,Y,Z", several)]
+Chains: TypeAlias = Annotated[
+    tuple[Annotated[tuple[str, ...], Field(min_length=1)], ...], _PLAIN, Flag("A+B,A+B+C", several_chains)
+]
 Seeds: TypeAlias = Annotated[tuple[Seed, ...], _PLAIN, Flag("0,1,2", several)]
 Costs: TypeAlias = Annotated[dict[str, Cost] | tuple[Cost, ...], _PLAIN, Flag("X,Y,Z|A=X,…", several)]
 Pairs: TypeAlias = Annotated[dict[str, str], Flag("NAME=VALUE,…", several)]
@@ -352,39 +366,14 @@ class FitOptions(ChainOptions, ShardOptions):
         return ThresholdRule(self.threshold, self.budget, self.objective, limit, self.price, compare)
 
 
-class MeasureOptions(ChainOptions):
-    """What methods are fitted and measured on."""
+class ComparedSet(BaseModel):
+    """A logit table of a comparison.
 
-    GROUP = "measuring"
-    methods: Names = option(
-        "names of methods; 'single' is each model alone, 'recalibrated' each model and each other method that is named "
-        "once more on recalibrated logits",
-        ("all",),
-    )
-    split: str = option("the split to measure on", "test")
-    test: Cut = option("share of the calibration split to measure on (default: the test split)")
-    embedding: str | None = option(
-        "what routers look at: an encoder of the table, or a model, whose call they pay (default: the first model's "
-        "outputs)"
-    )
-
-    @property
-    def cuts(self) -> dict[str, Cut]:
-        """Return by name the splits that are read, the last of which is measured on."""
-        return {**super().cuts, self.split: self.test}
-
-    @model_validator(mode="after")
-    def _unseen(self) -> Self:
-        if self.split in (self.calibration_split, self.validation_split):
-            raise ConfigError(f"split {self.split!r} is what methods are fitted or chosen on; measure them on another")
-        return self
-
-
-class SweptSet(BaseModel):
-    """A logit table of a sweep.
-
-    name: what the results call it.   logits: the table.   chains: of its models, each cheapest first; without any all
-    models by cost.   embedding: an encoder of the table, for routers.
+    Attributes:
+        name: What the results call it.
+        logits: The table.
+        chains: Chains of its models, each cheapest first; without any all models by cost.
+        embedding: An encoder of the table, for routers.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -396,9 +385,7 @@ class SweptSet(BaseModel):
 
     @model_validator(mode="after")
     def _unique(self) -> Self:
-        for chain in self.chains:
-            _require_unique(f"{self.name}: in a chain, model", chain)
-        _require_unique(f"{self.name}: chain", self.chains)
+        _require_chains(f"{self.name}: ", self.chains)
         return self
 
 
@@ -408,39 +395,91 @@ def _require_unique(what: str, values: Sequence[Any]) -> None:
         raise ConfigError(f"{what} {duplicate!r} is a duplicate")
 
 
-class SweepOptions(MeasureOptions):
-    """What is swept: methods × budgets × chains × seeds."""
+def _require_chains(where: str, chains: Sequence[Sequence[str]]) -> None:
+    for chain in chains:
+        _require_unique(f"{where}in a chain, model", chain)
+    _require_unique(f"{where}chain", chains)
 
-    GROUP = "sweep"
-    methods: Names = option("names of methods", ("base", "rf", "margin"), min_length=1)
-    budgets: Amounts = option("mean costs per example on validation, in the table's unit", ())
-    relative_budgets: Amounts = option("the same, as shares of the mean cost of the chain's most expensive model", ())
-    points: int | None = option(
-        "this many budgets, evenly spaced from the mean cost of the cheapest model to that of the most expensive "
-        "(default without budgets: every operating point)",
-        ge=2,
-        le=100_000,
+
+class CompareOptions(ChainOptions, ClusterOptions):
+    """What is compared: methods over budgets, seeds, chains and sets."""
+
+    GROUP = "comparing"
+    methods: Names = option(
+        "names of methods; 'single' is each model alone, 'recalibrated' each model and each other method that is named "
+        "once more on recalibrated logits",
+        ("all",),
+        min_length=1,
     )
-    seeds: Seeds = option("seeds, in place of the only one", ())
+    budget: float | None = option(
+        "mean cost per example on validation that every method may spend (default: base's at its own threshold)",
+        allow_inf_nan=False,
+    )
+    budgets: Amounts = option("several budgets", ())
+    relative_budgets: Amounts = option("budgets as shares of the mean cost of the chain's most expensive model", ())
+    points: int | None = option(
+        "this many budgets, evenly spaced from the mean cost of the cheapest model to that of the most expensive",
+        ge=2,
+        le=1_000,
+    )
+    seeds: Seeds = option("several seeds, in place of seed", ())
+    chains: Chains = option("several chains, in place of models", ())
+    sets: Annotated[tuple[ComparedSet, ...], Flag(config_only=True)] = option(
+        "several logit tables, each with a name and chains, in place of one", ()
+    )
+    reference: str | None = option("method that others are compared with (default: rf, else base)")
+    objective: Objective = option("what is maximised within a budget", "accuracy")
+    split: str = option("the split to measure on", "test")
+    test: Cut = option("share of the calibration split to measure on (default: the test split)")
+    embedding: str | None = option(
+        "what routers look at: an encoder of the table, or a model, whose call they pay (default: the first model's "
+        "outputs)"
+    )
     redrawn: Names | None = option(
         "splits that are pooled and cut into the same sizes again with each seed (default: with several seeds "
         "calibration and validation, else none)"
     )
-    chains: Annotated[tuple[tuple[str, ...], ...], Flag(config_only=True)] = option(
-        "several chains of the table, in place of models", ()
+    training_split: str | None = option("what routers and scorers are trained on (default: the calibration split)")
+    texts: Location | None = option("Parquet file of the queries' texts, for methods that train on them")
+    text_column: str = option("the column of texts", "question")
+    checkpoints: Annotated[dict[str, str], Flag("METHOD=MODEL,…", several)] = option(
+        "what these methods train: a hub id or a folder each, as routellm-bert=bert-base-uncased", {}
     )
+    address: str | None = option(
+        "address of a Ray cluster, or local: a task for each method, chain and seed (default: RAY_ADDRESS, else this "
+        "process)"
+    )
+    deadline_s: float = option("on a cluster: seconds that one method may take on one chain", 3600.0, gt=0)
+
+    @property
+    def cuts(self) -> dict[str, Cut]:
+        """Return by name the splits that are read: fitted, chosen and measured on; then trained on, if any."""
+        training = {} if self.training_split is None else {self.training_split: None}
+        return {**super().cuts, self.split: self.test, **training}
+
+    @property
+    def all_seeds(self) -> tuple[int, ...]:
+        """Return the seeds."""
+        return self.seeds or (self.seed,)
+
+    @property
+    def all_budgets(self) -> tuple[float, ...]:
+        """Return the budgets that are costs, in the table's unit."""
+        return self.budgets if self.budget is None else (self.budget,)
+
+    @property
+    def pooled(self) -> tuple[str, ...]:
+        """Return the splits that each seed cuts again."""
+        return self.redrawn if self.redrawn is not None else self.splits if len(self.all_seeds) > 1 else ()
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.chains and self.models is not None:
-            raise ConfigError("models are one chain, chains several; give one of the two")
-        _require_unique("method", self.methods)
-        _require_unique("seed", self.seeds)
-        _require_unique("budget", self.budgets)
-        _require_unique("relative budget", self.relative_budgets)
-        _require_unique("chain", self.chains)
-        if self.points is not None and (self.budgets or self.relative_budgets):
-            raise ConfigError("points are budgets that are evenly spaced; give either points or budgets")
+    def _measured_apart(self) -> Self:
+        if self.split in self.splits:
+            raise ConfigError(f"split {self.split!r} is what methods are fitted or chosen on; measure them on another")
+        if self.training_split in (*self.splits, self.split):
+            raise ConfigError(
+                f"split {self.training_split!r} has another use already; give a training split of its own"
+            )
         redrawn = self.redrawn or ()
         _require_unique("in redrawn, split", redrawn)
         for name in redrawn:
@@ -450,58 +489,18 @@ class SweepOptions(MeasureOptions):
             raise ConfigError(f"redrawn: {redrawn[0]!r} cannot be pooled with nothing; name two splits or none")
         return self
 
-    @property
-    def all_seeds(self) -> tuple[int, ...]:
-        """Return the seeds."""
-        return self.seeds or (self.seed,)
-
-    @property
-    def pooled(self) -> tuple[str, ...]:
-        """Return the splits that each seed cuts again."""
-        return self.redrawn if self.redrawn is not None else self.splits if len(self.all_seeds) > 1 else ()
-
-
-class SweepJobOptions(SweepOptions, ClusterOptions):
-    """What is swept by tasks on Ray."""
-
-    GROUP = "tasks"
-    deadline_s: float = option("seconds that one method may take on one chain", 3600.0, gt=0)
-    sets: Annotated[tuple[SweptSet, ...], Flag(config_only=True)] = option(
-        "several logit tables, each with a name and chains, in place of one", ()
-    )
-
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _consistent(self) -> Self:
         if self.sets and (self.chains or self.models is not None):
             raise ConfigError("sets have chains of their own; leave models and chains out")
-        _require_unique("set", [each.name for each in self.sets])
-        return self
-
-
-class CompareOptions(MeasureOptions):
-    """What is compared."""
-
-    budget: float | None = option("mean cost per example to match (default: base's on validation)", allow_inf_nan=False)
-    objective: Objective = option("what is maximised within the budget", "accuracy")
-    reference: str | None = option("method that others are compared with (default: rf, else base)")
-    training_split: str | None = option("what routers and scorers are trained on (default: the calibration split)")
-    texts: Location | None = option("Parquet file of the queries' texts, for methods that train on them")
-    text_column: str = option("the column of texts", "question")
-    checkpoints: Annotated[dict[str, str], Flag("METHOD=MODEL,…", several)] = option(
-        "what these methods train: a hub id or a folder each, as routellm-bert=bert-base-uncased", {}
-    )
-
-    @property
-    def cuts(self) -> dict[str, Cut]:
-        """Return by name the splits that are read: those of the methods, then what routers are trained on, if any."""
-        return super().cuts | ({} if self.training_split is None else {self.training_split: None})
-
-    @model_validator(mode="after")
-    def _trains_apart(self) -> Self:
-        if self.training_split in (*self.splits, self.split):
-            raise ConfigError(
-                f"split {self.training_split!r} has another use already; give a training split of its own"
-            )
+        if self.chains and self.models is not None:
+            raise ConfigError("models are one chain, chains several; give one of the two")
+        if sum((self.budget is not None, bool(self.budgets or self.relative_budgets), self.points is not None)) > 1:
+            raise ConfigError("budget is one, budgets several, points are evenly spaced ones; give one of the three")
+        for what in ("method", "seed", "budget", "relative_budget"):
+            _require_unique(what.replace("_", " "), getattr(self, f"{what}s"))
+        _require_chains("", self.chains)
+        _require_unique("set", [compared.name for compared in self.sets])
         return self
 
 

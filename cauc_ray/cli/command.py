@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -34,8 +35,7 @@ VERBS: Mapping[str, str] = {
     "collect": "save the logits of a pool's models on a labelled dataset",
     "fit": "fit a policy on saved logits",
     "evaluate": "measure a policy on saved logits",
-    "compare": "compare methods on one chain of models",
-    "sweep": "measure methods over budgets, chains and seeds",
+    "compare": "compare methods over budgets, chains and seeds",
     "run": "run a policy's cascade on real inputs",
     "serve": "serve a policy's cascade over HTTP",
     "policy set": "change the policy of a running service",
@@ -46,7 +46,11 @@ VERBS: Mapping[str, str] = {
     "show": "show what a file or folder of cauc-ray holds",
 }
 # For one release.
-REMOVED = {"inspect": "cauc show", "submit": "Ray's own command: ray job submit -- cauc VERB --config FILE"}
+REMOVED = {
+    "inspect": "cauc show",
+    "sweep": "cauc compare, which takes budgets, seeds and chains",
+    "submit": "Ray's own command: ray job submit -- cauc VERB --config FILE",
+}
 SHELLS = ("bash", "zsh", "tcsh")
 
 
@@ -184,7 +188,7 @@ class _Parser(argparse.ArgumentParser):
         if name is not None:
             verb = _verb(name)
             add_options(self, verb.options)
-            self.epilog = f"example:\n  {verb.example}"
+            self.epilog = "example:\n" + textwrap.indent(verb.example, "  ")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}; see {self.prog} --help\n")
@@ -279,7 +283,7 @@ def add_options(verb: argparse.ArgumentParser, options: type[Options]) -> None:
             else:
                 kwargs |= {"type": flag.read, "metavar": flag.metavar or name.rpartition("_")[2].upper()}
             if flag.is_positional:
-                groups[title].add_argument(name, nargs="?", **kwargs)
+                groups[title].add_argument(name, nargs="*" if flag.is_several else "?", **kwargs)
             else:
                 groups[title].add_argument(*(flag.spellings or [f"--{name.replace('_', '-')}"]), dest=name, **kwargs)
 

@@ -21,6 +21,8 @@ from cauc_ray.api.tables import (
     relative,
     with_interval,
 )
+from cauc_ray.cli.show import comparison as show_comparison
+from cauc_ray.comparison.result import Comparison
 from cauc_ray.data.logits import FAILED, LogitTable
 from cauc_ray.errors import CaucError, DataError
 from cauc_ray.files.documents import read_json
@@ -40,8 +42,7 @@ _TABLES = {
     "failed rows": {"example_id", "stage", "reason"},
     "comparison": {"method", "paradigm", "accuracy", "setup_s"},
     "curves of a comparison": {"method", "setting", "validation_accuracy", "accuracy", "cost"},
-    "summary of a sweep": {"method", "budget", "accuracy_mean", "accuracy_std"},
-    "sweep": {"method", "threshold", "validation_accuracy", "accuracy", "cost"},
+    "summary of a comparison": {"method", "budget", "accuracy_mean", "accuracy_std"},
     "logits": {"example_id", "label", "logits"},
     "embeddings": {"example_id", "embedding"},
     "input": {"example_id"},
@@ -58,7 +59,7 @@ _MOST = 50
 def contents(path: str | Path) -> dict[str, Any]:
     """Return what a file or folder holds: its kind, its path, and what there is to know of that kind.
 
-    Kinds: policy, pool, logit table, run, sweep, comparison, paper, the tables of these, and a folder with any of them.
+    Kinds: policy, pool, logit table, run, comparison, paper, the tables of these, and a folder with any of them.
     Raises CaucError for anything else.
     """
     path = Path(path)
@@ -81,7 +82,7 @@ def contents(path: str | Path) -> dict[str, Any]:
     else:
         raise DataError(
             f"{path} is not a file of cauc-ray: a policy (.json), a pool (.yaml), a Parquet file, a logit table or the "
-            "folder of a run, a sweep or a comparison was expected"
+            "folder of a run or a comparison was expected"
         )
     return {"kind": found["kind"], "path": str(path), **found}
 
@@ -114,22 +115,15 @@ def _document(path: Path) -> dict[str, Any]:
     keys = content.keys() if isinstance(content, dict) else set()
     if keys >= {"run_id", "stages"}:
         return {**content, "kind": "run"}
-    if keys >= {"n_rows", "n_ok", "missing"}:
-        counts = {key: value for key, value in content.items() if key.startswith("n_")}
-        return {"kind": "sweep by tasks", **counts, "missing": content["missing"]}
-    if keys >= {"rows", "conventions", "fingerprints", "reference"}:
-        rows = [
-            f"{row['method']}: accuracy {100 * row['accuracy']:.2f} % at {row['cost']:.4g} {content['cost_unit']}"
-            for row in content["rows"]
-        ]
-        about = {key: content[key] for key in ("models", "n", "budget", "cost_unit")}
-        return {"kind": "comparison", **about, "rows": rows}
+    if keys >= {"rows", "conventions", "summary"}:
+        about = {key: content[key] for key in ("budget", "seeds") if key in content}
+        return {"kind": "comparison", **about, "n_rows": len(content["rows"])}
     if keys >= {"tables", "figures", "failed"}:
         return {"kind": "paper", "tables": sorted(content["tables"]), "failed": content["failed"]}
     if path.name == "pool.json" and "models" in keys:
         return {**_logit_table(path.parent), "path": str(path.parent)}
     if path.name == "summary.json":
-        raise DataError(f"{path} is not the summary of a run or a sweep")
+        raise DataError(f"{path} is not the summary of a run")
     policy = Policy.load(path)
     return {"kind": "policy", "policy_id": policy.id, **policy.model_dump(mode="json")}
 
@@ -184,6 +178,9 @@ def show_contents(found: Mapping[str, Any]) -> None:
         for guard in found["guards"]:
             if guard["fired"]:
                 line(f"warning: {guard['name']}: {guard['says']}")
+        return
+    if found["kind"] == "comparison" and not found["path"].endswith(".parquet"):
+        show_comparison(Comparison.load(found["path"]))
         return
     about = {key: value for key, value in found.items() if key not in ("kind", "path")}
     table = new_table(f"{found['path']}: {found['kind']}", ["", ""])

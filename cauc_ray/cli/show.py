@@ -20,6 +20,7 @@ from cauc_ray.api.tables import (
 
 if TYPE_CHECKING:
     from cauc_ray.api.serving import Service
+    from cauc_ray.comparison.result import Comparison
     from cauc_ray.paper.run import Paper
 
 # What is promised of a stage's answers, by its key in an evaluation.
@@ -120,20 +121,6 @@ def watched(found: Mapping[str, Any]) -> None:
     line(f"the policy {found['says']}")
 
 
-def sweep(rows: Sequence[Mapping[str, Any]], unit: str, split: str) -> None:
-    """Show what each method makes of a few budgets."""
-    columns = [
-        ("method", "text", "method"),
-        (f"budget ({unit})", "number", "budget"),
-        ("threshold", "number", "threshold"),
-        (f"{split} accuracy", "percent", "accuracy"),
-        (f"{split} cost", "number", "cost"),
-        ("relative", "number", "relative_cost"),
-        ("avoided", "percent", "avoided"),
-    ]
-    print_rows(f"budgets chosen on validation, measured on {split}", rows, columns)
-
-
 def grids(title: str, tables: Sequence[Grid]) -> None:
     """Show tables of text under one title."""
     line(title)
@@ -155,9 +142,20 @@ def paper(made: Paper, output: str) -> None:
     line(f"everything is in {output}, see report.md; {made.seconds:.0f} s")
 
 
-def comparison(result: Mapping[str, Any]) -> None:
-    """Show methods side by side: at the matched cost, over their whole curves, and what setting them up took."""
-    unit, chain, rows = result["cost_unit"], " → ".join(result["models"]), result["rows"]
+def comparison(compared: Comparison) -> None:
+    """Show methods side by side; at one budget also over their whole curves, their setup and the calibration."""
+    result = compared.as_json()
+    rows = [row for row in result["rows"] if row["accuracy"] is not None]
+    if len({row["method"] for row in rows}) == len(rows):
+        _at_one_budget(result, rows)
+    else:
+        grids("accuracy of methods at budgets", compared.grids())
+    for absent in result["not_run"]:
+        line(f"not run: {absent['method']} {absent['why']}")
+
+
+def _at_one_budget(result: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> None:
+    unit, chain = result["cost_unit"], " → ".join(result["models"])
     shown = [
         row
         | {"name": row["method"] if row["steered"] else f"{row['method']} *"}
@@ -204,8 +202,6 @@ def comparison(result: Mapping[str, Any]) -> None:
     table.columns[-1].justify = "left"
     print_table(table)
     _calibration(result["calibration"])
-    for absent in result["not_run"]:
-        line(f"not run: {absent['method']} {absent['why']}")
 
 
 def _calibration(found: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import signal
 import sys
@@ -15,7 +16,8 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator
 
-from cauc_ray.api import live
+from cauc_ray.api import array_files, live
+from cauc_ray.api.array_files import LabelsFile, LogitFiles
 from cauc_ray.api.options import (
     CheckOptions,
     ClusterOptions,
@@ -31,14 +33,11 @@ from cauc_ray.api.options import (
     RunOptions,
     ServeOptions,
     SetPolicyOptions,
-    SweepJobOptions,
-    SweepOptions,
     as_dataset,
     option,
 )
 from cauc_ray.api.samples import sample_logits
 from cauc_ray.cli import show
-from cauc_ray.errors import ConfigError
 from cauc_ray.paper.config import PaperConfig
 from cauc_ray.policies.policy import Policy
 
@@ -59,6 +58,12 @@ OutFolder: TypeAlias = Annotated[OutputPath, Flag("DIR", spellings=("-o", "--out
 OutTable: TypeAlias = Annotated[OutputPath, Flag("LOGITS", spellings=("-o", "--output"))]
 
 LOGITS = option("a logit table, by path or URI", ...)
+LOGIT_FILES = option(
+    "a logit table, by path or URI; or arrays, as small=small.npy large=large.npy (.npy, .csv), or an .npz file with "
+    "one for each model",
+    ...,
+)
+LABELS = option("file of the labels of arrays (.npy, .csv; default: the array 'labels' of the .npz file)")
 POOL = option("a pool file", ...)
 POLICY = option("a policy file", ...)
 
@@ -109,7 +114,8 @@ def collect(options: Collect, say: Say) -> None:
 class Fit(FitOptions):
     """Options of `cauc fit`."""
 
-    logits: Logits = LOGITS
+    logits: LogitFiles = LOGIT_FILES
+    labels: LabelsFile | None = LABELS
     output: OutFile = option("the policy file to write", Path("policy.json"))
 
 
@@ -118,9 +124,10 @@ def fit(options: Fit, say: Say) -> None:
     from cauc_ray.api import offline
     from cauc_ray.cli.contents import show_policy
 
-    offline.require_output_file(options.output, options.logits)
+    offline.require_output_file(options.output, *array_files.files_of(options.logits))
+    logits, labels = array_files.read_logits(options.logits, options.labels)
     with live.progress("searching" if options.search else "fitting"):
-        policy = offline.fit(options.logits, **options.part(FitOptions))
+        policy = offline.fit(logits, labels, **options.part(FitOptions))
         policy.save(options.output)
     result = {"policy": str(options.output), "policy_id": policy.id, **policy.model_dump(mode="json")}
     say(result, lambda: show_policy(policy), f"written to {options.output}")
@@ -129,7 +136,8 @@ def fit(options: Fit, say: Say) -> None:
 class Evaluate(EvaluateOptions):
     """Options of `cauc evaluate`."""
 
-    logits: Logits = LOGITS
+    logits: LogitFiles = LOGIT_FILES
+    labels: LabelsFile | None = LABELS
     policy: PolicyFile = POLICY
     predictions: Annotated[OutputPath | None, Flag("FILE")] = option("write the answers to this Parquet file")
 
@@ -141,10 +149,11 @@ def evaluate(options: Evaluate, say: Say) -> None:
     from cauc_ray.files.parquet import write_parquet
 
     if options.predictions is not None:
-        offline.require_output_file(options.predictions, options.logits, options.policy)
+        offline.require_output_file(options.predictions, *array_files.files_of(options.logits), options.policy)
+    logits, labels = array_files.read_logits(options.logits, options.labels)
     policy = Policy.load(options.policy)
     with live.progress("evaluating"):
-        evaluation = offline.evaluate(options.logits, policy, **options.part(EvaluateOptions))
+        evaluation = offline.evaluate(logits, policy, labels=labels, **options.part(EvaluateOptions))
         if options.predictions is not None:
             write_parquet(options.predictions, evaluation.to_arrow())
     result = evaluation_summary(evaluation)
@@ -169,85 +178,43 @@ def check(options: Check, say: Say) -> int:
     return 0 if found["holds"] else NOT_VALID
 
 
-class Sweep(SweepJobOptions):
-    """Options of `cauc sweep`."""
-
-    logits: Logits | None = option("a logit table, by path or URI, unless a config has sets")
-    output: OutFile = option(
-        "the Parquet file to write; or a folder: then tasks on Ray do the work, and what they measured is kept there",
-        Path("sweep.parquet"),
-    )
-
-
-def sweep(options: Sweep, say: Say) -> int:
-    """Measure methods over budgets, chains and seeds."""
-    from cauc_ray.comparison import sweeping, tasks
-
-    if options.output.suffix == ".parquet":
-        return _sweep_here(options, say)
-    with live.progress("sweep", "tasks") as on_outcome:
-        found = tasks.run_sweep(options, options.output, options.logits, on_outcome=on_outcome)
-    title = "accuracy in percent ± its standard deviation over seeds, at cost relative to the last model"
-    say(
-        {**found.as_json(), "output": str(options.output)},
-        lambda: show.grids(title, sweeping.grids(found.summary)),
-        f"{len(found.rows):,} rows in {found.seconds:.0f} s, written to {options.output}",
-    )
-    return _incomplete(found.missing)
-
-
-def _sweep_here(options: Sweep, say: Say) -> int:
-    from cauc_ray.api import offline
-    from cauc_ray.comparison import sweeping
-    from cauc_ray.files.parquet import write_parquet
-
-    if options.logits is None:
-        raise ConfigError("a sweep of several sets goes to a folder; give one as output, without .parquet")
-    offline.require_output_file(options.output, options.logits)
-    with live.progress("sweeping"):
-        table = sweeping.sweep(options.logits, **options.part(SweepOptions))
-        write_parquet(options.output, table)
-    rows, unit = table.to_pylist(), table.schema.metadata[b"cost_unit"].decode()
-    is_curve = not (options.budgets or options.relative_budgets or options.chains or options.seeds)
-    shown = sweeping.highlights(table) if is_curve else []
-    say(
-        {"sweep": str(options.output), "points": len(rows), "cost_unit": unit, "highlights": shown},
-        lambda: (
-            show.sweep(shown, unit, options.split)
-            if is_curve
-            else show.grids(
-                "accuracy in percent, at cost relative to the last model", sweeping.grids(sweeping.summarise(rows))
-            )
-        ),
-        f"{len(rows):,} operating points written to {options.output}",
-    )
-    return 0
-
-
 class Compare(CompareOptions):
     """Options of `cauc compare`."""
 
-    logits: Logits = LOGITS
-    output: OutFolder | None = option("a new folder for rows.parquet, curves.parquet and comparison.json")
+    logits: LogitFiles | None = option(
+        "logit tables, by path or URI; or arrays, as small=small.npy large=large.npy (.npy, .npz, .csv), or one .npz "
+        "with an array for each model; unless a config has sets"
+    )
+    labels: LabelsFile | None = LABELS
+    output: OutFile | None = option(
+        "a file of results (.csv, .json, .parquet, .tex, .pdf, .png, .svg), or a folder with all of them, where "
+        "finished cells are kept and not measured again"
+    )
 
 
-def compare(options: Compare, say: Say) -> None:
-    """Fit methods on one chain and measure them side by side."""
-    from cauc_ray.api import offline
+def compare(options: Compare, say: Say) -> int:
+    """Fit methods and measure them side by side, over budgets, seeds and chains."""
     from cauc_ray.comparison import comparing
-    from cauc_ray.files.documents import require_new
 
-    if options.output is not None:
-        offline.require_apart(options.output, options.logits)
-        require_new(options.output)
-    with live.progress("compare", "methods") as on_method:
-        comparison = comparing.compare(options.logits, on_method=on_method, **options.part(CompareOptions))
-    lines = []
-    if options.output is not None:
-        comparing.save_comparison(comparison, options.output)
-        lines = [f"rows.parquet, curves.parquet and comparison.json are in {options.output}"]
-    result = comparison.as_json()
-    say(result, lambda: show.comparison(result), *lines)
+    keywords: dict[str, Any] = options.part(CompareOptions)
+    logits, labels = None, None
+    if isinstance(options.logits, tuple) and len(options.logits) > 1:
+        models, chains = keywords.pop("models"), keywords.pop("chains")
+        chains = chains or ([models] if models else ())
+        keywords["sets"] = [{"name": path.name, "logits": path, "chains": chains} for path in options.logits]
+    elif options.logits is not None:
+        logits, labels = array_files.read_logits(options.logits, options.labels)
+    keywords["address"] = options.address or os.environ.get("RAY_ADDRESS")
+    if isinstance(logits, Mapping):
+        keywords["address"] = options.address
+    with live.progress("compare", "cells") as on_cell:
+        comparison = comparing.compare(logits, labels, output=options.output, on_cell=on_cell, **keywords)
+    written = [] if options.output is None else [f"written to {options.output}"]
+    say(comparison.as_json(), lambda: show.comparison(comparison), *written)
+    failed = [entry for entry in comparison.not_run if entry["why"].startswith("failed: ")]
+    return _incomplete(
+        tuple(f"{e['set']}, {e['chain']}: {e['method']}, seed {e['seed']}: {e['why'][8:]}" for e in failed)
+    )
 
 
 class Run(RunOptions):
@@ -388,7 +355,7 @@ class Show(Options):
     """Options of `cauc show`."""
 
     file: Annotated[Path, Flag("FILE", is_positional=True)] = option(
-        "a policy, pool, logit table, run, sweep, comparison or Parquet file", ...
+        "a policy, pool, logit table, run, comparison or Parquet file", ...
     )
 
 
@@ -405,8 +372,13 @@ VERBS: Mapping[str, Verb] = {
     "collect": Verb(Collect, "cauc collect pool.yaml --dataset questions.csv -o logits", collect),
     "fit": Verb(Fit, f"cauc fit {shlex.quote(str(sample_logits()))} --method rf --budget 4", fit),
     "evaluate": Verb(Evaluate, "cauc evaluate logits --policy policy.json", evaluate),
-    "compare": Verb(Compare, "cauc compare logits --methods single,base,rf,margin,oracle", compare),
-    "sweep": Verb(Sweep, "cauc sweep logits --methods base,rf -o sweep.parquet", sweep),
+    "compare": Verb(
+        Compare,
+        "cauc compare logits --methods single,base,rf,margin,oracle\n"
+        "cauc compare logits --relative-budgets 0.3,0.5,0.8 --seeds 0,1,2 -o comparison\n"
+        "cauc compare small=small.npy large=large.npy --labels labels.npy --costs 1,10 --points 10 -o table.tex",
+        compare,
+    ),
     "run": Verb(Run, "cauc run pool.yaml --policy policy.json --input photographs/ -o out", run),
     "serve": Verb(Serve, "cauc serve pool.yaml --policy policy.json --port 8000", serve),
     "policy set": Verb(SetPolicy, "cauc policy set --budget 4 --url http://127.0.0.1:8000", set_policy),

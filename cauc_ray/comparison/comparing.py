@@ -1,167 +1,58 @@
-"""All methods side by side on one chain: the Python side of `cauc compare`."""
+"""Methods over budgets, seeds, chains and sets: the Python side of `cauc compare`."""
 
 from __future__ import annotations
 
-from collections import Counter
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.api.options import CompareOptions, Cut
-from cauc_ray.api.plots import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    accuracy_over_cost,
-    plot_model,
-    plot_point,
-)
-from cauc_ray.api.sources import Logits, Source, fingerprints_of, read_examples
-from cauc_ray.api.tables import number
-from cauc_ray.comparison.measuring import (
-    CONVENTIONS,
-    NO_DIFFERENCE,
-    Bench,
-    calibration_of,
-    choose_methods,
-    hidden_of,
-    method_of,
-)
-from cauc_ray.data.logits import LogitKinds, Texts
-from cauc_ray.errors import ConfigError
-from cauc_ray.files.documents import new_folder, write_json
-from cauc_ray.files.parquet import write_parquet
-from cauc_ray.files.paths import AnyPath, path_of
-from cauc_ray.numbers.sweep import Objective, OperatingPoints
-from cauc_ray.policies.by_method import SINGLE
-from cauc_ray.policies.family import Curve
-from cauc_ray.policies.fitting import Fitting
-from cauc_ray.policies.method import METHODS
-from cauc_ray.policies.notebook import Shown, SmallTable, share_text
-from cauc_ray.policies.predictions import pandas_frame
+from cauc_ray.api.offline import require_apart, require_output_file
+from cauc_ray.api.options import ComparedSet, CompareOptions, Cut
+from cauc_ray.api.sources import Logits, Source
+from cauc_ray.comparison.differences import with_differences
+from cauc_ray.comparison.measuring import CONVENTIONS, Bench
+from cauc_ray.comparison.result import Comparison, is_file
+from cauc_ray.comparison.selection import choose_methods, require_trainable
+from cauc_ray.comparison.tasks import require_folder_of, run_stored
+from cauc_ray.data.logits import LogitKinds, LogitTable, encoders
+from cauc_ray.errors import BudgetError, ConfigError, DataError, require_packages, unknown_name
+from cauc_ray.execution.outcomes import Outcome, Task
+from cauc_ray.files.paths import AnyPath, absolute, content_digest, path_of
+from cauc_ray.numbers.metrics import aiq, upper_hull
+from cauc_ray.numbers.sweep import Objective
 
-# How curves of each paradigm look: colours, widths, dashes, and what is over what. Ours stand out.
-_LOOKS: Mapping[str, Sequence[Any]] = {
-    "ours": ((BLUE, VERMILION, "#332288", "#117733", "#AA4499", "#661100"), (3.6, 1.7, 2.4, 1.4, 1.4, 2.0), ("-",), 4),
-    "ensemble": ((ORANGE,), (1.5,), ("-",), 3),
-    "cascade": ((GREEN, PURPLE, ORANGE, BLACK), (1.5,), ("-",), 3),
-    "router": (
-        (SKY, "#9467bd", "#8c564b", "#7f7f7f", "#8a8a00", "#2f4f4f"),
-        (1.0,),
-        ("--", "-.", (0, (1, 1)), (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (7, 3))),
-        2,
-    ),
-    "control": ((GREY, "#7A5195", "#F0A000", "#1B7837"), (1.1,), ((0, (1, 1.5)),), 1),
-}
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Comparison(Shown):
-    """Methods side by side.
-
-    about: the chain, the splits, the budget, the conventions of the metrics.   rows: one for each method.
-    curves: every operating point that validation tells apart, with its final figures.   not_run: methods and why.
-    """
-
-    about: dict[str, Any]
-    rows: list[dict[str, Any]]
-    curves: pa.Table
-    not_run: list[dict[str, str]]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what `cauc compare --json` prints: all but the curves."""
-        return {**self.about, "rows": self.rows, "not_run": self.not_run}
-
-    def row(self, method: str) -> dict[str, Any]:
-        """Return a method's row."""
-        return next(row for row in self.rows if row["method"] == method)
-
-    def to_arrow(self) -> pa.Table:
-        """Return the rows as a table; what was true of all of them is in its metadata."""
-        about = {key: str(value) for key, value in self.about.items()}
-        return pa.Table.from_pylist(self.rows).replace_schema_metadata(about)
-
-    def to_pandas(self) -> Any:
-        """Return to_arrow() as a pandas DataFrame. Raises ConfigError where pandas is missing."""
-        return pandas_frame(self.to_arrow())
-
-    def plot(self, axes: Any = None, *, objective: Objective = "accuracy") -> Any:
-        """Draw accuracy over cost: each method's curve with its point at the budget, and each model by itself.
-
-        axes: of matplotlib, to draw on; without them a new figure's.   objective: what is drawn over cost; intervals
-        are of accuracy.   Returns the axes. Raises ConfigError where matplotlib is missing.
-        """
-        axes = accuracy_over_cost(self.about["cost_unit"], axes, objective)
-        quality = "accuracy" if objective == "accuracy" else "macro_f1"
-        n_drawn: Counter[str] = Counter()
-        for row in self.rows:
-            method, paradigm = row["method"], row["paradigm"]
-            if paradigm in _LOOKS and method != "rf-shared":  # its curve is CAUC-RF's
-                look = _look(paradigm, n_drawn[paradigm])
-                n_drawn[paradigm] += 1
-                curve = self._curve(method)
-                names = [method, None] if len(curve) > 1 else [None, method]
-                axes.plot(curve["cost"], 100 * curve[quality].to_numpy(), label=names[0], **look)
-                is_ours = paradigm == "ours"
-                interval = row["accuracy_interval"] if is_ours and objective == "accuracy" else None
-                point = {"fmt": "D" if is_ours else "o", "markersize": 7 if is_ours else 4.5, "color": look["color"]}
-                plot_point(axes, row["cost"], row[quality], interval, label=names[1], zorder=6, **point)
-        axes.axvline(self.about["budget"], color=GREY, linestyle=":", label="budget")
-        self._plot_models(axes, quality)
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-        return axes
-
-    def _plot_models(self, axes: Any, quality: str) -> None:
-        """Draw single models, the name of each where the curve of Base, or of the first method, is not."""
-        methods = [row["method"] for row in self.rows if row["paradigm"] in _LOOKS]
-        curve = self._curve("base" if "base" in methods else methods[0]) if methods else None
-        for row in self.rows:
-            if row["paradigm"] == "single-model":
-                interval = row["accuracy_interval"] if quality == "accuracy" else None
-                reached = 1.0 if curve is None else float(np.interp(row["cost"], curve["cost"], curve[quality]))
-                model = row["method"].removeprefix(f"{SINGLE}:")
-                plot_model(axes, model, row["cost"], row[quality], interval, is_above=row[quality] > reached)
-
-    def _curve(self, method: str) -> pa.Table:
-        return self.curves.filter(pc.equal(self.curves["method"], method)).sort_by("cost")
-
-    def small_table(self) -> SmallTable:
-        """Return each method's accuracy and cost, as people see them."""
-        unit = self.about["cost_unit"]
-        rows = [
-            [
-                row["method"],
-                share_text(row["accuracy"]),
-                number(row["cost"]),
-                "–" if row["relative_cost"] is None else f"{row['relative_cost']:.2f}",
-                share_text(row["avoided"]),
-            ]
-            for row in self.rows
-        ]
-        caption = (
-            f"{' → '.join(self.about['models'])} on {self.about['n']:,} examples, methods at a budget of "
-            f"{self.about['budget']:.4g} {unit}"
-        )
-        return SmallTable(caption, ["method", "accuracy", f"cost ({unit})", "relative", "last model avoided"], rows)
+# What says nothing of a cell, or is a part of its keys.
+_NOT_OF_CELLS = {"sets", "chains", "models", "methods", "seeds", "seed", "address", "deadline_s", "reference"}
+_FIRST_COLUMNS = ("set", "chain", "method", "seed", "budget_kind", "budget", "budget_cost", "status", "reason")
+# The shares of arrays that methods are chosen and measured on, without validation and test.
+ARRAY_SHARES = (0.25, 0.5)
 
 
 def compare(
-    logits: Logits,
+    logits: Logits | None = None,
     labels: Any = None,
     *,
     example_ids: Any = None,
     models: Sequence[str] | None = None,
+    chains: Sequence[Sequence[str]] = (),
+    sets: Sequence[ComparedSet | Mapping[str, Any]] = (),
     methods: Sequence[str] = ("all",),
+    budget: float | None = None,
+    budgets: Sequence[float] = (),
+    relative_budgets: Sequence[float] = (),
+    points: int | None = None,
+    seed: int = 0,
+    seeds: Sequence[int] = (),
+    redrawn: Sequence[str] | None = None,
+    reference: str | None = None,
+    objective: Objective = "accuracy",
     embedding: str | None = None,
     texts: str | AnyPath | None = None,
     text_column: str = "question",
@@ -173,143 +64,275 @@ def compare(
     validation: Cut = None,
     split: str = "test",
     test: Cut = None,
-    budget: float | None = None,
-    objective: Objective = "accuracy",
-    reference: str | None = None,
     training_split: str | None = None,
-    seed: int = 0,
     logit_kind: LogitKinds = None,
-    on_method: Callable[[str, int, int], None] = lambda name, place, of: None,
+    address: str | None = None,
+    deadline_s: float = 3600.0,
+    output: str | AnyPath | None = None,
+    on_cell: Callable[[Outcome, int, int], None] = lambda outcome, index, of: None,
 ) -> Comparison:
-    """Fit methods on one chain, and measure them on a split that none of them has seen.
+    """Fit methods, and measure them at budgets on a split that none of them has seen.
 
-    Methods whose packages, texts or checkpoint are missing are left out of "all", and the comparison says so.
+    A method that cannot run, or whose fit fails, is named with the reason; the others are measured.
 
     Args:
-        logits: a table or arrays, as for fit().
-        labels: as for fit(), like example_ids, models, costs, cost_unit, calibration_split, validation_split and
-            logit_kind.
-        example_ids: of arrays.
-        models: the chain.
-        methods: names of methods, "single" for each model alone, "recalibrated" for each model alone and each other
+        logits: A table or arrays, as for fit().
+        labels: Of arrays, as for fit().
+        example_ids: Of arrays, as for fit().
+        models: The chain.
+        chains: Several chains, each cheapest first, in place of models.
+        sets: Several logit tables, each a mapping with name, logits and, if need be, chains and embedding.
+        methods: Names of methods, "single" for each model alone, "recalibrated" for each model alone and each other
             method that is named once more on recalibrated logits, or "all".
-        embedding: an encoder of the table, whose embeddings routers look at. One that is named like a model of the
+        budget: Mean cost per example on validation that a method may spend; without any, what Base costs there at its
+            own threshold.
+        budgets: Several budgets.
+        relative_budgets: Budgets as shares of the cost of the chain's most expensive model.
+        points: So many budgets, evenly spaced from the mean cost of the cheapest model to that of the most expensive.
+        seed: Random seed.
+        seeds: Several seeds, in place of seed.
+        redrawn: Splits that are pooled and, with each seed, cut again into the same sizes; None for calibration and
+            validation where there are several seeds, else none.
+        reference: The method that others are compared with: rf if measured, else base, else the first.
+        objective: What is maximised within a budget.
+        embedding: An encoder of the table, whose embeddings routers look at. One that is named like a model of the
             table is that model, whose call they pay on every example; without one they look at the first model's
             outputs, and pay for its call.
-        texts: a Parquet file of the queries' texts, for the methods that train on them.
-        text_column: of that file.
-        checkpoints: by such a method's name the hub id or folder of the model that it trains.
-        costs: of a call of each model.
-        cost_unit: of costs.
-        calibration_split: what methods are fitted on.
-        validation_split: what they are chosen on.
-        validation: in place of that split a share of the calibration examples, drawn at random; or of arrays a pair, as
-            for fit().
-        split: what they are measured on.
-        test: in place of that split, like validation.
-        budget: mean cost per example to match; without one what Base costs on validation at its own threshold.
-        objective: what is maximised within the budget.
-        reference: the method, or single:MODEL, that others are compared with: rf where that is measured, else base,
-            else the last model alone.
-        training_split: a split of the table on which routers and scorers are trained, in place of the calibration
+        texts: A Parquet file of the queries' texts, for the methods that train on them.
+        text_column: Of that file.
+        checkpoints: By such a method's name the hub id or folder of the model that it trains.
+        costs: Of a call of each model.
+        cost_unit: Of costs.
+        calibration_split: What methods are fitted on.
+        validation_split: What they are chosen on.
+        validation: In place of that split a share of the calibration examples, drawn at random; or of arrays a pair, as
+            for fit(). Of arrays a quarter, or half of what test leaves.
+        split: What they are measured on.
+        test: In place of that split, like validation. Of arrays a half, or half of what validation leaves.
+        training_split: A split of the table on which routers and scorers are trained, in place of the calibration
             split, on which CAUC's own numbers and temperatures are fitted.
-        seed: of all random draws.
-        logit_kind: of the models.
-        on_method: called with each method's name, its index and their number before its fit.
+        logit_kind: Of the models.
+        address: Of a Ray cluster, or "local" for one on this machine: each method, chain and seed is a task there.
+            Without it they run in this process, one after the other.
+        deadline_s: On a cluster, the seconds that a task may take.
+        output: Where the results are written: a file (.csv, .json, .parquet, .tex, .pdf, .png, .svg), or a folder with
+            all of these, which keeps finished cells of tables: a call that goes on does not measure them again.
+        on_cell: Called with the outcome of each cell, its number and how many there are.
 
     Returns:
-        The methods, one row each, and their curves.
+        A row for each set, chain, method, seed and budget, and the curves.
 
     Raises:
-        CaucError: as fit() does, and ConfigError where a method that was named cannot run.
+        CaucError: As fit() does, and where no method can be measured.
 
     Examples:
         >>> import cauc_ray
-        >>> found = cauc_ray.compare(cauc_ray.sample_logits(), methods=["base", "rf", "oracle"])
-        >>> found.row("oracle")["accuracy"] >= found.row("rf")["accuracy"]
+        >>> comparison = cauc_ray.compare(cauc_ray.sample_logits(), methods=["base", "rf", "oracle"])
+        >>> comparison.row("oracle")["accuracy"] >= comparison.row("rf")["accuracy"]
         True
     """
-    options = CompareOptions.of({**locals(), "checkpoints": dict(checkpoints)})
-    source = Source(logits, options, labels, example_ids)
-    trainable = checkpoints if texts is not None else ()
-    chosen, not_run = choose_methods(options.methods, source.models, trainable, embedding, source.hidden)
-    for name in checkpoints:
-        if name not in METHODS or not METHODS[name].needs_texts:
-            takers = [method.name for method in METHODS.values() if method.needs_texts]
-            raise ConfigError(f"method {name!r} takes no checkpoint; those that do: {', '.join(takers)}")
-    queries = None if texts is None else Texts(texts, text_column)
-    hidden = hidden_of(chosen, source.models)
-    calibrating, choosing, final, *training = read_examples(source, "a comparison", embedding, queries, hidden)
-    fitting = Fitting(calibrating, choosing, seed, training=training[0] if training else None, objective=objective)
-    bench = Bench(fitting, final, budget, checkpoints, objective)
-    measured = []
-    for place, name in enumerate(chosen):
-        on_method(name, place, len(chosen))
-        measured.append(bench.measure(*method_of(name, source.models)))
-    largest = max(float(curve.cost.max()) for _, curve, _ in measured)
-    if reference is None:
-        reference = next((name for name in ("rf", "base") if name in chosen), f"{SINGLE}:{source.models[-1]}")
-    differences = bench.differences(reference)
-    rows = [
-        {**row, **differences.get(row["method"], NO_DIFFERENCE), **bench.areas(curve, points, largest)}
-        for row, curve, points in measured
-    ]
-    about = {
-        "source": str(source.path),
-        "models": list(source.models),
-        "splits": {
-            "calibration": calibration_split,
-            "validation": validation_split,
-            "final": split,
-            "training": training_split,
-        },
-        "n": len(final),
-        "n_fitted": sum(map(len, (calibrating, choosing, *training))),
-        "cost_unit": final.chain.costs.unit,
-        "budget": bench.budget,
-        "budget_rule": "given" if budget is not None else f"what base costs on {validation_split} at its own threshold",
-        "objective": objective,
-        "reference": reference,
-        "logit_kinds": dict(zip(final.chain.models, final.chain.logit_kinds, strict=True)),
-        "embedding": embedding,
-        "seed": seed,
-        "fingerprints": fingerprints_of(*(each.chain for each in (calibrating, choosing, final, *training))),
-        "calibration": calibration_of(fitting, final),
-        "conventions": dict(CONVENTIONS),
-    }
-    curves = [_curve_table(row["method"], curve, points) for row, curve, points in measured]
-    return Comparison(about, rows, pa.concat_tables(curves), not_run)
+    shares = _array_shares(validation, test) if isinstance(logits, Mapping) else {}
+    options = CompareOptions.of({**locals(), **shares, "checkpoints": dict(checkpoints)})
+    return _compared(options, logits, labels, example_ids, output, on_cell)
 
 
-def save_comparison(comparison: Comparison, folder: str | AnyPath) -> None:
-    """Write a comparison into a new folder: rows.parquet, curves.parquet and comparison.json.
-
-    Raises ConfigError where the folder exists and is not empty, or cannot be made.
-    """
-    path = path_of(folder)
-    with new_folder(path):
-        write_json(path / "comparison.json", comparison.as_json())
-        write_parquet(path / "rows.parquet", comparison.to_arrow())
-        write_parquet(path / "curves.parquet", comparison.curves)
-
-
-def _look(paradigm: str, index: int) -> dict[str, Any]:
-    """Return how the curve of a paradigm's method is drawn, by its index among them."""
-    *cycles, zorder = _LOOKS[paradigm]
-    color, width, dashes = (cycle[index % len(cycle)] for cycle in cycles)
-    return {"color": color, "linewidth": width, "linestyle": dashes, "zorder": zorder}
-
-
-def _curve_table(method: str, curve: Curve, points: OperatingPoints) -> pa.Table:
-    return pa.table(
-        {
-            "method": pa.array([method] * len(curve.cost), pa.string()),
-            "setting": curve.settings,
-            "validation_accuracy": points.quality,
-            "validation_cost": points.cost,
-            "accuracy": curve.accuracy,
-            "macro_f1": curve.macro_f1,
-            "cost": curve.cost,
-            "avoided": 1.0 - curve.last_share,
-        }
+def _compared(
+    options: CompareOptions,
+    logits: Logits | None,
+    labels: Any,
+    example_ids: Any,
+    output: str | AnyPath | None,
+    on_cell: Callable[[Outcome, int, int], None],
+) -> Comparison:
+    require_trainable(options.checkpoints)
+    on_ray = options.address is not None
+    benches, not_run = _benches(options, logits, labels, example_ids)
+    folder = _require_output(output, [bench.logits for bench in benches if not isinstance(bench.logits, Mapping)])
+    cells = [cell for bench in benches for cell in _cells(bench, on_ray=on_ray, is_stored=folder is not None)]
+    outcomes = run_stored(
+        folder,
+        "comparison",
+        [[task for _, task in cells]],
+        on_ray=on_ray,
+        deadline_s=options.deadline_s,
+        address=options.address,
+        on_outcome=on_cell,
     )
+    by_cell = {key: outcome for (key, _), outcome in zip(cells, outcomes, strict=True)}
+    comparison = _comparison(options, benches, by_cell, not_run)
+    _require_figures(comparison, options)
+    if output is not None:
+        comparison.save(output)
+    return comparison
+
+
+def _array_shares(validation: Cut, test: Cut) -> dict[str, Cut]:
+    """Return how arrays are cut that have no splits of their own."""
+    if validation is None and test is None:
+        return dict(zip(("validation", "test"), ARRAY_SHARES, strict=True))
+    if isinstance(validation, float) and test is None:
+        return {"test": (1 - validation) / 2}
+    if isinstance(test, float) and validation is None:
+        return {"validation": (1 - test) / 2}
+    return {}
+
+
+def _benches(
+    options: CompareOptions, logits: Any, labels: Any, example_ids: Any
+) -> tuple[list[Bench], list[dict[str, Any]]]:
+    """Return the chains to measure, and the methods that cannot run on them. Raises CaucError for what is missing."""
+    if (logits is None) is not bool(options.sets):
+        raise ConfigError("compare one logit table or arrays, or the sets of a config; give one of the two")
+    benches, not_run, cache = list[Bench](), list[dict[str, Any]](), dict[str, Any]()
+    plain = options.model_copy(update={"sets": (), "chains": ()})
+    for compared in options.sets or (None,):
+        chains = options.chains if compared is None else compared.chains
+        encoder = (compared and compared.embedding) or options.embedding
+        for chain in chains or (options.models,):
+            of_chain = plain.model_copy(update={"models": chain})
+            source = Source(logits if compared is None else compared.logits, of_chain, labels, example_ids)
+            of_chain = of_chain.model_copy(update={"models": source.models, "costs": source.costs})
+            name, located = "arrays", logits
+            if source.table is not None:
+                _require_splits(source.table, of_chain, encoder)
+                located = absolute(source.table.path)
+                name = compared.name if compared else located.name
+            elif options.address is not None:
+                raise ConfigError("arrays are compared in this process: leave address out, or write a logit table")
+            trainable = options.checkpoints if options.texts is not None else ()
+            chosen, absent = choose_methods(options.methods, source.models, trainable, encoder, source.hidden)
+            if options.reference is not None and options.reference not in chosen:
+                raise ConfigError(f"reference: {unknown_name('method', options.reference, chosen)}")
+            bench = Bench(name, located, source.models, tuple(chosen), encoder, of_chain, labels, example_ids, cache)
+            benches.append(bench)
+            not_run += [{**bench.keys, **entry} for entry in absent]
+    return benches, not_run
+
+
+def _require_splits(table: LogitTable, options: CompareOptions, encoder: str | None) -> None:
+    """Raise ConfigError or DataError where a table lacks an encoder, or a model a split."""
+    if encoder is not None and encoder not in encoders(table.path):
+        raise ConfigError(f"{table.path}: {unknown_name('encoder', encoder, encoders(table.path))}")
+    for model, name in product(options.models or (), options.cuts):
+        if options.cuts[name] is None and name not in table.splits(model):
+            raise DataError(f"{table.path}: model {model!r}: {unknown_name('split', name, table.splits(model))}")
+
+
+def _cells(bench: Bench, *, on_ray: bool, is_stored: bool) -> list[tuple[tuple[Any, ...], Task]]:
+    """Return what is measured of a chain, by (bench, seed, method); without a method what holds for all of them."""
+    part, options = f"{bench.set_name}, {' → '.join(bench.models)}", bench.options
+    identity: list[Any] = []
+    if is_stored and not isinstance(bench.logits, Mapping):
+        files = [path_of(bench.logits), *([] if options.texts is None else [options.texts])]
+        dump = options.model_dump(mode="json", exclude=_NOT_OF_CELLS)
+        identity = [[content_digest(file) for file in files], bench.keys, bench.embedding, options.pooled, dump]
+    facts = Task(part, "chain", bench.facts, json.dumps([*identity, "chain"]))
+    cells: list[tuple[tuple[Any, ...], Task]] = [((id(bench), None, None), facts)]
+    for seed, method in product(options.all_seeds, bench.methods):
+        measured = replace(bench, methods=(method,), cache={}) if on_ray else bench
+        measure, name = partial(measured.measure, method, seed), f"{method}, seed {seed}"
+        cells.append(((id(bench), seed, method), Task(part, name, measure, json.dumps([*identity, method, seed]))))
+    return cells
+
+
+def _comparison(
+    options: CompareOptions,
+    benches: Sequence[Bench],
+    by_cell: Mapping[tuple[Any, ...], Outcome],
+    not_run: Sequence[dict[str, Any]],
+) -> Comparison:
+    """Return the values of cells as one result."""
+    facts, rows, curves, failed = (
+        list[dict[str, Any]](),
+        list[dict[str, Any]](),
+        list[pa.Table](),
+        list[dict[str, Any]](),
+    )
+    for bench in benches:
+        of_chain = by_cell[id(bench), None, None]
+        content = {**bench.keys, "models": list(bench.models), "n": 0, "cost_unit": ""}
+        content |= {} if of_chain.error is not None else of_chain.value.content
+        measured: list[dict[str, Any]] = []
+        values: dict[tuple[str, int], tuple[float, pa.Table]] = {}
+        for method, seed in product(bench.methods, options.all_seeds):
+            outcome, keys = by_cell[id(bench), seed, method], {**bench.keys, "method": method, "seed": seed}
+            if outcome.error is None:
+                content_rows = outcome.value.content
+                values[method, seed] = content_rows[0]["setup_s"], outcome.value.table
+                measured += content_rows
+            else:
+                failed.append({**keys, "why": f"failed: {outcome.error}"})
+                measured.append({**keys, "status": "failed", "reason": outcome.error})
+        if of_chain.error is not None and values:
+            failed.append({**bench.keys, "method": "chain", "seed": None, "why": f"failed: {of_chain.error}"})
+        reference = options.reference or next((n for n in ("rf", "base") if n in bench.methods), bench.methods[0])
+        sums = _sums_of_curves(values)
+        rows += [
+            row | sums.get((row["method"], row["seed"]), {"setup_ratio": None, "aiq": None})
+            for row in with_differences(measured, content, options, reference)
+        ]
+        curves += [curve for _, curve in values.values()]
+        facts.append({**content, "reference": reference})
+    splits = dict(zip(("calibration", "validation", "final", "training"), [*options.cuts, None], strict=False))
+    columns = dict.fromkeys((*_FIRST_COLUMNS, *(key for row in rows for key in row)))
+    rows = [columns | row for row in rows]
+    is_free = not (options.all_budgets or options.relative_budgets or options.points)
+    costs = {row["budget_cost"] for row in rows if row["status"] != "failed"}
+    about = {
+        "splits": splits,
+        "budget": costs.pop() if len(costs) == 1 else None,
+        "budget_rule": f"what base costs on {options.validation_split} at its own threshold" if is_free else "given",
+        "objective": options.objective,
+        "seed": options.seed,
+        "seeds": list(options.all_seeds),
+        "redrawn": list(options.pooled),
+        "conventions": dict(CONVENTIONS),
+        **(facts[0] if len(facts) == 1 else {"chains": facts}),
+    }
+    return Comparison(about, rows, pa.concat_tables(curves) if curves else pa.table({}), [*not_run, *failed])
+
+
+def _sums_of_curves(
+    values: Mapping[tuple[str, int], tuple[float, pa.Table]],
+) -> dict[tuple[str, int], dict[str, float | None]]:
+    """Return by method and seed what depends on other methods: its setup time over Base's, and AIQ.
+
+    Args:
+        values: The seconds of the setup, and the curve.
+    """
+    largest = {
+        seed: max(float(pc.max(curve["cost"]).as_py()) for (_, s), (_, curve) in values.items() if s == seed)
+        for _, seed in values
+    }
+    sums = {}
+    for (method, seed), (setup_s, curve) in values.items():
+        columns = ("validation_cost", "validation_accuracy", "cost", "accuracy")
+        *on_validation, cost, accuracy = (curve[name].to_numpy() for name in columns)
+        hull, base = upper_hull(*on_validation), values.get(("base", seed))
+        ratio = None if base is None else setup_s / base[0]
+        sums[method, seed] = {"setup_ratio": ratio, "aiq": aiq(cost[hull], accuracy[hull], largest[seed])}
+    return sums
+
+
+def _require_figures(comparison: Comparison, options: CompareOptions) -> None:
+    """Raise the reason where no method can be measured, or none within the only budget."""
+    reasons = {row["status"]: row["reason"] for row in reversed(comparison.rows)}
+    if set(reasons) == {"unmet"} and options.budget is not None:
+        raise BudgetError(reasons["unmet"])
+    if set(reasons) == {"failed"}:
+        raise ConfigError(f"no method could be measured: {reasons['failed']}")
+
+
+def _require_output(output: str | AnyPath | None, inputs: Sequence[Any]) -> AnyPath | None:
+    """Check an output before any work; return it if it is a folder."""
+    if output is None:
+        return None
+    path = path_of(output)
+    if path.suffix in (".pdf", ".png", ".svg"):
+        require_packages("a plot", "reports", "matplotlib")
+    if is_file(path):
+        require_output_file(path, *inputs)
+        return None
+    require_apart(path, *inputs)
+    require_folder_of(path, "comparison")
+    return path

@@ -1,25 +1,31 @@
-"""What one method of a comparison is measured by, and the paper's own numbers to compare with."""
+"""What one method of a comparison is measured by: one fit, all budgets, and its curve."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from importlib.resources import files
-from json import loads
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from cauc_ray.errors import BudgetError, ConfigError, unknown_name
+from cauc_ray.api.options import CompareOptions
+from cauc_ray.api.sources import Logits, Source, fingerprints_of, read_examples
+from cauc_ray.comparison.differences import packed
+from cauc_ray.comparison.published import published
+from cauc_ray.comparison.redrawing import redraw
+from cauc_ray.comparison.selection import RECALIBRATED, hidden_of, method_of
+from cauc_ray.comparison.tasks import MethodError, Written
+from cauc_ray.data.logits import Texts
+from cauc_ray.errors import BudgetError, CaucError, printable
 from cauc_ray.numbers.calibrators import UNCALIBRATED
-from cauc_ray.numbers.intervals import holm, paired_difference, share
+from cauc_ray.numbers.intervals import paired_difference, share
 from cauc_ray.numbers.logits import log_softmax, top_option
 from cauc_ray.numbers.metrics import CONVENTIONS as AREA_CONVENTIONS
 from cauc_ray.numbers.metrics import (
     CalibrationSums,
-    aiq,
     apgr,
     aurc,
     brier,
@@ -31,27 +37,18 @@ from cauc_ray.numbers.metrics import (
     oracle_deferral_area,
     upper_hull,
 )
-from cauc_ray.numbers.sweep import Objective, OperatingPoints
-from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies import by_method
-from cauc_ray.policies.by_method import SINGLE
+from cauc_ray.numbers.sweep import OperatingPoints
+from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.cauc import BasePolicy
 from cauc_ray.policies.family import Curve, Family
 from cauc_ray.policies.fitting import Fitting, fit_base
 from cauc_ray.policies.method import METHODS, Method
-from cauc_ray.policies.recalibrated import fit_recalibrated
-from cauc_ray.policies.search import MOST_MODELS
 from cauc_ray.policies.trace import Answers, Examples, measure_replay
 
-# Single models and other methods on recalibrated logits: recalibrated:<model>, recalibrated+<method>.
-RECALIBRATED = "recalibrated"
 # CPT is given for these shares of the gap between the two models.
 GAP_SHARES = (0.5, 0.8)
 # A method whose first fit takes less than a second is fitted so often; the shortest counts.
 FITS, SHORT_FIT_S = 3, 1.0
-
-# What the reference has in place of a difference.
-NO_DIFFERENCE: Mapping[str, None] = dict.fromkeys(("difference", "difference_interval", "difference_p"))
 
 CONVENTIONS: Mapping[str, str] = {
     "accuracy": "Share of the final split's examples answered right, with its 95 % Wilson interval.",
@@ -65,6 +62,10 @@ CONVENTIONS: Mapping[str, str] = {
     "10,000 resamples of the examples.",
     "random_mix": "Accuracy of choosing among single models at random, at the same cost: linear between those on the "
     "upper hull of validation cost and accuracy.",
+    "budget": "Mean cost per example on validation that a method may spend: a cost, a share of the most expensive "
+    "model's (relative), or what Base costs there at its own threshold (base).",
+    "status": "ok; unmet where no operating point is within the budget: figures are the cheapest point's; failed, "
+    "without figures, for a reason.",
     "setting": "The method's threshold (for a router minus the price of a unit of cost; of several policies the number "
     "of a point), chosen on validation as the best by the objective within the budget, or as the cheapest where none "
     "is within it; "
@@ -73,9 +74,12 @@ CONVENTIONS: Mapping[str, str] = {
     "matched": "At the setting whose cost on validation is nearest to the budget, above or below.",
     "default": "At the method's own setting without a budget: Base's reference accuracy, a router's quality first, "
     "else the best accuracy on validation.",
-    "difference": "Accuracy less that of the reference method on the same examples, with its percentile bootstrap "
-    "interval over 10,000 resamples of the examples; p-value of the sign test. Over all methods that are compared, "
-    "both are adjusted as Holm has it: 95 % of such tables have no interval that misses its true difference.",
+    "difference": "Accuracy less that of the reference method on the same examples, all seeds pooled, with its "
+    "percentile bootstrap interval over 10,000 resamples of the examples, each with its answers to all seeds; p-value "
+    "of the sign test, with several seeds of 10,000 random signs of examples. Over all methods that are compared at a "
+    "budget, both are adjusted as Holm has it: 95 % of such tables have no interval that misses its true difference.",
+    "area": "Mean accuracy over the budgets that every method with several operating points meets with all seeds; its "
+    "difference is pooled over these budgets, too. Methods with one operating point have none.",
     "recalibrated": "Methods named recalibrated read logits that are recalibrated model by model, by the terms that a "
     "stacked cascade fits to each model alone; each has the seconds of that in its setup_s.",
     "setup_s": "Seconds to fit the method and choose its threshold, the least of three fits where the first takes less "
@@ -89,77 +93,6 @@ CONVENTIONS: Mapping[str, str] = {
     "selective_risk": "Error among the rows that a stage of Base accepted, next to 1 less the threshold, which it does "
     "not exceed where confidences are calibrated.",
 } | dict(AREA_CONVENTIONS)
-
-
-def recalibrates(method: Method) -> bool:
-    """Return whether a method is also measured on recalibrated logits: not controls, nor what recalibrates itself."""
-    itself = method.name in ("rf-shared", "stacked", "auto")
-    return method.paradigm != "control" and not itself
-
-
-def require_methods(names: Sequence[str]) -> None:
-    """Raise ConfigError for a name that is not of a method, of one on recalibrated logits, or of a group of them."""
-    known = ("all", SINGLE, RECALIBRATED, *METHODS)
-    forms = [f"{RECALIBRATED}+{method.name}" for method in METHODS.values() if recalibrates(method)]
-    for name in names:
-        if name not in (*known, *forms):
-            raise ConfigError(unknown_name("method", name, known))
-
-
-def choose_methods(
-    names: Sequence[str],
-    models: Sequence[str],
-    trainable: Collection[str] = (),
-    embedding: str | None = None,
-    hidden: Collection[str] = (),
-) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the methods to run in the order of tables, and those of "all" that cannot run here, with the reason.
-
-    trainable: those for which there are texts and a checkpoint.   embedding: what routers look at.
-    hidden: models whose hidden states are known.
-    Raises ConfigError for an unknown name, and where a method that was named cannot run.
-    """
-    require_methods(names)
-    groups = [group for group in (SINGLE, RECALIBRATED) if {"all", group} & set(names)]
-    chosen, cannot = [f"{group}:{model}" for model in models for group in groups], list[dict[str, str]]()
-    for name, method in METHODS.items():
-        forms = [name] if {"all", name} & set(names) else []
-        recalibrated = f"{RECALIBRATED}+{name}"
-        if recalibrates(method) and (recalibrated in names or (forms and RECALIBRATED in groups)):
-            forms.append(recalibrated)
-        why = None
-        if method.needs_texts and name not in trainable:
-            why = "trains a model on the queries' texts: give texts, and its checkpoint"
-        elif method.needs_embedding and embedding is None:
-            why = "reads the queries' embeddings: give their encoder"
-        elif method.needs_hidden and (unknown := [model for model in models[:-1] if model not in hidden]):
-            why = f"reads hidden states: collect those of {', '.join(unknown)} as embeddings"
-        elif method.obstacle:
-            why = method.obstacle
-        elif name == "auto" and len(models) > MOST_MODELS:
-            why = f"searches the sub-chains of up to {MOST_MODELS} models"
-        if why is None:
-            chosen += forms
-        elif set(forms) & set(names):
-            raise ConfigError(f"method {name!r} {why}")
-        elif forms:
-            cannot.append({"method": name, "why": why})
-    return chosen, cannot
-
-
-def method_of(name: str, models: Sequence[str]) -> tuple[Method, Callable[[Fitting], Family]]:
-    """Return a method by its name, those on recalibrated logits among them, and what fits it."""
-    plain = name.replace(f"{RECALIBRATED}:", f"{SINGLE}:").removeprefix(f"{RECALIBRATED}+")
-    method = by_method.method_of(plain, models)
-    fit = (lambda fitting: method.family(fitting.for_learning())) if method.learns else method.family
-    if plain == name:
-        return method, fit
-    return replace(method, name=name, paradigm="recalibrated"), partial(fit_recalibrated, fit)
-
-
-def hidden_of(chosen: Sequence[str], models: Sequence[str]) -> Sequence[str]:
-    """Return the models of a chain whose hidden states some of the chosen methods read."""
-    return models[:-1] if any(method_of(name, models)[0].needs_hidden for name in chosen) else ()
 
 
 def set_up(fit: Callable[[Fitting], Family], fitting: Fitting) -> tuple[Family, float]:
@@ -177,130 +110,214 @@ def set_up_fairly(fit: Callable[[Fitting], Family], fitting: Fitting) -> tuple[F
     return fitted, min([seconds, *(set_up(fit, fitting)[1] for _ in range(repeats))])
 
 
-def published() -> dict[str, Any]:
-    """Return the paper's own numbers, by the name of their table."""
-    content: dict[str, Any] = loads(files("cauc_ray.comparison").joinpath("published.json").read_text(encoding="utf-8"))
-    return content
-
-
+@dataclass(eq=False)
 class Bench:
-    """What all methods of a comparison have in common: the splits, the budget, Base's setup time, the reference."""
+    """A chain of a set, on which methods are fitted and measured.
 
-    def __init__(
-        self,
-        fitting: Fitting,
-        test: Examples,
-        budget: float | None,
-        checkpoints: Mapping[str, str],
-        objective: Objective = "accuracy",
-    ) -> None:
-        self._fitting = fitting
-        self._checkpoints = checkpoints
-        self._test = test
-        self._objective = objective
-        self._correct = test.correct()
-        self._right: dict[str, Bools] = {}
-        for of_fit in (fitting, fitting.for_learning()):
-            of_fit.diagnose()
-        base, self._base_s = set_up_fairly(METHODS["base"].family, fitting)
-        self._base = base
-        own = base.curve(fitting.validation, np.array([base.default]))
-        self._given = budget is not None
-        self.budget = float(own.cost[0]) if budget is None else budget
-        base.points.index_of_best(self.budget)  # raises where no cascade is so cheap
-        self._published_s = published()["setup_s"]
+    Attributes:
+        set_name: The set.
+        logits: Its logit table or arrays.
+        models: The chain.
+        methods: The methods that are measured.
+        embedding: What routers look at.
+        options: Splits, budgets and seeds.
+        labels: Of arrays.
+        example_ids: Of arrays.
+        cache: The splits and the trial that were used last, by any of the benches that share it.
+    """
 
-    def measure(
-        self, method: Method, fit: Callable[[Fitting], Family]
-    ) -> tuple[dict[str, Any], Curve, OperatingPoints]:
-        """Fit a method by its function, and measure it at the budget, at its own setting, and at every other."""
-        if method.name == "base":
-            fitted, setup_s = self._base, self._base_s
-        else:
-            checkpoint = self._checkpoints.get(method.name.removeprefix(f"{RECALIBRATED}+"))
-            fitted, setup_s = set_up_fairly(fit, replace(self._fitting, checkpoint=checkpoint))
-        points = self._points(fitted)
-        # Base's own threshold is what gives the budget its size, where nobody gave one.
-        own_budget = method.name in ("base", "rf-shared") and not self._given
-        setting, steered = (fitted.default, True) if own_budget else self._at_budget(fitted, points)
-        answers = fitted.answers(self._seen(method), setting)
-        own = fitted.answers(self._seen(method), fitted.default)
-        nearest = setting
-        if steered and not own_budget:
-            nearest = float(points.settings[np.lexsort((-points.quality, np.abs(points.cost - self.budget)))[0]])
-        matched = answers if nearest == setting else fitted.answers(self._seen(method), nearest)
-        row = {
-            "method": method.name,
-            "paradigm": method.paradigm,
-            **self._figures(answers),
-            "setting": setting,
-            "steered": steered,
-            **self._against_others(method.name, answers),
-            "matched": {"setting": nearest, **self._figures(matched)},
-            "default": {"setting": fitted.default, **self._figures(own)},
-            "setup_s": setup_s,
-            "setup_ratio": setup_s / self._base_s,
-            "paper_setup_ratio": self._paper_ratio(method.name),
-            "note": fitted.note,
+    set_name: str
+    logits: Logits
+    models: tuple[str, ...]
+    methods: tuple[str, ...]
+    embedding: str | None
+    options: CompareOptions
+    labels: Any = None
+    example_ids: Any = None
+    cache: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """Return how rows name the chain."""
+        return {"set": self.set_name, "chain": ",".join(self.models)}
+
+    def splits(self) -> dict[str, Examples]:
+        """Return the splits that methods are fitted, chosen, measured and trained on, by name, as they are stored."""
+        if self.cache.get("bench") is not self:
+            self.cache.clear()
+            options = self.options
+            source = Source(self.logits, options, self.labels, self.example_ids)
+            texts = None if options.texts is None else Texts(options.texts, options.text_column)
+            hidden = hidden_of(self.methods, self.models)
+            read = read_examples(source, "a comparison", self.embedding, texts, hidden)
+            self.cache |= {"bench": self, "splits": dict(zip(options.cuts, read, strict=True))}
+        splits: dict[str, Examples] = self.cache["splits"]
+        return splits
+
+    def trial(self, seed: int) -> Trial:
+        """Return the splits as a seed draws them."""
+        splits = self.splits()
+        if self.cache.get("seed") != seed:
+            self.cache |= {"trial": Trial(splits, self.options, seed), "seed": seed}
+        trial: Trial = self.cache["trial"]
+        return trial
+
+    def facts(self) -> Written:
+        """Return what holds for all methods: rows, units, fingerprints, and each model's calibration."""
+        options, splits = self.options, self.splits()
+        chains = {split: examples.chain for split, examples in splits.items()}
+        test = chains[options.split]
+        content = {
+            **self.keys,
+            "models": list(self.models),
+            "n": len(test),
+            "n_rows": {split: len(chain) for split, chain in chains.items()},
+            "n_fitted": sum(len(chain) for split, chain in chains.items() if split != options.split),
+            "cost_unit": test.costs.unit,
+            "logit_kinds": dict(zip(test.models, test.logit_kinds, strict=True)),
+            "embedding": self.embedding,
+            "calibration": calibration_of(splits[options.calibration_split], splits[options.split]),
         }
-        curve = fitted.points
+        if not options.pooled:
+            content["fingerprints"] = fingerprints_of(*chains.values())
+        return Written(content)
+
+    def measure(self, name: str, seed: int) -> Written:
+        """Fit a method with a seed and measure it at all budgets, and its curve.
+
+        Raises:
+            MethodError: The method fails.
+            CaucError: The splits cannot be read.
+        """
+        trial = self.trial(seed)
+        try:
+            rows, curve = trial.measure(*method_of(name, self.models))
+        except Exception as error:
+            text = str(error) if isinstance(error, CaucError) else f"{type(error).__name__}: {error}"
+            raise MethodError(printable(" ".join(text.split()))) from error
+        keys = {**self.keys, "method": name, "seed": seed}
+        columns = {key: pa.array([value] * len(curve), pa.scalar(value).type) for key, value in keys.items()}
+        table = pa.table({**columns, **{column: curve[column] for column in curve.column_names}})
+        return Written([{**keys, **row} for row in rows], table)
+
+
+class Trial:
+    """The splits of one seed, with what methods have in common on them: Base, the budgets, single models."""
+
+    def __init__(self, splits: Mapping[str, Examples], options: CompareOptions, seed: int) -> None:
+        self.seed = seed
+        self._options = options
+        # Budgets are the same for all seeds.
+        self._model_costs = splits[options.validation_split].chain.costs.means
+        calibration, validation, self._test, *training = redraw(splits, options.pooled, seed).values()
+        self._fitting = Fitting(
+            calibration,
+            validation,
+            seed,
+            training=training[0] if training else None,
+            objective=options.objective,
+        )
+        for of_fit in (self._fitting, self._fitting.for_learning()):
+            of_fit.diagnose()
+        self._correct = self._test.correct()
+        self.budgets = list(self._budgets())
+
+    @cached_property
+    def _base(self) -> tuple[Family, float]:
+        return set_up_fairly(METHODS["base"].family, self._fitting)
+
+    def _budgets(self) -> Iterator[dict[str, Any]]:
+        """Yield each budget: its kind, its number, and its cost."""
+        options, most_expensive = self._options, float(self._model_costs.max())
+        evenly = options.points or 0
+        budgets = [*options.all_budgets, *np.linspace(self._model_costs.min(), most_expensive, evenly).tolist()]
+        for part in options.relative_budgets:
+            yield {"budget_kind": "relative", "budget": part, "budget_cost": part * most_expensive}
+        for budget in budgets:
+            yield {"budget_kind": "cost", "budget": budget, "budget_cost": budget}
+        if not (budgets or options.relative_budgets):
+            base = self._base[0]
+            cost = float(base.curve(self._fitting.validation, np.array([base.default])).cost[0])
+            yield {"budget_kind": "base", "budget": None, "budget_cost": cost}
+
+    def measure(self, method: Method, fit: Callable[[Fitting], Family]) -> tuple[list[dict[str, Any]], pa.Table]:
+        """Fit a method by its function; return its figures at each budget, and its curve."""
+        plain_name = method.name.removeprefix(f"{RECALIBRATED}+")
+        if method.name == "base":
+            fitted, setup_s = self._base
+        else:
+            checkpoint = self._options.checkpoints.get(plain_name)
+            fitted, setup_s = set_up_fairly(fit, replace(self._fitting, checkpoint=checkpoint))
+        points, curve_points = self._points(fitted), fitted.points
         if fitted.is_numbered:  # of all its policies, what validation would choose of
-            curve = curve.pareto(len(curve.cost))
-        return row, fitted.curve(self._test, curve.settings), curve
+            curve_points = curve_points.pareto(len(curve_points.cost))
+        curve = fitted.curve(self._test, curve_points.settings)
+        seen = self._test if method.sees_labels else self._test.without_labels()
+        answers_at = cache(lambda setting: fitted.answers(seen, setting))
+        common = {
+            "paradigm": method.paradigm,
+            "n": len(self._test),
+            "cost_unit": self._test.chain.costs.unit,
+            "n_settings": 1 if method.sees_labels else len(points.settings),
+            "default": {"setting": fitted.default, **self._figures(answers_at(fitted.default))},
+            "setup_s": setup_s,
+            "paper_setup_ratio": _paper_ratio(method.name),
+            "note": fitted.note,
+            **self._areas(curve, curve_points),
+        }
+        rows = []
+        for budget in self.budgets:
+            setting, is_steered, why = self._choice(method, fitted, points, budget)
+            nearest = setting
+            if is_steered and not (budget["budget_kind"] == "base" and setting == fitted.default):
+                off = np.abs(points.cost - budget["budget_cost"])
+                nearest = float(points.settings[np.lexsort((-points.quality, off))[0]])
+            answers, matched = answers_at(setting), answers_at(nearest)
+            rows.append(
+                budget
+                | {"status": "ok" if why is None else "unmet", "reason": why}
+                | self._figures(answers)
+                | self._gain(answers)
+                | {"setting": setting, "steered": is_steered}
+                | {"matched": {"setting": nearest, **self._figures(matched)}, **common}
+                | {"right": packed(answers.predictions == self._test.chain.labels)}
+            )
+        return rows, _curve_table(curve, curve_points)
 
     def _points(self, fitted: Family) -> OperatingPoints:
-        """Return the points on validation that the budget is spent among, by the objective."""
-        if self._objective == "accuracy":
+        """Return the points on validation that a budget is spent among, by the objective."""
+        if self._options.objective == "accuracy":
             return fitted.points
         curve = (fitted.chooser or fitted).curve(self._fitting.validation, fitted.points.settings)
         return OperatingPoints(curve.settings, curve.cost, curve.macro_f1, fitted.points.unit)
 
-    def _at_budget(self, fitted: Family, points: OperatingPoints) -> tuple[float, bool]:
-        """Return a method's setting for the budget, and whether the budget steers it."""
+    def _choice(
+        self, method: Method, fitted: Family, points: OperatingPoints, budget: Mapping[str, Any]
+    ) -> tuple[float, bool, str | None]:
+        """Return a method's setting for a budget, whether the budget decides it, and why the budget is not met."""
+        # Base's own threshold is what gives this budget its size.
+        if budget["budget_kind"] == "base" and method.name in ("base", "rf-shared"):
+            return fitted.default, True, None
         try:
-            setting = fitted.setting(self.budget, points)
-        except BudgetError:  # a model that costs more is called for its embedding, whatever follows
-            return float(points.settings[points.cost.argmin()]), False
-        return (fitted.default, False) if setting is None else (setting, True)
+            if not method.sees_labels:
+                points.index_of_best(budget["budget_cost"])  # raises where one setting costs more, too
+            setting = fitted.setting(budget["budget_cost"], points)
+        except BudgetError as error:
+            cheapest = float(points.settings[points.cost.argmin()])
+            return (fitted.default if len(points.settings) == 1 else cheapest), False, str(error)
+        return (fitted.default, False, None) if setting is None else (setting, True, None)
 
-    def differences(self, reference: str) -> dict[str, dict[str, Any]]:
-        """Return each method's difference to a reference method or model, of the methods that have been measured."""
-        models = [f"{SINGLE}:{model}" for model in self._test.chain.models]
-        right = dict(zip(models, self._correct.T, strict=True)) | self._right
-        if reference not in right:
-            raise ConfigError(f"reference: {unknown_name('method', reference, right)}")
-        others = [name for name in self._right if name != reference]
-        compared = partial(paired_difference, correct_b=right[reference], seed=self._fitting.seed)
-        p_values, error_rates = holm(np.array([compared(right[name]).p_value for name in others]))
-        differences = {}
-        for name, p_value, error_rate in zip(others, p_values.tolist(), error_rates.tolist(), strict=True):
-            found = compared(right[name], error_rate=error_rate)
-            differences[name] = {
-                "difference": found.value,
-                "difference_interval": [found.low, found.high],
-                "difference_p": p_value,
-            }
-        return differences
-
-    def areas(self, curve: Curve, points: OperatingPoints, largest_cost: float) -> dict[str, float | None]:
-        """Return what sums up a curve; what is defined for two models is None for other chains.
-
-        points: on validation, at the curve's settings.
-        """
-        hull = upper_hull(points.cost, points.quality)
-        first, last = float(self._correct[:, 0].mean()), float(self._correct[:, -1].mean())
-        names = ["deferral_area", "apgr", *(f"cpt{round(100 * q)}" for q in GAP_SHARES)]
-        of_two: dict[str, float | None] = dict.fromkeys(names)
-        if self._correct.shape[1] == 2 and len(curve.settings) > 1:
-            whole = oracle_deferral_area(self._correct[:, 0], self._correct[:, -1])
-            pair = (curve.last_share, curve.accuracy, first, last)
-            mixed = (curve.last_share[hull], curve.accuracy[hull], first, last)
-            values = [deferral_area(*pair, whole), apgr(*pair), *(cpt(*mixed, q) for q in GAP_SHARES)]
-            of_two = dict(zip(names, values, strict=True))
-        return {**of_two, "aiq": aiq(curve.cost[hull], curve.accuracy[hull], largest_cost)}
-
-    def _seen(self, method: Method) -> Examples:
-        return self._test if method.sees_labels else self._test.without_labels()
+    def _areas(self, curve: Curve, points: OperatingPoints) -> dict[str, float | None]:
+        """Return what sums up a curve of two models; None for other chains.   points: on validation, as the curve's."""
+        names = ["deferral_area", "apgr", *(f"cpt{round(100 * part)}" for part in GAP_SHARES)]
+        if self._correct.shape[1] != 2 or len(curve.settings) < 2:
+            return dict.fromkeys(names)
+        hull, ends = upper_hull(points.cost, points.quality), self._correct.mean(axis=0)
+        oracle = oracle_deferral_area(self._correct[:, 0], self._correct[:, -1])
+        pair = (curve.last_share, curve.accuracy, float(ends[0]), float(ends[1]))
+        mixed = (curve.last_share[hull], curve.accuracy[hull], *pair[2:])
+        values = [deferral_area(*pair, oracle), apgr(*pair), *(cpt(*mixed, part) for part in GAP_SHARES)]
+        return dict(zip(names, values, strict=True))
 
     def _figures(self, answers: Answers) -> dict[str, Any]:
         chain = self._test.chain
@@ -317,9 +334,10 @@ class Bench:
             "calls": dict(zip(chain.models, answers.calls.mean(axis=0).tolist(), strict=True)),
         }
 
-    def _against_others(self, name: str, answers: Answers) -> dict[str, Any]:
-        right = self._right[name] = answers.predictions == self._test.chain.labels
-        gain = paired_difference(right, self._correct[:, -1], seed=self._fitting.seed)
+    def _gain(self, answers: Answers) -> dict[str, Any]:
+        """Return the difference to the last model, and the accuracy of single models mixed at random at the cost."""
+        right = answers.predictions == self._test.chain.labels
+        gain = paired_difference(right, self._correct[:, -1], seed=self.seed)
         return {
             "gain": gain.value,
             "gain_interval": [gain.low, gain.high],
@@ -334,19 +352,35 @@ class Bench:
         costs = self._test.chain.costs.means[mixed]
         return float(np.interp(cost, costs, self._correct.mean(axis=0)[mixed]))
 
-    def _paper_ratio(self, method: str) -> float | None:
-        """Return the paper's setup time over that of Base; RouteLLM's, of which variant it does not say, for each."""
-        seconds = self._published_s.get(method.split("-")[0] if method.startswith("routellm") else method)
-        return None if seconds is None else seconds / self._published_s["base"]
+
+def _paper_ratio(method: str) -> float | None:
+    """Return the paper's setup time over that of Base; RouteLLM's, of which variant it does not say, for each."""
+    seconds_of = published()["setup_s"]
+    seconds = seconds_of.get(method.split("-")[0] if method.startswith("routellm") else method)
+    return None if seconds is None else seconds / seconds_of["base"]
 
 
-def calibration_of(fitting: Fitting, test: Examples) -> dict[str, Any]:
+def _curve_table(curve: Curve, points: OperatingPoints) -> pa.Table:
+    return pa.table(
+        {
+            "setting": curve.settings,
+            "validation_accuracy": points.quality,
+            "validation_cost": points.cost,
+            "accuracy": curve.accuracy,
+            "macro_f1": curve.macro_f1,
+            "cost": curve.cost,
+            "avoided": 1.0 - curve.last_share,
+        }
+    )
+
+
+def calibration_of(calibration: Examples, test: Examples) -> dict[str, Any]:
     """Measure every model's confidences on labelled examples, before and after its temperature, and Base's stages.
 
     Returns models: for each its temperature and figures before and after; and base: its threshold, and for each stage
     the rows that reached it, the share accepted, their error with its interval, and what was promised.
     """
-    policy = fit_base(fitting.calibration.chain)
+    policy = fit_base(calibration.chain)
     models = []
     for stage, logits in zip(policy.stages, test.chain.logits, strict=True):
         before, after = (_figures(by.scores(logits), test.chain.labels) for by in (UNCALIBRATED, stage.calibrator))
@@ -383,49 +417,3 @@ def _stages(policy: BasePolicy, test: Examples) -> list[dict[str, Any]]:
         }
         for stage in measures.stages[:-1]
     ]
-
-
-def quoted_table(name: str) -> Mapping[str, Any]:
-    """Return what the paper's table of a name holds: its title, caption, figures and columns; empty if it has none."""
-    table: Mapping[str, Any] = published().get(name, {})
-    return table
-
-
-def columns_of(name: str) -> Mapping[str, Any]:
-    """Return the columns of the paper's table of a name: a data set, or for pairs of models a pair."""
-    columns: Mapping[str, Any] = quoted_table(name).get("columns", {})
-    return columns
-
-
-def paper_name(method: str) -> str:
-    """Return a method's name as the paper writes it, its own where the paper has none, a single model's as it is.
-
-    >>> paper_name("rf"), paper_name("routellm-mf"), paper_name("oracle"), paper_name("single:small")
-    ('CAUC-RF', 'RouteLLM (mf)', 'oracle', 'small')
-    >>> paper_name("recalibrated:small"), paper_name("recalibrated+duo")
-    ('small, recalibrated', 'Asymmetric Duo, recalibrated')
-    """
-    group, _, model = method.partition(":")
-    if group.partition("+")[0] == RECALIBRATED:
-        return f"{model or paper_name(method.partition('+')[2])}, {RECALIBRATED}"
-    if model:
-        return model
-    names: Mapping[str, str] = published()["methods"]
-    family, _, variant = method.partition("-")
-    return names.get(method) or (f"{names[family]} ({variant})" if family in names and variant else method)
-
-
-def quoted_figures(
-    table: str, column: str | None, method: str, models: Sequence[str]
-) -> tuple[float, float, float] | None:
-    """Return the paper's quality (a share), cost, and cost over that of its last model, for a method of a comparison.
-
-    models: the chain, whose single models are compared with those of the paper, in order. A variant of a method that
-    the paper does not have is compared with the method. None where the paper has none, or column is None.
-    """
-    if column is None:
-        return None
-    rows, of_paper = columns_of(table)[column], [f"{SINGLE}:{model}" for model in quoted_table(table)["models"]]
-    own = dict(zip((f"{SINGLE}:{model}" for model in models), of_paper, strict=True))
-    found = rows.get(own.get(method, method), rows.get(method.partition("-")[0]))
-    return None if found is None else (found[0] / 100.0, found[1], found[1] / rows[of_paper[-1]][1])

@@ -1,4 +1,4 @@
-"""The steps of the demo: data, training, logits, policies, sweep, live run, figure."""
+"""The steps of the demo: data, training, logits, policies, live run, comparison, figure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 import cauc_ray
 from cauc_ray.api.evaluated import evaluation_summary
 from cauc_ray.api.live import progress
-from cauc_ray.comparison.comparing import Comparison
+from cauc_ray.comparison.result import Comparison
 from cauc_ray.data.splits import split_shares
 from cauc_ray.demo import digit_networks
 from cauc_ray.errors import require_packages
@@ -73,12 +73,10 @@ def _demo(folder: Path) -> dict[str, Any]:
             policies |= {name: cauc_ray.fit(logits, method="rf", budget=budget) for name, budget in budgets.items()}
             for name, policy in policies.items():
                 policy.save(folder / "policies" / f"{name}.json")
-            step("sweeping all operating points")
-            write_parquet(folder / "sweep.parquet", cauc_ray.sweep(logits))
             step("running the live cascade on the test images")
             cauc_ray.run(pool, policies[LIVE], folder / "inputs" / "test.parquet", folder / "run")
-        step("drawing the accuracy-cost curves")
-        compared = cauc_ray.compare(logits, methods=["single", "margin", "base", "rf"])
+        step("comparing methods")
+        compared = cauc_ray.compare(logits, methods=["single", "margin", "base", "rf"], output=folder / "comparison")
         _draw(compared, folder / "accuracy-cost.png")
         rows = [_row(f"{name} alone", compared.row(f"single:{name}")) for name in MODELS]
         rows += [_row(TITLES[name], _figures(logits, policy)) for name, policy in policies.items()]

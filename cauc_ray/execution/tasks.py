@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from cauc_ray.errors import CaucError, own_warnings, printable
 from cauc_ray.execution.actors import START_DEADLINE_S, explained
+from cauc_ray.execution.outcomes import Outcome, Task
 
 # Ray sets this number of threads for a task's libraries (OMP_NUM_THREADS), unless the cluster sets its own.
 N_CPUS = 1
@@ -23,49 +24,6 @@ ATTEMPTS = 4
 PAUSE_S = 0.5
 # The most that Ray has to place at a time; more would only make each look at them longer.
 MOST_PENDING = 500
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Something to measure.
-
-    Attributes:
-        part: What the value belongs to, such as a table.
-        name: The name of its entry there.
-        measure: Returns the value.
-        identity: All that its value depends on, in one text, by which a stored value is that of the same task.
-    """
-
-    part: str
-    name: str
-    measure: Callable[[], Any]
-    identity: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.part}: {self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of a task: its value, or the error in one line; and its warnings.
-
-    Attributes:
-        task: The task.
-        value: Its value.
-        error: Its error, None where it has a value.
-        warnings: Its warnings.
-        seconds: How long the last attempt took.
-        attempts: How often it was begun.
-        may_pass: Whether another attempt may succeed.
-    """
-
-    task: Task
-    value: Any = None
-    error: str | None = None
-    warnings: tuple[str, ...] = ()
-    seconds: float = 0.0
-    attempts: int = 1
-    may_pass: bool = False
 
 
 def run_tasks(tasks: Sequence[Task], deadline_s: float) -> Iterator[Outcome]:

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, Field, model_validator
 
 from cauc_ray.api.options import Location, Seed
-from cauc_ray.comparison.measuring import columns_of
 from cauc_ray.errors import unknown_name
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.kind import Section
 from cauc_ray.numbers.sweep import Objective
+from cauc_ray.paper.quoted import columns_of
 
 # Tables in which all methods are compared on chains.
 COMPARED = ("two-model-language", "two-model-image", "three-model-language")

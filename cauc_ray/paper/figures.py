@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from cauc_ray.api.plots import BLUE, COLORS, GREY, MARKERS, ORANGE, VERMILION, halo, saved_figure
-from cauc_ray.comparison.comparing import Comparison
-from cauc_ray.comparison.measuring import paper_name
+from cauc_ray.comparison.published import paper_name
+from cauc_ray.comparison.result import Comparison
 from cauc_ray.comparison.tasks import Written
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.files.paths import AnyPath
@@ -158,7 +158,10 @@ def _draw_curves(part: str, found: Sequence[tuple[ComparedChain, Comparison]], f
         labels = ["single models mixed at random" if each == MIXED else paper_name(each) for each in legend]
         figure.legend(legend.values(), labels, loc="outside lower center", ncols=3 * n_columns - 1)
     names = [pa.array([chain.name] * len(comparison.curves), pa.string()) for chain, comparison in found]
-    curves = [comparison.curves.add_column(0, "chain", of) for of, (_, comparison) in zip(names, found, strict=True)]
+    curves = [
+        comparison.curves.drop_columns(["set", "chain", "seed"]).add_column(0, "chain", of)
+        for of, (_, comparison) in zip(names, found, strict=True)
+    ]
     title = CONTENTS["titles"][part]
     about = {"table": f"{title[0].lower()}{title[1:]}"}
     return _drawn("accuracy-cost", name, pa.concat_tables(curves), folder, about, {})

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from cauc_ray.api.offline import evaluate, fit
-from cauc_ray.comparison.comparing import Comparison, compare
+from cauc_ray.comparison.comparing import compare
+from cauc_ray.comparison.result import Comparison
 from cauc_ray.comparison.tasks import Written
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import GuardWarning
@@ -43,10 +44,11 @@ def comparison_of(value: Written) -> Comparison:
 
 
 def _compared(config: PaperConfig, chain: ComparedChain) -> Written:
-    given = chain.model_dump(include={"models", "embedding", "text_column", "checkpoints", "split", "objective"})
+    options = chain.model_dump(include={"models", "embedding", "text_column", "checkpoints", "split", "objective"})
     texts = None if chain.texts is None else str(config.logits / chain.texts)
-    found = compare(str(config.logits / chain.set), methods=config.methods, seed=config.seed, texts=texts, **given)
-    return Written({"about": found.about, "rows": found.rows, "not_run": found.not_run}, found.curves)
+    found = compare(str(config.logits / chain.set), methods=config.methods, seed=config.seed, texts=texts, **options)
+    rows = [row for row in found.rows if row["status"] != "failed"]
+    return Written({"about": found.about, "rows": rows, "not_run": found.not_run}, found.curves)
 
 
 def _pair(config: PaperConfig, pair: Chain) -> Written:

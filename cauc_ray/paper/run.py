@@ -14,17 +14,19 @@ import pyarrow as pa
 
 from cauc_ray.api.offline import require_apart
 from cauc_ray.api.tables import Grid
-from cauc_ray.comparison.measuring import columns_of, paper_name, published, require_methods
-from cauc_ray.comparison.tasks import run_kept
+from cauc_ray.comparison.published import paper_name, published
+from cauc_ray.comparison.selection import require_methods
+from cauc_ray.comparison.tasks import run_stored
 from cauc_ray.data.logits import LogitTable, encoders
 from cauc_ray.errors import ConfigError, DataError, require_packages, unknown_name
-from cauc_ray.execution.tasks import Outcome, Task
+from cauc_ray.execution.outcomes import Outcome, Task
 from cauc_ray.files.documents import make_folder, write_json, write_text
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.files.paths import AnyPath, content_digest, path_of
 from cauc_ray.paper.config import COMPARED, Chain, ComparedChain, Entry, PaperConfig
 from cauc_ray.paper.figures import Drawn, Found, draw_figures
 from cauc_ray.paper.measured import comparison_of, measure
+from cauc_ray.paper.quoted import columns_of
 from cauc_ray.paper.tables import CONTENTS, PaperTable, table_of
 from cauc_ray.policies.by_method import SINGLE
 
@@ -181,7 +183,15 @@ def run_paper(
     folder = path_of(output)
     # What is timed has the machine to itself.
     rounds = [[task for task in tasks if (task.part == "setup-time") is is_timed] for is_timed in (False, True)]
-    in_order = run_kept(folder, "paper", rounds, deadline_s=config.deadline_s, address=address, on_outcome=on_outcome)
+    in_order = run_stored(
+        folder,
+        "paper",
+        rounds,
+        on_ray=True,
+        deadline_s=config.deadline_s,
+        address=address,
+        on_outcome=on_outcome,
+    )
     values = {(each.task.part, each.task.name): each.value for each in in_order if each.error is None}
     found = {
         part: [(entry, values[part, entry.name]) for entry in entries if (part, entry.name) in values]

@@ -13,18 +13,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from cauc_ray.api.tables import FORMATS, Grid, Mark, decimals
-from cauc_ray.comparison.measuring import (
-    RECALIBRATED,
-    columns_of,
-    paper_name,
-    published,
-    quoted_figures,
-    quoted_table,
-)
+from cauc_ray.comparison.published import paper_name, published
+from cauc_ray.comparison.selection import RECALIBRATED
 from cauc_ray.comparison.tasks import Written
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.paper.config import Chain, ComparedChain
 from cauc_ray.paper.measured import comparison_of
+from cauc_ray.paper.quoted import columns_of, quoted_figures, quoted_table
 from cauc_ray.policies.by_method import SINGLE
 from cauc_ray.policies.method import METHODS
 

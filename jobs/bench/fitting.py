@@ -19,11 +19,10 @@ import pyarrow.parquet as pq
 
 import cauc_ray
 from cauc_ray.api.offline import evaluate_shards, fit_shards
-from cauc_ray.api.options import EvaluateOptions, FitOptions, SweepJobOptions
-from cauc_ray.comparison.tasks import run_sweep
+from cauc_ray.api.options import EvaluateOptions, FitOptions
 from cauc_ray.data.writing import PoolModel, TableInfo, write_info
 from cauc_ray.errors import CaucWarning
-from cauc_ray.execution.tasks import Outcome
+from cauc_ray.execution.outcomes import Outcome
 from cauc_ray.numbers.calibration import fit_pair, fit_temperature
 from cauc_ray.numbers.chain import Costs
 from cauc_ray.numbers.sweep import sweep
@@ -350,18 +349,24 @@ def evaluate_seconds(table: Path, policy: Policy, n_shards: int) -> float:
 
 
 def sweep_seconds(table: Path, n_seeds: int, out: Path) -> float:
-    """Return the seconds of a sweep from the start of its first task to the end of its last."""
+    """Return the seconds of a comparison over budgets from the start of its first task to the end of its last."""
     budgets = (0.4, 0.6, 0.8, 1.0)
-    options = SweepJobOptions(
-        models=tuple(MODELS), methods=SWEPT, seeds=tuple(range(n_seeds)), relative_budgets=budgets
-    )
     spans: list[tuple[float, float]] = []
 
     def note(outcome: Outcome, number: int, of: int) -> None:
         now = time.perf_counter()
         spans.append((now - outcome.seconds, now))
 
-    sweep = run_sweep(options, out, table, on_outcome=note)
-    if sweep.missing:
-        raise AssertionError(sweep.missing[0])
+    comparison = cauc_ray.compare(
+        table,
+        models=list(MODELS),
+        methods=SWEPT,
+        seeds=range(n_seeds),
+        relative_budgets=budgets,
+        address="local",
+        output=out,
+        on_cell=note,
+    )
+    if comparison.not_run:
+        raise AssertionError(comparison.not_run[0])
     return max(end for _, end in spans) - min(start for start, _ in spans)

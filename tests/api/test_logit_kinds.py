@@ -16,7 +16,6 @@ CHAIN = ["--models", ",".join(MODELS)]
 READS = {
     "fit": ["LOGITS", *CHAIN, "-o", "out.json"],
     "compare": ["LOGITS", *CHAIN, "--methods", "base,margin"],
-    "sweep": ["LOGITS", *CHAIN, "-o", "out.parquet"],
     "evaluate": ["LOGITS", "--policy", "raw.json"],
     "check": ["LOGITS", "--policy", "raw.json"],
 }
@@ -123,7 +122,7 @@ def results_of(table):
     """Return what each verb gives of a table."""
     comparison = cauc_ray.compare(table, models=MODELS, methods=COMPARED)
     rows = [{name: value for name, value in row.items() if not name.startswith("setup_")} for row in comparison.rows]
-    results = {"sweep": cauc_ray.sweep(table, models=MODELS), "compare": (rows, comparison.curves)}
+    results = {"compare": (rows, comparison.curves)}
     for name, options in FITS.items():
         policy = cauc_ray.fit(table, models=MODELS, **options)
         results[name] = policy.to_json()

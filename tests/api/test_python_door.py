@@ -17,7 +17,7 @@ from synthetic import planted
 
 import cauc_ray
 from cauc_ray.api.evaluated import evaluation_summary
-from cauc_ray.api.options import CompareOptions, EvaluateOptions, FitOptions, SweepOptions
+from cauc_ray.api.options import CompareOptions, EvaluateOptions, FitOptions
 from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import CaucError, CaucWarning, DataError
 
@@ -137,27 +137,23 @@ def test_an_evaluation_is_the_same_through_both_doors(data, tmp_path):
     assert cauc_ray.evaluate(logits, policy).measures.accuracy is None
 
 
-SETUP = ("setup_s", "setup_ratio", "paper_setup_ratio", "source")  # clocks, and where logits are from
+SETUP = ("setup_s", "setup_ratio", "paper_setup_ratio", "set")  # clocks, and where logits are from
 
 
 def figures(comparison):
     return [{key: value for key, value in row.items() if key not in SETUP} for row in comparison.rows]
 
 
-def test_sweeps_and_comparisons_are_the_same_through_both_doors_and_need_no_chain(data, tmp_path):
+def test_comparisons_are_the_same_through_both_doors_and_need_no_chain(data, tmp_path):
     folder = write(tmp_path, **data)
     logits, labels = data["calibration"]
     pairs = {"validation": data["validation"], "test": data["test"]}
-    cut = {"cost_unit": "s", "validation": 0.3, "test": 0.3, "seed": 5, "points": 4}
-    for of_arrays, of_table in ((pairs, {}), (cut, cut)):
-        swept = cauc_ray.sweep(logits, labels, costs=COSTS, **of_arrays)
-        assert swept.equals(cauc_ray.sweep(folder, costs=COSTS, **of_table), check_metadata=True)
     settings = {"costs": {"large": 10, "small": 1}, "methods": ["single", "base", "rf", "random"]}
     compared = cauc_ray.compare(logits, labels, **settings, **pairs)
     assert figures(compared) == figures(cauc_ray.compare(folder, **settings))
     assert compared.about["models"] == ["small", "large"]
-    shares = {**settings, "validation": 0.25, "test": 0.5, "seed": 1}
-    cut = cauc_ray.compare(logits, labels, **shares)
+    shares = {**settings, "validation": 0.25, "test": 0.5, "seed": 1, "points": 3}
+    cut = cauc_ray.compare(logits, labels, **{**shares, "validation": None})  # half of what test leaves
     assert figures(cut) == figures(cauc_ray.compare(folder, **shares))
     assert cut.about["n"] == 75
     fingerprints = [of["examples"] for of in cut.about["fingerprints"].values() if isinstance(of, dict)]
@@ -222,9 +218,9 @@ REFUSED = [
     ("fit", {"validation": (np.eye(4), [0, 1, 2, 3])}, "validation: a pair is"),
     ("fit", {"example_ids": ["a"] * 150}, "example 'a' is a duplicate"),
     ("fit", {"example_ids": ["a", "b"]}, "2 example ids for 150 examples"),
-    ("compare", {"validation": 0.5}, "have no split 'test'"),
-    ("sweep", {"validation": 0.5, "test": 0.5}, "must be below 1"),
-    ("sweep", {"validation": 0.5, "test": 0.2, "embedding": "small"}, "arrays have no embeddings"),
+    ("compare", {"validation": 0.5, "test": 0.5}, "must be below 1"),
+    ("compare", {"address": "local"}, "leave address out"),
+    ("compare", {"validation": 0.5, "test": 0.2, "embedding": "small"}, "arrays have no embeddings"),
     ("fit", {"labels": None}, "needs labels"),
     ("fit", {"labels": np.full(150, 9)}, "label 9 is outside"),
     ("fit", {"labels": ["cat"] * 150}, "label"),
@@ -261,6 +257,7 @@ def test_arrays_that_are_no_logits_are_refused_by_their_model(large, words):
 # Hides every installed package that a plain install does not bring.
 PLAIN = """
 import re, sys
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 
 def name_of(requirement):
@@ -279,6 +276,8 @@ hidden = {top for top, dists in packages_distributions().items() if not brought 
 hidden -= {"colorama", "psutil"}  # Ray brings copies
 
 class Plain:
+    find_distributions = staticmethod(PathFinder.find_distributions)  # methods are entry points
+
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] not in hidden:
             return next((spec for each in finders if (spec := each.find_spec(name, path, target)) is not None), None)
@@ -287,7 +286,7 @@ finders, sys.meta_path[:] = list(sys.meta_path), [Plain()]
 import cauc_ray
 table = cauc_ray.sample_logits()
 policy = cauc_ray.fit(table, method="rf", budget=4.0)
-print(cauc_ray.evaluate(table, policy), cauc_ray.check(table, policy), cauc_ray.sweep(table).num_rows)
+print(cauc_ray.evaluate(table, policy), cauc_ray.check(table, policy))
 print(cauc_ray.compare(table))
 from cauc_ray import *
 assert fit is cauc_ray.fit and "CascadeClassifier" not in globals()
@@ -327,13 +326,13 @@ def test_logits_come_in_whatever_holds_numbers(data, library):
 
 @pytest.mark.parametrize(
     ("verb", "options"),
-    [("fit", FitOptions), ("evaluate", EvaluateOptions), ("sweep", SweepOptions), ("compare", CompareOptions)],
+    [("fit", FitOptions), ("evaluate", EvaluateOptions), ("compare", CompareOptions)],
 )
 def test_keyword_arguments_are_those_of_the_definition(verb, options):
     parameters = inspect.signature(getattr(cauc_ray, verb)).parameters
     defaults = {name: field.default for name, field in options.model_fields.items()}
     assert {name: parameters[name].default for name in defaults} == defaults
-    assert set(parameters) - set(defaults) <= {"logits", "labels", "example_ids", "policy", "on_method"}
+    assert set(parameters) - set(defaults) <= {"logits", "labels", "example_ids", "policy", "output", "on_cell"}
     assert all(field.description for field in options.model_fields.values())
 
 

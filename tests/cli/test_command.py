@@ -87,7 +87,6 @@ def test_a_run_and_all_that_verbs_write_can_be_shown(cauc, tmp_path):
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (code, json.loads(out)) == (0, summary)
     assert cauc("compare", "LOGITS", *CHAIN, "--methods", "single,base,rf", "-o", "compared")[0] == 0
-    assert cauc("sweep", "LOGITS", *CHAIN, "--methods", "rf", "-o", "swept.parquet")[0] == 0
     kinds = {
         "policy.json": "policy",
         "pool.yaml": "pool",
@@ -100,14 +99,14 @@ def test_a_run_and_all_that_verbs_write_can_be_shown(cauc, tmp_path):
         "compared": "comparison",
         "compared/comparison.json": "comparison",
         "compared/curves.parquet": "curves of a comparison",
-        "swept.parquet": "sweep",
+        "compared/summary.parquet": "summary of a comparison",
         ".": "folder",
     }
     for path, kind in kinds.items():
         code, out, _ = cauc("show", path, "--json")
         assert (code, json.loads(out)["kind"]) == (0, kind), path
         assert cauc("show", path)[0] == 0
-    held = {"policy.json: policy", "compared: comparison", "swept.parquet: sweep", "out: run"}
+    held = {"policy.json: policy", "compared: comparison", "out: run"}
     assert held <= set(json.loads(cauc("show", ".", "--json")[1])["holds"])
     code, _, err = cauc(*run)
     assert (code, "not an empty folder" in err) == (2, True)
@@ -156,8 +155,7 @@ def test_free_models_and_names_like_markup_are_shown(cauc, tmp_path):
     (tmp_path / "named.json").write_text(json.dumps(policy))
     code, _, err = cauc("show", "named.json")
     assert (code, "a\\x1b[2Jb" in err, "\x1b" in err) == (2, True, False)
-    for verb in (["evaluate", "LOGITS", "--policy", "p.json"], ["sweep", "LOGITS", *CHAIN, "--costs", "0,0,0"]):
-        assert cauc(*verb)[0] == 0
+    assert cauc("compare", "LOGITS", *CHAIN, "--methods", "rf", "--costs", "0,0,0")[0] == 0
 
 
 def test_terminals_without_our_letters_and_readers_that_leave_end_nothing(tmp_path, home):
@@ -188,7 +186,7 @@ def test_importing_the_package_and_asking_for_help_load_nothing_heavy():
     help_ = "from cauc_ray.cli.command import main\ntry: main(['--help'])\nexcept SystemExit: pass"
     assert loaded(help_).endswith("[]")
     heavy = "ray torch transformers sklearn"
-    assert loaded("import cauc_ray; cauc_ray.fit, cauc_ray.evaluate, cauc_ray.sweep, cauc_ray.Policy") == "[]"
+    assert loaded("import cauc_ray; cauc_ray.fit, cauc_ray.evaluate, cauc_ray.compare, cauc_ray.Policy") == "[]"
 
 
 @pytest.mark.slow
@@ -251,15 +249,10 @@ def test_closed_streams_and_full_disks_are_not_faults(tmp_path, home):
     assert full.stderr.splitlines()[-1] == "cauc: error: the output: No space left on device"
 
 
-@pytest.mark.parametrize("method", ["duo", "single"])
-def test_methods_with_one_setting_are_swept_at_points(cauc, method):
-    assert cauc("sweep", "LOGITS", *CHAIN, "--methods", method, "--points", 5, "-o", "s.parquet")[0] == 0
-
-
-@pytest.mark.xfail(strict=True, reason="issue 34: the table's heading names no set")
-def test_a_table_of_budgets_is_headed_by_its_chain(cauc):
-    flags = ["--methods", "rf", "--relative-budgets", "0.5", "-o", "s.parquet"]
-    assert "None" not in cauc("sweep", "LOGITS", *CHAIN, *flags)[1]
+@pytest.mark.parametrize("method", ["duo", "single", "rf"])
+def test_methods_of_one_setting_are_compared_at_points_under_the_name_of_their_chain(cauc, method):
+    code, out, _ = cauc("compare", "LOGITS", *CHAIN, "--methods", method, "--points", 5)
+    assert (code, "LOGITS: " in out, "None" in out) == (0, True, False)
 
 
 @pytest.mark.xfail(strict=True, reason="issue 35: show takes no URI")

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import jsonschema
 import psutil
-import pyarrow.parquet as pq
 import pytest
 import yaml
 from in_process import in_process
-from job_cases import CASES, N_TASKS, SWEEP, stripped, write_config, write_inputs
+from job_cases import CASES, N_TASKS, SWEEP, write_config, write_inputs
 from synthetic import write_table
 
 import cauc_ray
@@ -38,7 +37,7 @@ def inputs(tmp_path_factory):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_configs_fit_their_schemas_and_read_nothing_outside_the_repository(name):
     content = yaml.safe_load((ROOT / "jobs" / f"{name}.yaml").read_text())
-    schema = SCHEMAS[name.partition("-")[0]]()
+    schema = SCHEMAS[{"sweep": "compare"}.get(name, name.partition("-")[0])]()
     jsonschema.validate(content, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**content, "outptu": "x"}, schema)
@@ -76,22 +75,24 @@ def test_what_failed_is_told_by_the_exit_code_and_tried_again(ray_session, tmp_p
     sets = [{"name": "planted", "logits": "L", "chains": [["m0", "m1"], ["m0", "m2"]]}]
     content = {**SWEEP, "methods": ["rf"], "seeds": [0], "sets": sets, "output": "out"}
     path = write_config(tmp_path, "config", content)
-    code, out, error = command("sweep", "--config", path, "--json")
+    words = ["compare", "--config", path, "--json", "--address", "local"]
+    code, out, error = command(*words)
     results = json.loads(out)
-    assert (code, len(results["missing"]), results["n_missing"]) == (1, 1, 3)
-    assert f"failed: {results['missing'][0]}" in error
+    (absent,) = results["not_run"]
+    assert (code, absent["chain"], {row["status"] for row in results["rows"]}) == (1, "m0,m1", {"ok", "failed"})
+    assert f"rf, seed 0: {absent['why'].removeprefix('failed: ')}" in error
     file.write_bytes(whole)
-    code, out, _ = command("sweep", "--config", path, "--json")
-    assert (code, json.loads(out)["missing"]) == (0, [])
+    code, out, _ = command(*words)
+    assert (code, json.loads(out)["not_run"]) == (0, [])
 
 
 def test_a_folder_is_of_one_verb_and_of_one_run_at_a_time(inputs, in_process, command):
     paper = write_config(inputs, "own-paper", {**CASES["paper"][0], "output": "own"})
-    sweep = write_config(inputs, "own-sweep", {**SWEEP, "output": "own"})
+    sweep = write_config(inputs, "own-comparison", {**SWEEP, "output": "own"})
     assert command("paper", "--config", paper)[0] == 0
-    code, out, error = command("sweep", "--config", sweep)
+    code, out, error = command("compare", "--config", sweep)
     assert (code, out, error.count("\n")) == (2, "", 1)
-    assert "is not the folder of a sweep" in error
+    assert "is not the folder of a comparison" in error
     held = os.open(inputs / "own", os.O_RDONLY)  # as another process does
     fcntl.flock(held, fcntl.LOCK_EX)
     code, out, error = command("paper", "--config", paper)
@@ -101,7 +102,7 @@ def test_a_folder_is_of_one_verb_and_of_one_run_at_a_time(inputs, in_process, co
     assert command("paper", "--config", paper)[0] == 0  # its own goes on
 
 
-def test_nothing_that_is_kept_survives_an_upgrade_or_other_logits(in_process, tmp_path, command, monkeypatch):
+def test_nothing_that_is_kept_survives_an_upgrade_or_other_logits(tmp_path, command, monkeypatch):
     write_table(tmp_path / "L", n=60)
     sets = [{"name": "planted", "logits": "L", "chains": [["m0", "m2"]]}]
     path = write_config(
@@ -117,18 +118,18 @@ def test_nothing_that_is_kept_survives_an_upgrade_or_other_logits(in_process, tm
     ):
         change()
         for _ in range(2):  # the second time nothing is measured
-            assert command("sweep", "--config", path)[0] == 0
-            assert len(list((tmp_path / "out" / "tasks").glob("*.json"))) == n
+            assert command("compare", "--config", path)[0] == 0
+            assert len(list((tmp_path / "out" / "tasks").glob("*.json"))) == 2 * n  # a method, and the chain
     for file in (tmp_path / "out" / "tasks").glob("*.json"):
         file.write_text("{ half")  # what cannot be read is measured again
-    assert command("sweep", "--config", path)[0] == 0
+    assert command("compare", "--config", path)[0] == 0
 
 
 @pytest.mark.slow
-def test_a_job_that_is_stopped_without_a_cluster_ends_its_own_and_goes_on(inputs, tmp_path):
+def test_a_job_that_is_stopped_ends_its_own_cluster_and_goes_on(inputs, tmp_path):
     out = inputs / "stopped"
-    path = write_config(inputs, out.name, {**SWEEP, "seeds": list(range(20)), "output": out.name})
-    job = start("sweep", path, tmp_path / "log")
+    path = write_config(inputs, out.name, {**SWEEP, "seeds": list(range(20)), "output": out.name, "address": "local"})
+    job = start("compare", path, tmp_path / "log")
     try:
         while not ((out / "tasks").is_dir() and len(list((out / "tasks").glob("*.json"))) > 2):
             assert job.poll() is None, (tmp_path / "log").read_text()
@@ -143,7 +144,7 @@ def test_a_job_that_is_stopped_without_a_cluster_ends_its_own_and_goes_on(inputs
     said = (tmp_path / "log").read_text()
     assert "cauc: stopped" in said
     assert "Traceback" not in said
-    assert not (out / "results.parquet").exists()
+    assert not (out / "rows.parquet").exists()
     assert 2 < len(list((out / "tasks").glob("*.json"))) < 10 * N_TASKS
 
 
@@ -154,14 +155,15 @@ def start(verb, path, log):
         return subprocess.Popen([*words, "--json"], cwd=ROOT, stdout=out, stderr=out, env=env)
 
 
-def test_a_sweep_in_this_process_and_one_by_tasks_have_the_same_figures(inputs, ray_session, tmp_path, command):
-    flags = ["--models", "m0,m2", "--relative-budgets", "0.5,0.9", "--seeds", "0,1", "--methods", "rf,random"]
-    table = inputs / "sets" / "planted"
-    assert command("sweep", table, *flags, "-o", tmp_path / "here.parquet")[0] == 0
-    assert command("sweep", table, *flags, "-o", tmp_path / "there")[0] == 0
-    there = pq.read_table(tmp_path / "there" / "results.parquet").drop_columns(["set"])
-    rows = sorted(stripped(there), key=repr)
-    assert rows == sorted(pq.read_table(tmp_path / "here.parquet").to_pylist(), key=repr)
+def test_cells_in_this_process_and_on_ray_have_the_same_figures(inputs, ray_session, command):
+    flags = ["--chains", "m0+m2,m1+m2", "--relative-budgets", "0.5,0.9", "--seeds", "0,1", "--methods", "rf,random"]
+    rows = []
+    for cluster in ([], ["--address", "local"]):
+        code, out, _ = command("compare", inputs / "sets" / "planted", *flags, *cluster, "--json")
+        result = json.loads(out)["rows"]
+        rows.append([{key: value for key, value in row.items() if not key.startswith("setup_")} for row in result])
+        assert code == 0
+    assert rows[0] == rows[1]
 
 
 @pytest.mark.soak("pages")
@@ -170,6 +172,7 @@ def test_shipped_configs_run_on_what_the_demo_makes(tmp_path, ray_session, comma
 
     shutil.copytree(ROOT / "jobs", tmp_path / "jobs", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     run_demo(str(tmp_path / "out" / "demo"))
-    for verb in ("fit", "collect", "run", "sweep"):
-        code, _, error = command(verb, "--config", tmp_path / "jobs" / f"{verb}.yaml")
+    for name in ("fit", "collect", "run", "sweep"):
+        verb = {"sweep": "compare"}.get(name, name)
+        code, _, error = command(verb, "--config", tmp_path / "jobs" / f"{name}.yaml")
         assert code == 0, error

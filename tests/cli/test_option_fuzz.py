@@ -26,7 +26,8 @@ VALUES = {
     "method": ("base", "rf", "stacked", "auto", "margin", "duo", "single:small", "oracle", "random", ""),
     "methods": ("single", "base,rf", "margin,random", "rf-shared,oracle", "stacked", "recalibrated,duo", "absent", ","),
     "models": ("small", "small,large", "large,small", "small,small", "small,absent", ","),
-    "chains": (),
+    "chains": ("small+large", "small,large+small", "large+large", "absent", "+"),
+    "labels": ("labels.npy", "text.txt"),
     "costs": ("1,10", "small=1,large=10", "0,0", "10,1", "1", "-1,2", "nan,1", "small=x", "absent=1"),
     "budgets": ("3,5", "0.01,1e9", "5,5", "-1"),
     "relative_budgets": ("0.3,0.9", "0.001", "0"),
@@ -47,7 +48,6 @@ VALUES = {
 # What a verb needs next to what is drawn, so that most combinations reach its work.
 GIVEN = {
     "compare": ("--methods=base,rf",),
-    "sweep": ("--methods=base,rf",),
     "plan": ("--rate=10",),
     **dict.fromkeys(("fit", "evaluate", "check"), ("logits",)),
     "policy set": ("--url=http://127.0.0.1:9",),
@@ -162,7 +162,7 @@ def spelled(verb, options):
     required = list(GIVEN.get(verb, ()))
     if verb in REFUSED:
         return [*words, *rng.choice(REFUSED[verb])]
-    if verb in ("compare", "sweep"):
+    if verb == "compare":
         required.append("logits")
     if verb in ("evaluate", "check"):
         required.append("--policy=policy.json")
@@ -200,4 +200,4 @@ def broken(cauc, verb, n):
 @pytest.mark.parametrize("times", [1, pytest.param(25, marks=pytest.mark.soak("full"))])
 @pytest.mark.parametrize("verb", VERBS)
 def test_combinations_of_options_keep_the_commands_contract(cauc, verb, times):
-    assert not "\n".join(broken(cauc, verb, n=times * {"report": 8, "compare": 24, "sweep": 24}.get(verb, 40)))
+    assert not "\n".join(broken(cauc, verb, n=times * {"report": 8, "compare": 24}.get(verb, 40)))

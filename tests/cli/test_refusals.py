@@ -29,7 +29,6 @@ CHOICE = {"kind": "transformers-choice", "model": "bert"}
 DEFAULTS = {
     "fit": {"logits": "LOGITS"},
     "compare": {"logits": "LOGITS", "methods": ["rf"]},
-    "sweep": {"logits": "LOGITS"},
     "evaluate": {"logits": "LOGITS", "policy": "policy.json"},
     "check": {"logits": "LOGITS", "policy": "policy.json"},
     "collect": {"pool": "good.yaml", "dataset": "q.csv", "out": "L"},
@@ -37,7 +36,7 @@ DEFAULTS = {
     "plan": {"pool": "saved.yaml", "policy": "policy.json", "rate": 5},
     "report": {"folder": "report"},
 }
-OUTPUTS = {"fit": "p.json", "sweep": "s.parquet"}
+OUTPUTS = {"fit": "p.json"}
 
 # A verb, its options as Python names them, the words of the line, and the error in Python.
 BOTH_DOORS = [
@@ -48,7 +47,7 @@ BOTH_DOORS = [
     ("fit", {"models": MODELS, "costs": [1, 2]}, "2 costs for 3 models", CaucError),
     ("fit", {"costs": {"m0": 1e307, "m1": 1e308, "m2": 1.1e308}}, "cost 1e+307 GFLOPs", CaucError),
     ("fit", {"models": ["m0", "m0"]}, "'m0' is a duplicate", CaucError),
-    ("sweep", {"methods": ["rff"]}, "unknown method 'rff'; did you mean 'rf'", ConfigError),
+    ("compare", {"methods": ["rff"]}, "unknown method 'rff'; did you mean 'rf'", ConfigError),
     ("fit", {"logit_kind": "odds"}, "unknown logit kind 'odds'", ConfigError),
     ("fit", {"logits": "https://user:password@127.0.0.1:9/x?sig=abc"}, "https://***@127.0.0.1:9/x?sig=***", CaucError),
     # Splits.
@@ -56,7 +55,7 @@ BOTH_DOORS = [
     ("compare", {"split": "validation"}, "measure them on another", ConfigError),
     ("compare", {"training_split": "validation"}, "split 'validation' has another use already", ConfigError),
     ("evaluate", {"split": "tests"}, "unknown split 'tests'; did you mean 'test'", DataError),
-    ("sweep", {"redrawn": ["calibration"]}, "'calibration' cannot be pooled with nothing", ConfigError),
+    ("compare", {"redrawn": ["calibration"]}, "'calibration' cannot be pooled with nothing", ConfigError),
     # Budgets and rules that decide a threshold.
     ("fit", {"method": "rf", "budget": 0.5}, "below the cheapest", BudgetError),
     ("fit", {"budget": 3.0, "threshold": 0.5}, "not both", ConfigError),
@@ -83,7 +82,10 @@ BOTH_DOORS = [
     ("fit", {"method": "frugalgpt", "price": 0.01}, "price", ConfigError),
     ("fit", {"method": "duo", "certify": LIMIT}, "answers nothing before the last model", ConfigError),
     ("compare", {"texts": "nowhere.parquet"}, "nowhere.parquet does not exist", DataError),
-    ("sweep", {"methods": ["routellm-bert"]}, "trains a model on texts", ConfigError),
+    ("compare", {"methods": ["routellm-bert"]}, "trains a model on the queries' texts", ConfigError),
+    ("compare", {"budget": 0.5}, "below the cheapest", BudgetError),
+    ("compare", {"budgets": [3], "points": 4}, "give one of the three", ConfigError),
+    ("compare", {"reference": "rx"}, "reference: unknown method 'rx'", ConfigError),
     ("compare", {"checkpoints": {"rf": "bert"}}, "'rf' takes no checkpoint", ConfigError),
     ("compare", {"methods": ["embedding"]}, "reads the queries' embeddings: give their encoder", ConfigError),
     # Files.
@@ -156,12 +158,12 @@ COMMAND = [
 TWO = {"set": "planted", "models": ["m0", "m1"], "name": "a"}
 # A verb, what differs of its config file, and the words of the line.
 CONFIGS = [
-    *((verb, {"outptu": "x"}, "unknown key 'outptu'; did you mean 'output'") for verb in ("sweep", "paper", "fit")),
+    *((verb, {"outptu": "x"}, "unknown key 'outptu'; did you mean 'output'") for verb in ("compare", "paper", "fit")),
     ("fit", {"output": 3}, "output: "),
-    ("sweep", {"output": "sets"}, "exists and is not an empty folder"),
-    ("sweep", {"output": "_ray_pkg_0123456789abcdef/out"}, "give an absolute path"),
+    ("compare", {"output": "sets"}, "exists and is not an empty folder"),
+    ("compare", {"output": "_ray_pkg_0123456789abcdef/out"}, "give an absolute path"),
     *(
-        ("sweep", {"sets": sets}, words)
+        ("compare", {"sets": sets}, words)
         for sets, words in (
             ([{"name": "a", "logits": "nowhere", "chains": [["m0"]]}], "no logit table"),
             ([{"name": "a", "logits": "sets/planted", "chains": [["m0", "m9"]]}], "unknown model 'm9'"),
@@ -177,7 +179,7 @@ CONFIGS = [
     ),
 ]
 CONFIG = {
-    "sweep": {**SWEEP, "output": "out"},
+    "compare": {**SWEEP, "output": "out"},
     "fit": {"logits": "sets/planted", "output": "out.json"},
     "paper": {"logits": "sets", "tables": {"complementarity": [TWO]}, "output": "out"},
 }

@@ -163,7 +163,9 @@ def test_a_progress_bar_leaves_warnings_whole(cauc, monkeypatch):
 def test_what_tasks_warn_of_is_on_standard_error(home, tmp_path, ray_session, command):
     sets = [{"name": "falling", "logits": str(home / "LOGITS"), "chains": [["m2", "m0"]]}]
     config = {**SWEEP, "sets": sets, "methods": ["base"], "seeds": [0], "output": "out"}
-    code, out, error = command("sweep", "--config", write_config(tmp_path, "config", config), "--json")
+    code, out, error = command(
+        "compare", "--config", write_config(tmp_path, "config", config), "--address", "local", "--json"
+    )
     (line,) = error.splitlines()
     assert (code, line.startswith("cauc: warning: falling"), "warning" in out) == (0, True, False)
     assert "'m0' costs 1 GFLOPs" in line

@@ -27,7 +27,6 @@ COMMANDS = {
     "evaluate": "logits --policy policy.json --predictions answers.parquet",
     "check": "logits --policy policy.json",
     "compare": "logits --methods single,base,rf,margin -o comparison",
-    "sweep": "logits --methods base,rf --relative-budgets 0.2,0.5 --seeds 0,1 -o sweep",
     "run": "demo/pool.yaml --policy policy.json --input demo/inputs/test.parquet -o run",
     "plan": "demo/pool.yaml --policy policy.json --rate 5 --ledger run",
     "report": "--policy policy.json --logits logits --run run --comparison comparison -o report.html",
@@ -73,9 +72,7 @@ def test_every_verb_works_without_a_checkout(home):
         )
         assert done.returncode in ((0, 3) if verb == "check" else (0,)), (verb, done.stderr)
         assert json.loads(done.stdout), verb
-    assert {"policy.json: policy", "run: run", "comparison: comparison", "sweep: sweep by tasks"} <= set(
-        json.loads(done.stdout)["holds"]
-    )
+    assert {"policy.json: policy", "run: run", "comparison: comparison"} <= set(json.loads(done.stdout)["holds"])
 
 
 @pytest.mark.slow

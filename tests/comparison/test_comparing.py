@@ -2,7 +2,6 @@
 
 import io
 import json
-import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +15,7 @@ import cauc_ray
 from cauc_ray.api import tables
 from cauc_ray.cli import show
 from cauc_ray.comparison.comparing import compare
-from cauc_ray.comparison.measuring import choose_methods
+from cauc_ray.comparison.selection import choose_methods
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import ConfigError
@@ -49,15 +48,7 @@ def test_every_row_is_what_the_method_alone_gives(table, compared):
     assert (default["accuracy"], default["cost"]) == (alone.accuracy.value, pytest.approx(alone.cost))
     assert default["avoided"] == pytest.approx(1 - alone.stages[-1].reached / alone.n)
     assert {key: compared.row("base")[key] for key in default} == default  # its default threshold gives the budget
-    budget = compared.about["budget"]
-    assert policy.expected.cost == pytest.approx(budget)
-    at_budget = cauc_ray.evaluate(table, cauc_ray.fit(table, models=MODELS, budget=5.0)).measures
-    row = compare(table, models=MODELS, methods=["base"], budget=5.0).row("base")
-    assert (row["accuracy"], row["cost"]) == (at_budget.accuracy.value, pytest.approx(at_budget.cost))
-    rf = cauc_ray.evaluate(table, cauc_ray.fit(table, models=MODELS, method="rf", budget=budget)).measures
-    row = compared.row("rf")
-    assert (row["accuracy"], row["macro_f1"]) == (rf.accuracy.value, pytest.approx(rf.macro_f1))
-    assert row["cost"] == pytest.approx(rf.cost)
+    assert policy.expected.cost == pytest.approx(compared.about["budget"])
 
 
 def test_gains_are_over_the_last_model_on_the_same_examples(compared):
@@ -78,8 +69,7 @@ def test_areas_of_two_models_tell_chance_from_the_oracle(table, compared):
     assert found.row("rf")["deferral_area"] > found.row("random")["deferral_area"]
     for row in found.rows:
         assert 0 <= row["aiq"] <= 1
-    for name in ("accuracy", "cost", "gain", "deferral_area", "aiq", "apgr", "cpt", "setup_s", "ece"):
-        assert found.about["conventions"][name]
+    assert found.about["conventions"].keys() > {"accuracy", "cost", "gain", "deferral_area", "aiq", "setup_s", "ece"}
     assert found.row("single:m0")["deferral_area"] is None
     assert compared.row("rf")["deferral_area"] is None  # of three models
     assert compared.row("rf")["aiq"] > 0
@@ -117,11 +107,6 @@ def test_differences_to_a_reference_are_paired_and_adjusted_for_their_number(tab
         assert (low > 0 or high < 0) <= (row["difference_p"] < 0.1)
 
 
-def test_an_unknown_reference_is_refused(table):
-    with pytest.raises(ConfigError, match="reference: unknown method 'rx'"):
-        compare(table, models=MODELS, methods=["rf"], reference="rx")
-
-
 def test_calibration_is_told_before_and_after_with_what_bases_threshold_promised(table):
     found = compare(table, models=MODELS, methods=["base"]).about["calibration"]
     policy = cauc_ray.fit(table, models=MODELS)
@@ -135,24 +120,6 @@ def test_calibration_is_told_before_and_after_with_what_bases_threshold_promised
         assert stage["risk"] == pytest.approx(1 - own.accepted_accuracy.value)
         assert stage["promised"] == 1 - policy.threshold
     assert len(found["base"]["stages"]) == len(MODELS) - 1
-
-
-def test_shuffled_test_labels_change_no_fitted_number(table, compared, tmp_path):
-    shutil.copytree(table, tmp_path, dirs_exist_ok=True)
-    for file in tmp_path.glob("model=*/split=test/*.parquet"):
-        rows = pq.read_table(file)
-        labels = np.random.default_rng(0).permutation(rows["label"].to_numpy()).astype(np.int32)
-        pq.write_table(rows.set_column(rows.column_names.index("label"), "label", pa.array(labels)), file)
-    shuffled = compare(tmp_path, models=MODELS, methods=QUICK)
-    assert shuffled.about["budget"] == compared.about["budget"]
-    for name in ("method", "setting", "validation_accuracy", "validation_cost"):
-        assert shuffled.curves.column(name).equals(compared.curves.column(name))
-    for before, after in zip(compared.rows, shuffled.rows, strict=True):
-        assert after["setting"] == before["setting"]
-        assert after["default"]["setting"] == before["default"]["setting"]
-        if not METHODS.get(before["method"]) or not METHODS[before["method"]].sees_labels:
-            assert after["cost"] == before["cost"]
-    assert shuffled.row("base")["accuracy"] < compared.row("base")["accuracy"]  # they were shuffled
 
 
 def skewed(folder, n=600):
@@ -192,9 +159,6 @@ def test_methods_on_recalibrated_logits_are_those_on_a_table_of_them(tmp_path):
     for method, same in (("single:m0", "recalibrated:m0"), *((m, f"recalibrated+{m}") for m in ("base", "rf"))):
         for figure in ("accuracy", "cost"):
             assert found.row(same)[figure] == pytest.approx(by_hand.row(method)[figure], abs=0.01)
-    swept = cauc_ray.sweep(tmp_path / "L", methods=["rf", "recalibrated"], budgets=[budget], **asked).to_pylist()
-    assert [row["method"] for row in swept] == ["recalibrated:m0", "recalibrated:m1", "rf", "recalibrated+rf"]
-    assert swept[-1]["accuracy"] == found.row("recalibrated+rf")["accuracy"]
 
 
 def test_learned_methods_are_trained_on_a_split_of_their_own(tmp_path):
@@ -228,28 +192,6 @@ def test_the_objective_and_the_budget_decide_what_is_chosen(table):
         alone = cauc_ray.evaluate(table, policy).measures
         assert found.row(method)["macro_f1"] == pytest.approx(alone.macro_f1)
         assert found.row(method)["cost"] == pytest.approx(alone.cost)
-    for method in ("rf", "margin"):  # the matched point costs what is nearest to the budget
-        curve = found.curves.filter(pa.compute.equal(found.curves["method"], method)).to_pydict()
-        off = np.abs(np.array(curve["validation_cost"]) - 6.0)
-        at = curve["setting"].index(found.row(method)["matched"]["setting"])
-        assert off[at] == off.min()
-        assert found.row(method)["matched"]["cost"] == pytest.approx(curve["cost"][at])
-
-
-def test_the_command_prints_tables_for_people_and_writes_files_for_machines(table, tmp_path, command):
-    words = ["compare", table, "--models", "m0,m2", "--methods", "single,base,rf,random,oracle"]
-    code, out, err = command(*words, "-o", "out")
-    assert (code, err) == (0, "")
-    for word in ("single:m0", "less the last model's", "AIQ", "over base's", "sees the labels"):
-        assert word in out
-    assert command(*words, "-o", "out")[0] == 2
-    printed = json.loads(command(*words, "--json")[1])["rows"]
-    written = json.loads((tmp_path / "out" / "comparison.json").read_text())["rows"]
-    rows = pq.read_table(tmp_path / "out" / "rows.parquet").to_pylist()
-    curves = pq.read_table(tmp_path / "out" / "curves.parquet")
-    for same in zip(printed, written, rows, strict=True):
-        assert len({(row["method"], row["accuracy"], row["cost"]) for row in same}) == 1
-    assert set(curves.column("method").unique().to_pylist()) == {row["method"] for row in rows}
 
 
 def write_embedding(folder, name, chains):
@@ -356,16 +298,11 @@ def test_post_hoc_embed_reads_the_hidden_state_of_each_model_once_that_has_answe
 def test_hidden_states_that_are_not_there_are_named(telling):
     found = compare(telling, models=["m0", "m2"], methods=BOTH_FORMS)
     assert not found.not_run  # those of the last model are not needed
-    with pytest.raises(ConfigError, match="'post-hoc-embed-hidden' reads hidden states: collect those of m2 as emb"):
-        compare(telling, models=["m0", "m2", "m1"], costs=[1, 2, 3], methods=BOTH_FORMS)
+    (absent,) = compare(telling, models=["m0", "m2", "m1"], costs=[1, 2, 3], methods=BOTH_FORMS).not_run
+    assert absent["method"] == "post-hoc-embed-hidden"
+    assert "reads hidden states: collect those of m2 as emb" in absent["why"]
     with pytest.raises(ConfigError, match="collect those of m0, m1 as embeddings"):
-        compare({name: np.eye(4) for name in MODELS}, np.arange(4), costs=[1, 2, 3], methods=BOTH_FORMS)
-    (telling / "embedding=m1" / "split=test").rename(telling / "aside")
-    try:
-        with pytest.raises(ConfigError, match="collect those of m1 as embeddings"):
-            compare(telling, models=MODELS, methods=BOTH_FORMS)
-    finally:
-        (telling / "aside").rename(telling / "embedding=m1" / "split=test")
+        compare({name: np.eye(4) for name in MODELS}, np.arange(4), costs=[1, 2, 3], methods=BOTH_FORMS[1:])
 
 
 def test_auto_answers_as_the_policy_that_fit_chooses_at_the_budget(table):
@@ -381,22 +318,6 @@ def test_auto_answers_as_the_policy_that_fit_chooses_at_the_budget(table):
     assert chosen.holdout_quality > 0
 
 
-def test_auto_is_left_out_where_there_are_too_many_models():
-    models, why = [f"m{at}" for at in range(13)], "searches the sub-chains of up to 12 models"
-    with pytest.raises(ConfigError, match=f"'auto' {why}"):
-        choose_methods(["auto"], models)
-    assert {"method": "auto", "why": why} in choose_methods(["all"], models)[1]
-
-
-def test_auto_leaves_out_a_model_that_is_a_poor_deal(tmp_path):
-    write_table(tmp_path)
-    costs = {"m0": 1.0, "m1": 14.0, "m2": 15.0}
-    found = compare(tmp_path, models=MODELS, methods=["auto", "rf"], costs=costs, budget=9.0)
-    row = found.row("auto")
-    assert row["calls"]["m1"] == 0
-    assert row["accuracy"] > found.row("rf")["accuracy"]
-
-
 def test_the_label_expert_reads_embeddings_and_calls_no_model(embedded):
     table, chains = embedded
     free, paid = (compare(table, models=MODELS, methods=["embedding"], embedding=each) for each in ("enc", "m1"))
@@ -408,14 +329,10 @@ def test_the_label_expert_reads_embeddings_and_calls_no_model(embedded):
     assert "embedding" in {each["method"] for each in choose_methods(["all"], MODELS)[1]}
 
 
-def test_sweeps_and_redrawn_splits_count_the_call_of_an_embedding_too(embedded):
+def test_redrawn_splits_count_the_call_of_an_embedding_too(embedded):
     table, chains = embedded
-    swept = cauc_ray.sweep(table, models=["m0", "m2"], methods=["base", "benchmark-routing"], embedding="m1")
-    of_router = swept.filter(pa.compute.equal(swept["method"], "benchmark-routing")).to_pydict()
-    assert min(of_router["cost"]) >= chains["test"].costs.means[[0, 1]].sum() * (1 - 1e-6)
-    assert min(of_router["validation_cost"]) >= chains["validation"].costs.means[[0, 1]].sum() * (1 - 1e-6)
-    asked = {"models": ["m0", "m2"], "methods": ["benchmark-routing"], "budgets": [99.0], "seed": 3, "redrawn": SPLITS}
-    (row,), (unpaid,) = (cauc_ray.sweep(table, **asked, embedding=each).to_pylist() for each in ("m1", "enc"))
+    asked = {"models": ["m0", "m2"], "methods": ["benchmark-routing"], "budget": 99.0, "seed": 3, "redrawn": SPLITS}
+    (row,), (unpaid,) = (compare(table, **asked, embedding=name).rows for name in ("m1", "enc"))
     assert row["cost"] - unpaid["cost"] == pytest.approx(np.mean([c.costs.means[1] for c in chains.values()]), rel=0.1)
 
 
@@ -425,13 +342,15 @@ def test_no_figure_is_left_out_on_a_narrow_terminal(compared, monkeypatch):
     monkeypatch.setattr(
         tables, "Console", lambda **how: Console(file=output, force_terminal=True, color_system=None, **how)
     )
-    show.comparison(compared.as_json())
+    show.comparison(compared)
     assert "…" not in output.getvalue()
+    assert all(words in output.getvalue() for words in ("single:m0", "AIQ"))
 
 
 def test_methods_whose_packages_are_missing_are_named_and_not_replaced(table, monkeypatch):
     absent = {"torch": None}
     monkeypatch.setattr("cauc_ray.policies.method.find_spec", lambda name: absent.get(name, name))
+    assert "12 models" in str(choose_methods(["rf", "auto"], [f"m{at}" for at in range(13)])[1])
     chosen, not_run = choose_methods(["all"], MODELS)
     missing = {method["method"]: method["why"] for method in not_run}
     of_torch = {name for name, method in METHODS.items() if "torch" in method.packages}

@@ -15,7 +15,7 @@ from cauc_ray.cli.command import main
 
 pytest.importorskip("sklearn", reason="the demo's images come with scikit-learn")
 
-FILES = "accuracy-cost.png digit_networks.py inputs logits policies pool.yaml request.json run sweep.parquet weights"
+FILES = "accuracy-cost.png comparison digit_networks.py inputs logits policies pool.yaml request.json run weights"
 MODELS = ("small", "medium", "large")
 CAUC = Path(sys.executable).with_name("cauc")
 
@@ -58,7 +58,7 @@ def test_its_table_has_every_row_and_is_true(demo):
     files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
     assert [path for path in files if home in path.read_bytes()] == []
     assert (folder / "accuracy-cost.png").read_bytes().startswith(b"\x89PNG")
-    assert set(pq.read_table(folder / "sweep.parquet")["method"].to_pylist()) == {"base", "rf", "margin"}
+    assert set(pq.read_table(folder / "comparison" / "curves.parquet")["method"].to_pylist()) > {"base", "rf", "margin"}
     parts = [pq.read_table(file)["example_id"].to_pylist() for file in (folder / "inputs").iterdir()]
     assert len({example for part in parts for example in part}) == sum(map(len, parts)) == 1078
 

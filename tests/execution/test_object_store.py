@@ -166,8 +166,8 @@ def test_configs_read_and_write_there_and_do_nothing_twice(tmp_path, bucket):
     assert cauc_ray.Policy.load(f"{bucket}/policy-of-shards.json").models == ("long",)
     write_table(bucket / "planted", n=600)
     config = {**SWEEP, "sets": [{**SWEEP["sets"][0], "logits": f"{bucket}/planted"}], "output": f"{bucket}/sweep"}
-    assert job("sweep", tmp_path, **config)["n_rows"] == N_ROWS
-    assert read_parquet(bucket / "sweep" / "results.parquet").num_rows == N_ROWS
+    assert len(job("compare", tmp_path, **config)["rows"]) == N_ROWS
+    assert read_parquet(bucket / "sweep" / "rows.parquet").num_rows == N_ROWS
 
 
 def test_a_bucket_that_is_absent_is_named_before_anything_starts(tmp_path, s3, command):

@@ -108,7 +108,7 @@ def test_a_config_travels_with_the_working_directory_and_data_stay(head, tmp_pat
     for name in ("data/big.bin", "table.parquet"):
         (tmp_path / name).write_bytes(b"x" * 1000)
     write_config(tmp_path, "mine", {**SWEEP, "output": "out"})
-    code, log = Submitted(head, "sweep", "mine.yaml", tmp_path).ended()
+    code, log = Submitted(head, "compare", "mine.yaml", tmp_path).ended()
     assert code == 2
     assert "out lies in the copy of the working directory" in log
     (package,) = (path.parent for path in Path(head.folder).rglob("_ray_pkg_*/mine.yaml"))

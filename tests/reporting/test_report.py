@@ -15,7 +15,6 @@ from synthetic import write_table
 
 import cauc_ray
 from cauc_ray.api.evaluated import evaluation_summary
-from cauc_ray.comparison.comparing import save_comparison
 from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import CaucError, CaucWarning, DataError
 from cauc_ray.policies.policy import Policy
@@ -125,7 +124,7 @@ def test_each_part_may_lie_anywhere(homes, command, tmp_path):
     policy.save(tmp_path / "chosen.json")
     write_run(tmp_path / "monday", policy)
     compared = cauc_ray.compare(tmp_path / "table", models=MODELS, methods=["stacked", "oracle", "single"])
-    save_comparison(compared, tmp_path / "methods")
+    compared.save(tmp_path / "methods")
     paths = {"policy": "chosen.json", "logits": "table", "run": "monday", "comparison": "methods"}
     paths = {part: str(tmp_path / name) for part, name in paths.items()}
     (tmp_path / "out").mkdir()
@@ -166,7 +165,7 @@ def test_parts_of_another_policy_are_left_out_and_refused_where_named(tmp_path):
     for change, words in (("labels", "other examples"), ("logits", "other logits"), ("costs", "other costs")):
         costs = {"costs": [1.0, 4.0, 16.0]} if change == "costs" else {}
         compared = cauc_ray.compare(moved_table(tmp_path, chain, change), **options, **costs)
-        save_comparison(compared, tmp_path / f"of-{change}")
+        compared.save(tmp_path / f"of-{change}")
         with pytest.raises(DataError, match=words):
             cauc_ray.report(tmp_path, comparison=tmp_path / f"of-{change}")
     (tmp_path / "of-costs").rename(tmp_path / "comparison")

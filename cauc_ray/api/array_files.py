@@ -1,0 +1,141 @@
+"""Arrays of logits and labels in files: .npy, .npz and .csv."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+from zipfile import BadZipFile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+from pydantic import PlainSerializer, PlainValidator, ValidationInfo, WithJsonSchema
+
+from cauc_ray.api.options import Flag, Location, located
+from cauc_ray.errors import ConfigError, DataError, first_line
+from cauc_ray.files.paths import AnyPath, RemotePath, readable
+
+_NAMED = re.compile(r"([^/=]+)=(.+\.(?:npy|csv))")
+# In an .npz file, next to an array for each model.
+_LABELS = "labels"
+
+
+def _located_logits(value: object, info: ValidationInfo) -> tuple[AnyPath, ...] | dict[str, AnyPath]:
+    """Return the paths of tables, or by model those of arrays: a path, a mapping, or several, as small=small.npy."""
+    if isinstance(value, Mapping):
+        return {str(model): located(path, info) for model, path in value.items()}
+    parts = value if isinstance(value, list | tuple) else [value]
+    named = [_NAMED.fullmatch(str(part)) for part in parts]
+    if not parts:
+        raise ValueError("a path is missing")
+    if None not in named:
+        return {match[1]: located(match[2], info) for match in named if match}
+    if any(named):
+        raise ValueError("give logit tables, or an array for each model as NAME=FILE, not both")
+    return tuple(located(part, info) for part in parts)
+
+
+def _plain(value: Any) -> Any:
+    return {model: str(path) for model, path in value.items()} if isinstance(value, dict) else list(map(str, value))
+
+
+_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "format": "path"},
+        {"type": "array", "items": {"type": "string", "format": "path"}},
+        {"type": "object", "additionalProperties": {"type": "string", "format": "path"}},
+    ]
+}
+LogitFiles: TypeAlias = Annotated[
+    tuple[AnyPath, ...] | dict[str, AnyPath],
+    PlainValidator(_located_logits),
+    PlainSerializer(_plain, when_used="json"),
+    WithJsonSchema(_SCHEMA),
+    Flag("LOGITS", is_positional=True, is_several=True),
+]
+LabelsFile: TypeAlias = Annotated[Location, Flag("FILE")]
+
+
+def read_logits(
+    paths: tuple[AnyPath, ...] | dict[str, AnyPath], labels: AnyPath | None
+) -> tuple[AnyPath | dict[str, Any], Any]:
+    """Return a logit table's path, or arrays by model with their labels.
+
+    Args:
+        paths: A table, an .npz file with an array for each model and perhaps labels, or a .npy or .csv file by model.
+        labels: The file of the arrays' labels; None for those in an .npz file.
+
+    Raises:
+        ConfigError: Labels are missing or do not go with a table.
+        DataError: A file cannot be read as an array.
+    """
+    if isinstance(paths, dict):
+        arrays: dict[str, Any] = {model: _read(path) for model, path in paths.items()}
+    else:
+        table, *others = paths
+        if others:
+            raise ConfigError(f"one logit table was expected, got {len(paths)}: {', '.join(map(str, paths))}")
+        if table.suffix not in (".npy", ".npz", ".csv"):
+            if labels is not None:
+                raise ConfigError("labels are those of arrays; a logit table has its own")
+            return table, None
+        if table.suffix != ".npz":
+            raise ConfigError(f"{table}: name the model of an array, as small={table.name}")
+        arrays = _load(table)
+    stored = arrays.pop(_LABELS, None)
+    if labels is None and stored is None:
+        raise ConfigError("arrays need labels: give their file as labels (--labels FILE)")
+    return arrays, stored if labels is None else np.squeeze(_read(labels))
+
+
+def files_of(paths: tuple[AnyPath, ...] | dict[str, AnyPath]) -> tuple[AnyPath, ...]:
+    """Return all paths of logits."""
+    return tuple(paths.values()) if isinstance(paths, dict) else paths
+
+
+def _read(path: AnyPath) -> Any:
+    """Return the array of a .npy or .csv file."""
+    if path.suffix == ".npy":
+        return _load(path)
+    if path.suffix != ".csv":
+        raise ConfigError(f"{path}: an array was expected in a .npy or .csv file")
+    with _explained(path):
+        content = _content(path)
+        first = content.split(b"\n", 1)[0].split(b",")
+        options = pa_csv.ReadOptions(autogenerate_column_names=True, skip_rows=0 if all(map(_is_number, first)) else 1)
+        table = pa_csv.read_csv(io.BytesIO(content), read_options=options)
+        return np.column_stack([column.to_numpy().astype(np.float64) for column in table.columns])
+
+
+def _load(path: AnyPath) -> Any:
+    with _explained(path):
+        loaded = np.load(path if isinstance(path, Path) else io.BytesIO(_content(path)), allow_pickle=False)
+        return dict(loaded) if isinstance(loaded, np.lib.npyio.NpzFile) else loaded
+
+
+def _content(path: AnyPath) -> bytes:
+    if isinstance(path, RemotePath):
+        return bytes(path.open_input().read())
+    return path.read_bytes()
+
+
+@contextmanager
+def _explained(path: AnyPath) -> Iterator[None]:
+    """Turn what a file that holds no array raises into a DataError of one line."""
+    with readable(path):
+        try:
+            yield
+        except (ValueError, EOFError, BadZipFile, pa.ArrowInvalid) as error:
+            raise DataError(f"{path} does not hold an array of numbers: {first_line(error)}") from error
+
+
+def _is_number(text: bytes) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

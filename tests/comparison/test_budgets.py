@@ -1,0 +1,262 @@
+"""Comparisons over budgets, seeds and chains, of tables and arrays in files, and the files that they write."""
+
+import csv
+import json
+from dataclasses import replace
+from statistics import mean, stdev
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic import SPLITS, chain, write_table
+
+import cauc_ray
+from cauc_ray.comparison.comparing import compare
+from cauc_ray.comparison.differences import AREA_DIFFERENCE, DIFFERENCE, pooled_difference
+from cauc_ray.comparison.redrawing import redraw
+from cauc_ray.data.writing import write_logits
+from cauc_ray.policies.trace import Examples
+
+METHODS = ("single", "base", "rf", "duo", "margin", "oracle", "random")
+CHAIN = ("m0", "m1", "m2")
+CHAINS = [CHAIN, ("m0", "m2")]
+BUDGETS = (2.0, 6.0, 18.0)
+FIGURES = ("accuracy", "macro_f1", "cost", "relative_cost", "avoided", "status", "setting", "gain", "difference_p")
+NEVER_REDRAWN = {"seeds": [0, 1], "redrawn": []}
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("budgets") / "L"
+    write_table(folder, n=200)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compared(table):
+    return compare(table, chains=CHAINS, methods=METHODS, budgets=BUDGETS, relative_budgets=[0.4], seed=3)
+
+
+def test_rows_are_what_a_comparison_at_one_budget_of_one_chain_has(compared, table):
+    singles = {models: [f"single:{model}" for model in models] for models in CHAINS}
+    expected = [
+        (",".join(models), method, *budget)
+        for models in CHAINS
+        for method in (*singles[models], *METHODS[1:])
+        for budget in (("relative", 0.4), *(("cost", budget) for budget in BUDGETS))
+    ]
+    keys = ("chain", "method", "budget_kind", "budget")
+    assert [tuple(row[key] for key in keys) for row in compared.rows] == expected
+    alone = compare(table, models=CHAIN, methods=METHODS, budget=6.0, seed=3)
+    for row in alone.rows:
+        same = compared.row(row["method"], chain="m0,m1,m2", budget=6.0)
+        assert {key: same[key] for key in FIGURES} == {key: row[key] for key in FIGURES}
+    relative = compared.row("rf", chain="m0,m1,m2", budget_kind="relative")
+    assert relative["budget_cost"] == pytest.approx(0.4 * 15)
+    assert relative["accuracy"] == alone.row("rf")["accuracy"]
+    too_dear = compared.row("single:m2", budget=2.0)
+    assert (too_dear["status"], too_dear["cost"]) == ("unmet", 15.0)
+    assert "below the cheapest operating point" in too_dear["reason"]
+
+
+def test_the_area_is_the_mean_over_budgets_that_all_methods_meet(table):
+    budgets = [0.5, 4.0, 9.0, 14.0]
+    found = compare(
+        table, models=["m0", "m2"], methods=["single", "rf", "margin", "benchmark-routing"], budgets=budgets
+    )
+    for method in ("rf", "margin", "benchmark-routing"):
+        rows = [found.row(method, budget=budget) for budget in budgets[1:]]
+        assert [row["status"] for row in rows] == ["ok"] * 3
+        assert rows[0]["area"] == pytest.approx(mean(row["accuracy"] for row in rows))
+        if method != "rf":
+            assert rows[0]["area_difference"] == pytest.approx(rows[0]["area"] - found.row("rf")["area"])
+            low, high = rows[0]["area_difference_interval"]
+            assert low <= rows[0]["area_difference"] <= high
+    assert found.row("single:m2")["area"] is None
+    assert found.row("rf")["area_budgets"] == 3
+
+
+def test_equal_answers_to_several_seeds_are_no_more_evidence_than_to_one(table):
+    settings = {"models": CHAIN, "methods": ["single", "rf", "margin"], "budgets": [3.0, 8.0]}
+    one, two = compare(table, **settings), compare(table, **settings, **NEVER_REDRAWN)
+    for row in one.rows:
+        same = two.row(row["method"], budget=row["budget"])
+        for name in (*DIFFERENCE, *AREA_DIFFERENCE[:2]):
+            assert same[name] == (None if row[name] is None else pytest.approx(row[name], abs=0.01))
+
+
+@given(seed=st.integers(0, 10**6), n_terms=st.integers(1, 5))
+def test_a_pooled_difference_is_the_mean_with_its_bootstrap_interval_and_honest_p_value(seed, n_terms):
+    rng = np.random.default_rng(seed)
+    totals = rng.integers(-1, 2, (150, n_terms)).sum(axis=1)
+    found = pooled_difference(totals, n_terms, 0, 0.05)
+    assert found.value == pytest.approx(totals.mean() / n_terms)
+    drawn = totals[rng.integers(0, 150, (2_000, 150))].mean(axis=1) / n_terms
+    assert [found.low, found.high] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.03)
+    z = abs(totals.sum()) / np.sqrt((totals**2).sum())
+    assert (found.p_value < 0.05) == (z > 1.96) or abs(z - 1.96) < 0.3
+
+
+def test_a_seed_fits_on_the_splits_that_it_draws(table, tmp_path):
+    chains = {name: chain(7, 200, shift=place) for place, name in enumerate(SPLITS)}
+    table_splits = {
+        name: Examples(replace(rows, example_ids=tuple(f"{name}-{example}" for example in rows.example_ids)))
+        for name, rows in chains.items()
+    }
+    redrawn = ["calibration", "validation"]
+    for split, rows in redraw(table_splits, redrawn, 5).items():
+        drawn = {"example_ids": rows.chain.example_ids, "labels": rows.chain.labels}
+        for model, logits in zip(CHAIN, rows.chain.logits, strict=True):
+            write_logits(tmp_path / "hand", model, split, **drawn, logits=list(logits))
+    settings = {"methods": ["base", "margin", "random"], "models": CHAIN, "budgets": BUDGETS, "seed": 5}
+    by_hand = compare(tmp_path / "hand", costs=[1.0, 4.0, 15.0], **settings)
+    for row, same in zip(compare(table, redrawn=redrawn, **settings).rows, by_hand.rows, strict=True):
+        assert {key: row[key] for key in FIGURES} == pytest.approx({key: same[key] for key in FIGURES})
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=3, max_size=3),
+    seed=st.integers(0, 2**63 - 1),
+    names=st.sampled_from([("calibration", "validation"), SPLITS, ("validation", "test")]),
+    per_call=st.booleans(),
+)
+def test_splits_are_drawn_disjoint_in_their_sizes(sizes, seed, names, per_call):
+    splits = {}
+    for place, (name, n) in enumerate(zip(SPLITS, sizes, strict=True)):
+        rows = chain(1, n, k=3 + place, ragged=True, per_call=per_call, shift=place)
+        splits[name] = Examples(rows, np.arange(2 * n, dtype=np.float32).reshape(n, 2) + 1000 * place)
+    drawn = redraw(splits, names, seed)
+
+    def contents(examples):
+        """Yield all of each example; options that a row lacks are left out."""
+        for row, example in enumerate(examples.chain.example_ids):
+            logits = [z[row][np.isfinite(z[row])].tolist() for z in examples.chain.logits]
+            costs = np.broadcast_to(examples.chain.costs.per_call, (len(examples), 3))[row].tolist()
+            yield str((example, int(examples.chain.labels[row]), logits, costs, examples.embeddings[row].tolist()))
+
+    assert {name: len(examples) for name, examples in drawn.items()} == dict(zip(SPLITS, sizes, strict=True))
+    before, after = (sorted(row for name in names for row in contents(each[name])) for each in (splits, drawn))
+    assert before == after
+    assert all(drawn[name] is splits[name] for name in set(SPLITS) - set(names))
+    again = redraw(splits, names, seed)
+    assert all(again[name].chain.example_ids == drawn[name].chain.example_ids for name in SPLITS)
+
+
+def test_the_summary_is_mean_and_spread_over_seeds(table):
+    seeds = [0, 1, 2]
+    found = compare(table, chains=CHAINS, methods=["base", "duo"], seeds=seeds, budgets=BUDGETS)
+    assert len(found.summary) == 2 * 2 * len(BUDGETS)
+    for row in found.summary:
+        of_seeds = [r for r in found.rows if all(r[key] == row[key] for key in ("chain", "method", "budget"))]
+        assert [seed_row["seed"] for seed_row in of_seeds] == seeds
+        assert (row["n"], row["n_failed"]) == (3, 0)
+        assert row["n_unmet"] == sum(seed_row["status"] == "unmet" for seed_row in of_seeds)
+        for figure in ("accuracy", "macro_f1", "cost", "relative_cost", "setup_s"):
+            values = [seed_row[figure] for seed_row in of_seeds]
+            assert (row[f"{figure}_mean"], row[f"{figure}_std"]) == (
+                pytest.approx(mean(values)),
+                pytest.approx(stdev(values)),
+            )
+    assert max(row["accuracy_std"] for row in found.summary) > 0  # seeds draw other splits
+
+
+def test_a_method_whose_fit_fails_is_named_and_the_others_are_measured(table, tmp_path, command):
+    pytest.importorskip("transformers")
+    ids = pq.read_table(table / "model=m0")["example_id"]
+    pq.write_table(pa.table({"example_id": ids, "question": ["why?"] * len(ids)}), tmp_path / "texts.parquet")
+    words = ["--methods", "rf,routellm-bert", "--texts", tmp_path / "texts.parquet"]
+    code, out, error = command("compare", table, *words, "--checkpoints", "routellm-bert=absent/model", "--json")
+    result = json.loads(out)
+    assert code == 1
+    assert "routellm-bert, seed 0: " in error
+    assert {row["method"]: row["status"] for row in result["rows"]} == {"rf": "ok", "routellm-bert": "failed"}
+    assert result["rows"][0]["accuracy"] > 0
+    code, out, _ = command("compare", table, "--methods", "rf,embedding", "--json")
+    (absent,) = json.loads(out)["not_run"]
+    assert (code, absent["method"], "give their encoder" in absent["why"]) == (0, "embedding", True)
+
+
+@pytest.fixture(scope="module")
+def arrays(tmp_path_factory):
+    """Return a folder with arrays of two models and labels in files of all kinds, and the arrays."""
+    folder, data = tmp_path_factory.mktemp("arrays"), chain(11, n=400)
+    logits = {model: data.logits[index].astype(np.float64) for index, model in ((0, "small"), (2, "large"))}
+    for model, z in logits.items():
+        np.save(folder / f"{model}.npy", z)
+        np.savetxt(folder / f"{model}.csv", z, delimiter=",", header="a,b,c,d,e", comments="", fmt="%.17g")
+    np.save(folder / "y.npy", data.labels)
+    np.savetxt(folder / "y.csv", data.labels, fmt="%d")
+    np.savez(folder / "both.npz", labels=data.labels, **logits)
+    np.save(folder / "short.npy", np.zeros((40, 5)))
+    np.save(folder / "objects.npy", np.array([None, {}]), allow_pickle=True)
+    (folder / "words.csv").write_text("a,b\n1,x\n")
+    return folder, logits, data.labels
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["small=small.npy large=large.npy --labels y.npy", "small=small.csv large=large.csv --labels y.csv", "both.npz"],
+)
+def test_arrays_in_files_are_the_arrays(arrays, command, monkeypatch, words):
+    folder, logits, labels = arrays
+    monkeypatch.chdir(folder)
+    settings = ["--costs", "small=1,large=10", "--validation", "0.5"]
+    code, out, _ = command("compare", *words.split(), *settings, "--methods", "rf,margin", "--points", "3", "--json")
+    options = {"costs": {"small": 1, "large": 10}, "validation": 0.5}
+    same = compare(logits, labels, methods=["rf", "margin"], points=3, **options)
+    assert (code, len(same.rows)) == (0, 6)
+    assert [row["accuracy"] for row in json.loads(out)["rows"]] == [row["accuracy"] for row in same.rows]
+    assert command("fit", *words.split(), *settings, "-o", "p.json")[0] == 0
+    assert (folder / "p.json").read_text() == cauc_ray.fit(logits, labels, **options).to_json()
+    code, out, _ = command("evaluate", *words.split(), "--policy", "p.json", "--json")
+    assert (
+        json.loads(out)["accuracy"]
+        == cauc_ray.evaluate(logits, folder / "p.json", labels=labels).measures.accuracy.value
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("small=small.npy large=short.npy --labels y.npy", "(40, 5)"),
+        ("small=small.npy large=objects.npy --labels y.npy", "objects.npy does not hold an array"),
+        ("small=small.npy large=words.csv --labels y.npy", "words.csv"),
+        ("small=small.npy large=absent.npy --labels y.npy", "absent.npy"),
+        ("small=small.npy large=large.npy", "need labels"),
+        ("small=small.npy large=large.npy --labels y.npy --address local", "leave address out"),
+        ("small.npy --labels y.npy", "as small=small.npy"),
+        ("small=small.npy both.npz --labels y.npy", "not both"),
+        ("both.npz --budget 0.5", "below the cheapest"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused_in_one_line(arrays, command, monkeypatch, words, message):
+    monkeypatch.chdir(arrays[0])
+    code, out, error = command("compare", *words.split(), "--costs", "1,10", "--methods", "rf,margin")
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert message in error
+
+
+def test_results_are_written_by_suffix_or_all_into_a_folder_that_keeps_cells(compared, table, tmp_path):
+    for form in ("csv", "json", "parquet", "tex"):
+        compared.save(tmp_path / f"table.{form}")
+    with (tmp_path / "table.csv").open() as file:
+        accuracies = [float(row["accuracy"]) for row in csv.DictReader(file)]
+    assert accuracies == [row["accuracy"] for row in compared.rows]
+    assert json.loads((tmp_path / "table.json").read_text())["rows"] == json.loads(json.dumps(compared.rows))
+    assert pq.read_table(tmp_path / "table.parquet")["accuracy"].to_pylist() == accuracies
+    tex = (tmp_path / "table.tex").read_text()
+    assert tex.count(r"\toprule") == tex.count(r"\end{table}") == len(CHAINS)
+    assert all(words in tex for words in (r"\textbf{", r"$\pm$", "Holm-adjusted"))
+    for form in ("pdf", "png", "svg"):
+        pytest.importorskip("matplotlib").use("Agg")
+        compared.save(tmp_path / f"figure.{form}")
+        assert (tmp_path / f"figure.{form}").stat().st_size > 5_000
+    stored = []
+    for methods in (["rf"], ["rf", "margin"]):
+        compare(table, methods=methods, output=tmp_path / "out", on_cell=lambda cell, *_: stored.append(cell.seconds))
+    written = ("comparison.json", "rows.csv", "curves.parquet", "summary.parquet", "comparison.tex", "tasks")
+    assert all((tmp_path / "out" / name).exists() for name in written)
+    assert stored[0] in stored[2:]  # the cell of rf, as it was
