@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from pages import BLOCK, ROOT
-from sklearn.datasets import make_classification
 
 UV = Path(sys.executable).parent / "uv"
 CORE = "demo,sklearn,serve,grpc,remote,openai,onnx"
@@ -72,8 +71,8 @@ def checkout(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(checkout):
-    """Return the environment that the README's first commands make, after its demo has run."""
-    _, language, text = blocks("README.md")[1]
+    """Return the environment that the README's first command makes."""
+    language, text = blocks("README.md")[0][1:]
     assert language == "sh"
     shell(text, checkout, checkout / ".venv", timeout=1200)
     return checkout / ".venv"
@@ -81,33 +80,13 @@ def installed(checkout):
 
 @pytest.mark.soak("pages")
 @pytest.mark.timeout(1500)
-def test_the_readmes_demo_runs_in_a_new_environment(installed, checkout):
-    assert (checkout / "cauc-demo" / "logits" / "pool.json").exists()
-
-
-@pytest.mark.soak("pages")
-@pytest.mark.timeout(1500)
-@pytest.mark.xfail(strict=True, reason="issue 35: the README reads a CSV file by pandas, which its extra lacks")
-def test_the_readmes_python_runs_after_its_install(installed, checkout):
-    X, y = make_classification(2000, n_informative=6, random_state=0)
-    rows = [",".join([*(f"x{column}" for column in range(X.shape[1])), "churn"])]
-    rows += [",".join(map(str, [*values, label])) for values, label in zip(X, y, strict=True)]
-    (checkout / "customers.csv").write_text("\n".join(rows))
-    text = next(text for _, language, text in blocks("README.md") if language == "python")
-    (checkout / "snippet.py").write_text(text)
-    assert re.match(r"\[([01] ){4}[01]\]", shell("python snippet.py", checkout, installed))
-
-
-@pytest.mark.soak("pages")
-@pytest.mark.timeout(1500)
-@pytest.mark.xfail(
-    strict=True, reason="issue 35: the README's pool reads photographs that nobody has, and its extra is absent"
-)
-def test_the_readmes_commands_run_after_its_install(installed, checkout):
-    pool = next(text for _, language, text in blocks("README.md") if language == "yaml")
-    (checkout / "pool.yaml").write_text(pool)
-    commands = next(text for _, _, text in blocks("README.md") if text.startswith("cauc collect"))
-    shell(commands, checkout, installed)
+def test_the_readmes_snippets_run_in_a_new_environment(installed, checkout):
+    later = blocks("README.md")[1:]
+    python, commands = (next(text for _, kind, text in later if kind == language) for language in ("python", "sh"))
+    (checkout / "snippet.py").write_text(python)
+    assert "94.3 % accuracy" in shell("python snippet.py", checkout, installed)
+    shell(commands, checkout, installed, timeout=1200)
+    assert (checkout / "cauc-demo" / "out" / "summary.json").exists()
 
 
 @pytest.mark.soak("pages")
