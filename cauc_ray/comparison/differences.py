@@ -50,7 +50,7 @@ def pooled_difference(totals: Ints, n_terms: float, seed: int, error_rate: float
     values, counts = np.unique(totals, return_counts=True)
     means = rng.multinomial(n, counts / n, size=N_RESAMPLES) @ values / (n * n_terms)
     low, high = np.quantile(means, [error_rate / 2, 1 - error_rate / 2])
-    return Difference(totals.sum() / (n * n_terms), float(low), float(high), n, _sign_flip(totals, rng))
+    return Difference(float(totals.sum() / (n * n_terms)), float(low), float(high), n, _sign_flip(totals, rng))
 
 
 def _sign_flip(totals: Ints, rng: np.random.Generator) -> float:

@@ -203,8 +203,15 @@ class Family:
         )
 
     def published(self, fitting: Fitting, rule: ThresholdRule) -> Policy:
-        """Return the policy that a rule chooses on the validation split of a fitting. Raises as choose does."""
-        return replace(self, validation=fitting.validation).choose(fitting.calibration, rule)
+        """Return the policy that a rule chooses on the validation split of a fitting. Raises as choose does.
+
+        Where that is for a certificate alone, this family's own split chooses among chains.
+        """
+        family = self
+        if rule.certify is not None and self._has_chains:
+            cascades = replace(self, members=[member for member in self.members if len(_models_of(member)) > 1])
+            family = replace(self, members=[cascades.members[cascades._best(BY_DEFAULT)]])
+        return replace(family, validation=fitting.validation).choose(fitting.calibration, rule)
 
     def choose(self, calibration: Examples, rule: ThresholdRule) -> Policy:
         """Return the policy that a rule chooses, at its threshold, with what to expect of it.
@@ -303,13 +310,27 @@ class Family:
 
     def _best(self, rule: ThresholdRule) -> int:
         """Return which member has the best point on validation by a rule; the first where that chooses none."""
-        if len(self.members) == 1 or (rule.threshold, rule.certify, rule.price) != (None, None, None):
+        is_given = (rule.threshold, rule.certify, rule.price) != (None, None, None)
+        if len(self.members) == 1 or (is_given and not self._has_chains):
             return 0
+        if rule.price is not None:
+            raise ConfigError("this method chooses among chains, which have other prices: give a budget or a threshold")
+        if rule.threshold is not None:
+            chain = self.validation.chain
+            at_threshold = [trace.frontier(chain).at(rule.threshold) for trace in self.traces]
+            ranks = [(-point.quality, point.cost) for point in at_threshold]
+            return ranks.index(min(ranks))
         points = self.points
         if rule.objective != "accuracy":
             frontiers = self._frontiers(rule.objective)
             points = replace(points, quality=np.concatenate([frontier.quality for frontier in frontiers]))
         return int(self._owners[points.index_of_best(rule.budget)])
+
+    @property
+    def _has_chains(self) -> bool:
+        """Return whether members are policies of several chains, with one threshold each."""
+        is_solved = isinstance(self.members[0], SolvedPolicy)
+        return not is_solved and len({_models_of(member) for member in self.members}) > 1
 
     @property
     def is_numbered(self) -> bool:
@@ -396,3 +417,8 @@ def _last_share(trace: Trace, settings: Floats) -> Floats:
     stopped = reached - np.pad(reached[:, 1:], ((0, 0), (0, 1)))
     share: Floats = stopped[:, trace.calls[:, -1]].sum(axis=1)
     return share
+
+
+def _models_of(member: Member) -> tuple[str, ...]:
+    """Return the names of a policy's models; none for a control."""
+    return member.models if isinstance(member, Policy) else ()

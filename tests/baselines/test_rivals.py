@@ -125,6 +125,10 @@ def test_the_best_pair_is_the_best_of_rf_on_each_pair_and_model_at_every_budget(
         chosen = family.published(fitting, ThresholdRule(budget=budget))
         assert chosen.on_selection.accuracy.value == pytest.approx(best)
         assert len(chosen.stages) <= 2
+    best = max(frontier.at(0.7).quality for frontier in frontiers)
+    assert family.published(fitting, ThresholdRule(threshold=0.7)).expected.accuracy.value == pytest.approx(best)
+    with pytest.raises(ConfigError, match="budget or a threshold"):
+        family.published(fitting, ThresholdRule(price=0.1))
 
 
 @pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")  # a few rows cannot be calibrated

@@ -15,7 +15,15 @@ from cauc_ray.cli.command import main
 from cauc_ray.cli.verbs import VERBS
 
 # Codes besides 2, bad input.
-DOCUMENTED = {"check": {0, 3}, "collect": set(), "run": set(), "serve": set(), "paper": set(), "demo": set()}
+DOCUMENTED = {
+    "check": {0, 3},
+    "fit": {0, 3},
+    "collect": set(),
+    "run": set(),
+    "serve": set(),
+    "paper": set(),
+    "demo": set(),
+}
 # Each of these starts Ray, waits for a network, or has its own tests with real parts.
 NOT_DRAWN = {"address": "a cluster", "shards": "a cluster", "input": "a cluster", "texts": "text routers"}
 FILES = ("logits", "policy.json", "text.txt", "rows.parquet", "absent", "memory://absent/x", "")

@@ -93,7 +93,7 @@ def test_validation_chooses_nothing_but_what_is_certified(method):
     for decides in numbers:
         decides["stages"].sort(key=lambda stage: stage["name"])  # their order is part of a solution, which is certified
     assert numbers[0] == numbers[1]
-    assert policies[0].arrays == policies[1].arrays
+    assert len({getattr(policy, "arrays", None) for policy in policies}) == 1
 
 
 def test_answers_of_a_router_are_early_if_they_are_of_all_but_the_most_expensive_model():
