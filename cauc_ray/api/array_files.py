@@ -11,8 +11,6 @@ from typing import Annotated, Any, TypeAlias
 from zipfile import BadZipFile
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv as pa_csv
 from pydantic import PlainSerializer, PlainValidator, ValidationInfo, WithJsonSchema
 
 from cauc_ray.api.options import Flag, Location, located
@@ -104,11 +102,9 @@ def _read(path: AnyPath) -> Any:
     if path.suffix != ".csv":
         raise ConfigError(f"{path}: an array was expected in a .npy or .csv file")
     with _explained(path):
-        content = _content(path)
-        first = content.split(b"\n", 1)[0].split(b",")
-        options = pa_csv.ReadOptions(autogenerate_column_names=True, skip_rows=0 if all(map(_is_number, first)) else 1)
-        table = pa_csv.read_csv(io.BytesIO(content), read_options=options)
-        return np.column_stack([column.to_numpy().astype(np.float64) for column in table.columns])
+        lines = _content(path).splitlines()
+        n_titles = 0 if all(map(_is_number, lines[0].split(b","))) else 1
+        return np.loadtxt(lines[n_titles:], delimiter=",", ndmin=2)
 
 
 def _load(path: AnyPath) -> Any:
@@ -129,7 +125,7 @@ def _explained(path: AnyPath) -> Iterator[None]:
     with readable(path):
         try:
             yield
-        except (ValueError, EOFError, BadZipFile, pa.ArrowInvalid) as error:
+        except (ValueError, IndexError, EOFError, BadZipFile) as error:
             raise DataError(f"{path} does not hold an array of numbers: {first_line(error)}") from error
 
 

@@ -28,11 +28,6 @@ UNKNOWN_LABEL = -1
 # Bytes of one block of a pass, as float64: they fit into a processor's cache.
 _BLOCK_BYTES, _WIDE_OPTIONS = 1 << 20, 64
 
-# glibc returns freed memory to the kernel, and page faults of new memory then take longer than the arithmetic on it,
-# until a block of this size has been freed: its thresholds rise with it (mallopt, M_MMAP_THRESHOLD).
-_KEPT_BYTES = 31 << 20
-np.empty(_KEPT_BYTES, dtype=np.uint8)
-
 # The odd number nearest to 2^64 / golden ratio, the usual increment of Weyl sequences.
 _STEP = 0x9E3779B97F4A7C15
 

@@ -107,7 +107,8 @@ def _sum_block(calibrators: dict[int, Calibrator], part: ChainPart, rows: slice)
         if stage == len(part.logits) - 1:
             large = own
         finite = np.isfinite(scores)
-        real = scores if finite.all() else scores[finite]
+        # In order of rows: arrays by columns, as some chains hold them, would have other last digits of sums.
+        real = scores.ravel() if finite.all() else scores[finite]
         mean = float(real.mean())
         sums[stage] = AnswerSums(
             len(labels),
