@@ -313,7 +313,7 @@ class Policy(Shown, FrozenModel):
         file = path_of(path)
         try:
             if not file.is_file():
-                raise PolicyError(f"there is no policy file {file}")
+                raise PolicyError(f"policy file {file} does not exist")
             content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise PolicyError(f"{file} is not a readable policy file: {error}") from error
