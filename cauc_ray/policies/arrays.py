@@ -23,12 +23,14 @@ _PACKED, _DIGEST = "arrays", "arrays_sha256"
 
 
 class Arrays(dict[str, npt.NDArray[Any]]):
-    """Arrays by name, which nobody changes. Two are equal if their files are."""
+    """Arrays by name, not to be changed. Two are equal if their files are."""
 
     @classmethod
     def of_file(cls, content: bytes, sha256: str, source: str) -> Arrays:
-        """Read a file's content. Raises PolicyError, naming the source, unless its digest is the one given."""
-        from safetensors import SafetensorError  # what other policies can do without, on an edge box
+        """Read a file's content. Raises PolicyError, naming the source, if its digest is not sha256."""
+        from safetensors import (
+            SafetensorError,
+        )  # policies without arrays need no safetensors, for instance on edge boxes
         from safetensors.numpy import load
 
         if hashlib.sha256(content).hexdigest() != sha256:
@@ -51,8 +53,8 @@ class Arrays(dict[str, npt.NDArray[Any]]):
         """Return the digest of their file."""
         return hashlib.sha256(self.content).hexdigest()
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Arrays) and self.content == other.content
+    def __eq__(self, value: object) -> bool:
+        return isinstance(value, Arrays) and self.content == value.content
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(self.sha256)
@@ -61,8 +63,9 @@ class Arrays(dict[str, npt.NDArray[Any]]):
 class ArraysPolicy(Policy):
     """A policy that may have arrays, and an encoder as its first stage.
 
-    arrays_sha256: digest of the file next to the policy's, named like it but for its ending .safetensors, that holds
-    its arrays; null if it has none.
+    Attributes:
+        arrays_sha256: Digest of the .safetensors file with the arrays, which has the name of the policy's file and is
+            in the same folder; null if the policy has no arrays.
     """
 
     # Its fields, next to every policy's, that enter its id.
@@ -80,14 +83,14 @@ class ArraysPolicy(Policy):
 
     def decides(self) -> dict[str, Any]:
         """Return what affects answers."""
-        own = self.model_dump(mode="json", include={*self.OWN})
-        if self.arrays_sha256 is None:  # as before there were arrays: the ids of earlier files stay
-            own.pop(_DIGEST, None)
-        return super().decides() | own
+        fields = self.model_dump(mode="json", include={*self.OWN})
+        if self.arrays_sha256 is None:  # the ids of files from versions without arrays stay
+            fields.pop(_DIGEST, None)
+        return super().decides() | fields
 
     @classmethod
     def parsed(cls, content: Mapping[str, Any], source: str, file: AnyPath | None) -> Self:
-        """Return a policy with its arrays. Raises PolicyError where they are missing or others."""
+        """Return a policy with its arrays. Raises PolicyError if they are missing or have another digest."""
         packed = content.get(_PACKED)
         policy = super().parsed({key: value for key, value in content.items() if key != _PACKED}, source, file)
         if policy.arrays_sha256 is None:
@@ -95,20 +98,20 @@ class ArraysPolicy(Policy):
                 raise PolicyError(f"{source}: its arrays_sha256 is null, but method {policy.method} needs arrays")
             return policy
         if isinstance(packed, str):
-            held = Arrays.of_file(base64.b64decode(packed), policy.arrays_sha256, f"{source}: {_PACKED}")
+            arrays = Arrays.of_file(base64.b64decode(packed), policy.arrays_sha256, f"{source}: {_PACKED}")
         elif file is None:
             raise PolicyError(f"{source} has arrays in a file next to it: give it by its path")
         else:
             place = _next_to(file)
             if not place.is_file():
                 raise PolicyError(f"{source} has arrays in {place}, which does not exist: keep the two files together")
-            held = Arrays.of_file(place.read_bytes(), policy.arrays_sha256, str(place))
-        return policy.with_arrays(held)
+            arrays = Arrays.of_file(place.read_bytes(), policy.arrays_sha256, str(place))
+        return policy.with_arrays(arrays)
 
     def with_arrays(self, arrays: Mapping[str, Floats]) -> Self:
         """Return the policy with other arrays."""
-        held = Arrays(arrays)
-        return self.model_copy(update={"arrays": held, "arrays_sha256": held.sha256 if held else None})
+        copied = Arrays(arrays)
+        return self.model_copy(update={"arrays": copied, "arrays_sha256": copied.sha256 if copied else None})
 
     def save(self, path: str | AnyPath) -> None:
         """Write the policy's file and, before it, that of its arrays. Raises ConfigError if that fails."""
@@ -118,11 +121,16 @@ class ArraysPolicy(Policy):
 
     def packed(self) -> dict[str, Any]:
         """Return the policy as JSON has it, with its arrays."""
-        held = {_PACKED: base64.b64encode(self.arrays.content).decode()} if self.arrays else {}
-        return super().packed() | held
+        arrays = {_PACKED: base64.b64encode(self.arrays.content).decode()} if self.arrays else {}
+        return super().packed() | arrays
 
     def no_answer(self, state: Floats, to: Ints | None = None) -> Step:
-        """Return the step of an encoder.   state: (n, S), that rows carry.   to: where they go."""
+        """Return the step of an encoder.
+
+        Args:
+            state: State of the rows, float (n, S).
+            to: Next stage of each row, int (n,); None for the next stage.
+        """
         n = len(state)
         nothing, none = np.full(n, -np.inf), np.zeros((n, 0))
         return Step(np.full(n, -1, np.int32), np.full(n, np.nan), np.full(n, False), state, none, to, nothing)

@@ -45,13 +45,13 @@ def fit_policy(
 
 
 def fit_method(name: str, fitting: Fitting, rule: ThresholdRule) -> Policy:
-    """Fit a policy by one of the methods that ours are compared with. Raises ConfigError where that has none.
+    """Fit a policy by one of the methods that ours are compared with. Raises ConfigError if it has no policy file.
 
-    Where a risk is certified on validation, the others choose nothing else there; ours never do.
+    If a risk is certified on validation, these methods choose their other numbers on halves of calibration.
     """
     method = method_of(name, fitting.calibration.chain.models)
-    own = fitting.without_validation() if rule.certify is not None and method.paradigm != "ours" else fitting
-    return method.family(own).published(fitting, rule)
+    splits = fitting.without_validation() if rule.certify is not None and method.paradigm != "ours" else fitting
+    return method.family(splits).published(fitting, rule)
 
 
 def method_of(name: str, models: Sequence[str]) -> Method:

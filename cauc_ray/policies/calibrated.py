@@ -40,13 +40,13 @@ class Moments:
     mean: float
     square: float
 
-    def __add__(self, other: Moments) -> Moments:
+    def __add__(self, addend: Moments) -> Moments:
         """Return the statistics of both sets of numbers (Chan, Golub and LeVeque, 1983)."""
-        n, apart = self.n + other.n, other.mean - self.mean
+        n, difference = self.n + addend.n, addend.mean - self.mean
         return Moments(
             n,
-            self.mean + apart * other.n / n,
-            self.square + other.square + apart * apart * self.n * other.n / n,
+            self.mean + difference * addend.n / n,
+            self.square + addend.square + difference * difference * self.n * addend.n / n,
         )
 
     @property
@@ -59,8 +59,14 @@ class Moments:
 class AnswerSums(Summed):
     """Sums over the n rows that a stage answers.
 
-    n_right: answers that are the label.   before, after: of confidences at T = 1 and calibrated.
-    logits: calibrated, of all real options.   n_gain, n_loss: as the paper's eq. 6 counts them, with the last stage.
+    Attributes:
+        n: Rows.
+        n_right: Right answers.
+        before: Sums of the confidences at T = 1.
+        after: Sums of the calibrated confidences.
+        logits: Moments of the calibrated logits of all real options.
+        n_gain: Rows where it is more confident than the last stage, and only it is right (paper, eq. 6).
+        n_loss: Rows where it is more confident than the last stage, and only the last is right.
     """
 
     n: int
@@ -83,12 +89,17 @@ class AnswerSums(Summed):
 
 
 def sum_answers(chain: Chain, calibrators: Mapping[int, Calibrator]) -> dict[int, AnswerSums]:
-    """Return the sums of some stages, by stage.   calibrators: theirs; with the last stage's, gains and losses."""
+    """Return the sums of some stages, by stage.
+
+    Args:
+        chain: Labelled rows.
+        calibrators: By stage; gains and losses are counted only if the last stage is among them.
+    """
     return _added(chain.each(partial(_sum_part, dict(calibrators))))
 
 
 def _added(sums: Iterable[dict[int, AnswerSums]]) -> dict[int, AnswerSums]:
-    return reduce(lambda one, other: {stage: own + other[stage] for stage, own in one.items()}, sums)
+    return reduce(lambda left, right: {stage: addend + right[stage] for stage, addend in left.items()}, sums)
 
 
 def _sum_part(calibrators: dict[int, Calibrator], part: ChainPart) -> dict[int, AnswerSums]:
@@ -97,26 +108,27 @@ def _sum_part(calibrators: dict[int, Calibrator], part: ChainPart) -> dict[int, 
 
 def _sum_block(calibrators: dict[int, Calibrator], part: ChainPart, rows: slice) -> dict[int, AnswerSums]:
     labels, large, sums = part.labels[rows], None, {}
-    # The last stage first: the others' complementarity is with it.
+    # The last stage first: the complementarity of the earlier stages is with it.
     for stage in sorted(calibrators, reverse=True):
         logits = part.logits[stage][rows]
         scores = calibrators[stage].scores(logits)
         predictions, confidences = calibrators[stage].answers(scores)
         raw_predictions, raw_confidences = top_option(logits)
-        own = predictions == labels, confidences
+        correct = predictions == labels
+        answers = correct, confidences
         if stage == len(part.logits) - 1:
-            large = own
+            large = answers
         finite = np.isfinite(scores)
         # In order of rows: arrays by columns, as some chains hold them, would have other last digits of sums.
         real = scores.ravel() if finite.all() else scores[finite]
         mean = float(real.mean())
         sums[stage] = AnswerSums(
             len(labels),
-            int(own[0].sum()),
+            int(correct.sum()),
             CalibrationSums.of(raw_confidences, raw_predictions == labels),
-            CalibrationSums.of(confidences, own[0]),
+            CalibrationSums.of(confidences, correct),
             Moments(real.size, mean, float(np.square(real - mean).sum())),
-            *_gains_and_losses(own, large or own),
+            *_gains_and_losses(answers, large or answers),
         )
     return sums
 
@@ -218,7 +230,13 @@ def _bias_corrected(chain: Chain, stage: int, parts: Parts, alone: TemperatureFi
 
 
 def pair_of(chain: Chain, before: tuple[RFStage, ...], calibrator: Calibrator) -> TemperatureFit:
-    """Fit alpha and beta of the stage after some others (paper, eq. 8-9).   calibrator: the stage's own."""
+    """Fit alpha and beta of a stage (paper, eq. 8-9).
+
+    Args:
+        chain: Labelled rows.
+        before: Stages before it.
+        calibrator: Calibrator of the stage.
+    """
     return solve_temperatures(_parts(chain, partial(_with_pair, before, calibrator)))
 
 
@@ -235,18 +253,18 @@ class _Computed:
         return self.logits[0].shape
 
     def __getitem__(self, rows: slice | Ints, /) -> Floats:
-        return self.compute([own[rows] for own in self.logits])
+        return self.compute([logits[rows] for logits in self.logits])
 
 
 def _with_pair(before: tuple[RFStage, ...], calibrator: Calibrator, part: ChainPart) -> ChainPart:
     """Return a part with r of the stages before, and the next one's calibrated logits, in place of the logits."""
 
     def r(logits: list[Floats]) -> Floats:
-        found: Floats | None = None
-        for own, stage in zip(logits, before, strict=True):
-            found = stage.fold(stage.calibrator.scores(own), found)
-        assert found is not None
-        return found
+        state: Floats | None = None
+        for stage_logits, stage in zip(logits, before, strict=True):
+            state = stage.fold(stage.calibrator.scores(stage_logits), state)
+        assert state is not None
+        return state
 
     n = len(before)
     scores = _Computed(part.logits[n : n + 1], lambda logits: calibrator.scores(logits[0]))

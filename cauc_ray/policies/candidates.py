@@ -22,12 +22,12 @@ from cauc_ray.policies.trace import Examples
 
 
 class StackedFits:
-    """Fits of stacked cascades to chains of some models, which share what they begin with.
+    """Fits of stacked cascades to chains of some models, which share the fits of common prefixes.
 
     Args:
-        calibration: To fit on; with embeddings, cascades begin with their encoder if these explain the labels.
-        validation: Where operating points are measured; None without.
-        names: Of the two splits.
+        calibration: Split to fit on; if its embeddings explain the labels, cascades begin with their encoder.
+        validation: Split to measure operating points on; None without one.
+        names: Names of the two splits.
     """
 
     def __init__(
@@ -41,23 +41,24 @@ class StackedFits:
         self._plain = self._ridged = Stacking(logits, chain.labels)
         self._classifier = None
         if embeddings is not None:
-            n_options = max(own.shape[1] for own in logits)
+            n_options = max(model_logits.shape[1] for model_logits in logits)
             classifier = fit_classifier(np.asarray(embeddings, dtype=np.float64), chain.labels, n_options)
             if classifier.explains:
                 self._classifier = classifier
                 self._ridged = Stacking(logits, chain.labels, classifier.held_out)
 
     def candidates(self, models: Sequence[int] | None = None) -> list[StackedPolicy]:
-        """Fit a chain at thresholds that no row reaches: as cross-validation has it, and CAUC-RF if that is another.
+        """Fit a chain at thresholds that no row reaches: the cross-validated cascade, and CAUC-RF if it differs.
 
-        models: by index; all without it.
+        Args:
+            models: Indices of the chain's models; None for all.
         """
         models = range(len(self._entries)) if models is None else models
         ridged = self._candidate(self._ridged, models, PENALTIES)
-        found = [ridged]
+        policies = [ridged]
         if ridged.encoder is not None or any(stage.penalty is not None for stage in ridged.stages):
-            found.append(self._candidate(self._plain, models, PLAIN))
-        return found
+            policies.append(self._candidate(self._plain, models, PLAIN))
+        return policies
 
     def _candidate(self, stacking: Stacking, models: Sequence[int], penalties: Sequence[float]) -> StackedPolicy:
         names = [self._splits[0].chain.models[model] for model in models]
@@ -101,8 +102,8 @@ def fit_stacked(
 ) -> Policy:
     """Fit a stacked cascade on a chain of any length.
 
-    Arguments and errors are those of fit_rf; a threshold may be given for two models at most. calibrator and safe have
-    no choice: penalties are chosen by cross-validation. Raises ConfigError for other values.
+    Arguments and errors are those of fit_rf, but the rule may set a threshold for two models at most, and calibrator
+    and safe must have their defaults: cross-validation chooses the penalties, and CAUC-RF is among the candidates.
     """
     require_calibrator(calibrator, "stacked", len(calibration.models))
     if safe:

@@ -60,49 +60,49 @@ class BasePolicy(Policy):
 
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
         """Accept the stage's own answer if its confidence reaches the threshold; at the last stage, fuse."""
-        return self.fuse(stage, self.own(stage, logits), state)
+        return self.fuse(stage, self.unfused_step(stage, logits), state)
 
-    def own(self, stage: int, logits: Floats) -> Step:
+    def unfused_step(self, stage: int, logits: Floats) -> Step:
         """Return the stage's own answer, without fusion.   logits: as for step()."""
         numbers = self.stages[stage]
         scores = numbers.scores(logits)
         predictions, confidences = numbers.calibrator.answers(scores)
         return Step(predictions, confidences, confidences >= self.threshold, np.zeros_like(scores[:, :0]), scores)
 
-    def fuse(self, stage: int, own: Step, state: Floats | None) -> Step:
-        """Return the step of a stage with an own answer: that answer, and what goes on; at the end, the fused answer.
+    def fuse(self, stage: int, unfused: Step, state: Floats | None) -> Step:
+        """Return a stage's step: its unfused answer with the new state; at the last stage, the fused answer.
 
         The confidence of a fused answer is its softmax probability on the last stage's calibrated scale, by that
         stage's isotonic map if it has one: its own confidence where nothing was fused with it. The paper gives none.
         """
         numbers = self.stages[stage]
         if state is None:
-            # What a row has no option for stays so, also where no stage is fused yet.
-            weight: Floats = np.zeros((len(own.scores), 1))
-            total: Floats = np.where(own.scores == -np.inf, -np.inf, 0.0)
+            # Missing options stay missing, also before any stage is fused.
+            weight: Floats = np.zeros((len(unfused.scores), 1))
+            total: Floats = np.where(unfused.scores == -np.inf, -np.inf, 0.0)
         else:
             weight, total = state[:, :1], state[:, 1:]
-        scores, total = same_width(own.scores, total, (numbers.name, self.stages[max(stage - 1, 0)].name))
-        unfused = weight[:, 0] == 0
+        scores, total = same_width(unfused.scores, total, (numbers.name, self.stages[max(stage - 1, 0)].name))
+        unfused_mask = weight[:, 0] == 0
         if numbers.fused:
-            p = own.confidences[:, None]
+            p = unfused.confidences[:, None]
             standardised = scores - numbers.mean
             standardised /= numbers.std + EPSILON
             standardised *= p
             standardised += total
             weight, total = weight + p, standardised
         if stage < len(self.stages) - 1:
-            rescaled = numbers.calibrator.rescaled(scores, own.predictions)
-            return replace(own, state=np.concatenate([weight, total], axis=1), scores=rescaled)
+            rescaled = numbers.calibrator.rescaled(scores, unfused.predictions)
+            return replace(unfused, state=np.concatenate([weight, total], axis=1), scores=rescaled)
 
         fused = total / weight
         on_last_scale = fused * (numbers.std + EPSILON) + numbers.mean
-        scores = np.where(unfused[:, None], scores, on_last_scale)
+        scores = np.where(unfused_mask[:, None], scores, on_last_scale)
         confidences = numbers.calibrator.answers(scores)[1]
         # Without other fused models, standardising may still round two logits of a row into a tie.
-        predictions = np.where(unfused, own.predictions, fused.argmax(axis=1)).astype(np.int32)
+        predictions = np.where(unfused_mask, unfused.predictions, fused.argmax(axis=1)).astype(np.int32)
         rescaled = numbers.calibrator.rescaled(scores, predictions)
-        return Step(predictions, confidences, np.full(len(predictions), True), own.state, rescaled)
+        return Step(predictions, confidences, np.full(len(predictions), True), unfused.state, rescaled)
 
 
 class PairDiagnostics(FrozenModel):
@@ -119,8 +119,11 @@ class PairDiagnostics(FrozenModel):
 class RFStage(Stage):
     """A stage of CAUC-RF: the pair temperatures of eq. 8, null for the first.
 
-    fused: whether the stage is fused with r (eq. 8). Else it answers by itself: r restarts with its calibrated logits,
-    and alpha and beta are those of the rejected fusion.
+    Attributes:
+        alpha: Temperature of r in the fusion; of the rejected fusion if fused is false.
+        beta: Temperature of the stage's calibrated logits in the fusion; of the rejected fusion if fused is false.
+        pair_diagnostics: Diagnostics of the fit of alpha and beta.
+        fused: Whether the stage is fused with r (eq. 8); otherwise r restarts with its calibrated logits.
     """
 
     DECIDES: ClassVar[frozenset[str]] = Stage.DECIDES | {"alpha", "beta", "fused"}
@@ -138,7 +141,8 @@ class RFStage(Stage):
 class RFPolicy(Policy):
     """CAUC-RF. A row's state is the accumulated score vector r over the K options: S = K.
 
-    threshold: of all confidences, or of each stage but the last where gains chose them.
+    Attributes:
+        threshold: Threshold of all confidences, or those of the stages but the last if gains chose them.
     """
 
     method: Literal["rf"] = "rf"

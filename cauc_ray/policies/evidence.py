@@ -43,8 +43,12 @@ class TemperatureDiagnostics(FrozenModel):
 class Noise(FrozenModel):
     """How far other rows of a call move a row's logits, and what that does to answers.
 
-    logits: the measured noise of each model, in units of its logits.   may_flip: of a split's n rows, those that get
-    another answer, or theirs from another stage, where the noise is against it in every model.
+    Attributes:
+        logits: Measured noise of each model, in units of its logits.
+        may_flip: Rows that get another answer, or the same from another stage, if the noise of all models is against
+            it.
+        n: Rows of the split.
+        split: Name of the split.
     """
 
     logits: dict[str, float]
@@ -56,10 +60,16 @@ class Noise(FrozenModel):
 class RiskCertificate(FrozenModel):
     """The certificate of early answers (given before the last stage): their risk is at most `risk`.
 
-    confidence: of the certificate.   n_accepted: of the split's n rows, those answered early; n_wrong of them are
-    wrong. upper_bound: exact bound of the risk at that confidence, ignoring that other thresholds were tested.
-    plug_in_threshold, plug_in_accepted: the threshold of most coverage with an observed risk within the limit; its
-    additional early answers are the price of the guarantee.
+    Attributes:
+        risk: Highest allowed share of wrong answers among the early ones.
+        confidence: Confidence of the certificate.
+        n: Rows of the split.
+        n_accepted: Rows answered early.
+        n_wrong: Rows answered early and wrong.
+        upper_bound: Exact bound of the risk at that confidence, without a correction for the other tested thresholds.
+        plug_in_threshold: Threshold of most coverage with an observed risk within the limit.
+        plug_in_accepted: Rows answered early at the plug-in threshold; those beyond n_accepted are the price of the
+            guarantee.
     """
 
     risk: float = Field(gt=0, lt=1)
@@ -73,10 +83,14 @@ class RiskCertificate(FrozenModel):
 
 
 class ThresholdChoice(FrozenModel):
-    """How the threshold was chosen, and on which split (null if it was given).
+    """How the threshold was chosen.
 
-    objective: what it maximises; with a given threshold, the quality of the curve, null for accuracy.
-    certificate: of a certified threshold.   price: of a unit of cost, in errors, where that decided.
+    Attributes:
+        rule: Rule that chose it.
+        objective: What it maximises; for a threshold that the user set, the quality of the curve, null for accuracy.
+        split: Split on which it was chosen; null for a threshold that the user set.
+        certificate: Certificate of a certified threshold.
+        price: Price of a unit of cost, in errors; null under other rules.
     """
 
     rule: Literal["reference-accuracy", "best", "budget", "given", "certified", "price"]
@@ -101,7 +115,7 @@ class FittedOn(FrozenModel):
 
 
 class StageShare(FrozenModel):
-    """How many examples reached a stage and stopped there, as shares too, and the accuracy of these answers.
+    """How many examples reached a stage and stopped at it, as shares too, and the accuracy of these answers.
 
     Shares of no examples are null.
     """
@@ -114,10 +128,17 @@ class StageShare(FrozenModel):
 
 
 class Measures(FrozenModel):
-    """A policy's results on a split: mean cost per example, and relative to the last model's, null if that is 0.
+    """A policy's results on a split.
 
-    accuracy, macro_f1: over the labelled examples, null without any; files have no macro_f1.   cost_deviation: standard
-    deviation of the examples' costs.
+    Attributes:
+        split: Name of the split.
+        n: Examples.
+        accuracy: Accuracy over the labelled examples; null without any.
+        macro_f1: Macro F1 over the labelled examples; not in files.
+        cost: Mean cost per example.
+        relative_cost: The cost divided by the last model's; null if that is 0.
+        stages: Coverage and accuracy of each stage.
+        cost_deviation: Standard deviation of the examples' costs.
     """
 
     split: str
@@ -147,11 +168,13 @@ class Measures(FrozenModel):
 
 
 class OfflineAccuracy(FrozenModel):
-    """What the first stages alone answer, where the others cannot be reached.
+    """Results of the first stages alone, if the later ones cannot be reached.
 
-    stages: how many of them.   accuracy: over labelled examples, each answered by the last of these stages that it
-    comes to; low to high is where the accuracy over as many other examples, or more, is to be expected (95 %).
-    degraded: the share of the examples that would have gone on.
+    Attributes:
+        stages: Number of first stages.
+        accuracy: Accuracy over labelled examples, each answered by the last of these stages that it reaches; low to
+            high is a 95 % prediction interval for at least as many new examples.
+        degraded: Share of the examples that would have escalated to a later stage.
     """
 
     stages: int = Field(ge=1)
@@ -162,8 +185,11 @@ class OfflineAccuracy(FrozenModel):
 class SafeChoice(FrozenModel):
     """What --safe changed in a policy (policies.fitting).
 
-    models: the given chain.   unfused: its stages whose fusion was rejected.   limit: the largest allowed mean cost per
-    example on validation.   says: a description in one line.
+    Attributes:
+        models: The chain before the changes.
+        unfused: Stages of the chain whose fusion was rejected.
+        limit: Largest allowed mean cost per example on validation.
+        says: Description in one line.
     """
 
     models: tuple[str, ...]
@@ -222,10 +248,14 @@ Likeliest = Annotated[str, StringConstraints(pattern=f"^[0-{N_GROUPS - 1}]{{{N_L
 class StageReference(FrozenModel):
     """Statistics of a stage's answers on the validation split; counts are rows.
 
-    confidences: by equal-width bins of the answers' confidences.   right: right answers by bin.
-    likeliest: by the three likeliest options of an answer in order, one digit each, options modulo eight.
-    agreed: answers that equal those of the whole cascade.
-    cost: mean over its answers.   calibration_error: over 15 equal-width bins. Both null if it answered nothing.
+    Attributes:
+        name: Name of the stage.
+        confidences: Answers by equal-width bin of their confidence.
+        right: Right answers by bin.
+        likeliest: Answers by their three likeliest options in order, one digit each, options modulo eight.
+        agreed: Answers that equal those of the full cascade.
+        cost: Mean cost of its answers; null without any.
+        calibration_error: Error over 15 equal-width bins; null without any answers.
     """
 
     name: str
@@ -285,8 +315,11 @@ class CurvePoint(FrozenModel):
 class FoundChain(FrozenModel):
     """A chain that a search measured on validation, at the threshold that the rule chooses for it.
 
-    method: by which it was fitted.   quality: of the objective.   cost: mean per
-    example. Both null if no threshold was within the budget.
+    Attributes:
+        method: Method of its fit.
+        models: Its models.
+        quality: Value of the objective; null if no threshold was within the budget.
+        cost: Mean cost per example; null if no threshold was within the budget.
     """
 
     method: str
@@ -298,8 +331,10 @@ class FoundChain(FrozenModel):
 class ChosenChain(FoundChain):
     """The best of some chains, and an estimate of its quality on examples that were not used to choose it.
 
-    holdout_quality, holdout_cost: chain and threshold chosen on one half of validation and measured on the other, the
-    mean over the halves; null if the choice failed on both halves.
+    Attributes:
+        holdout_quality: Quality of the chain and threshold chosen on one half of validation, measured on the other;
+            the mean over the halves, null if the choice failed on both.
+        holdout_cost: Their mean cost, measured in the same way.
     """
 
     holdout_quality: float | None
@@ -309,11 +344,20 @@ class ChosenChain(FoundChain):
 class ChainSearch(FrozenModel):
     """How a policy's chain was chosen among all sub-chains of a pool, cheapest first.
 
-    split: where the chain was chosen.   objective: what was maximised there.   budget: null without one.
-    n_measured: of n_chains.
-    n_halves: on how many halves the choice was repeated.   n_same: how many of these chose the same chain.
-    chosen: the policy's.   full: all models of the pool.   pair, single: the best of two models, and of one.
-    runners_up: the next best chains after the chosen one.
+    Attributes:
+        pool: Models of the pool.
+        split: Split on which the chain was chosen.
+        objective: Quality that the choice maximised.
+        budget: Largest allowed mean cost per example; null without one.
+        n_chains: Sub-chains of the pool.
+        n_measured: Sub-chains that were measured.
+        n_halves: Halves of the split on which the choice was repeated.
+        n_same: Halves that chose the same chain.
+        chosen: The policy's chain.
+        full: All models of the pool.
+        pair: The best chain of two models.
+        single: The best single model.
+        runners_up: The next best chains after the chosen one.
     """
 
     pool: tuple[str, ...]

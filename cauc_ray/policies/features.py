@@ -20,37 +20,43 @@ _ROUNDING = 1e-6
 def option_features(logits: Floats, n_options: int | None = None) -> Floats:
     """Return features of a model's logits: log probabilities, sorted ones, entropy, margin; float32 (N, 2 K + 2).
 
-    n_options: K, where the features must be as wide as those of another split, whose questions may have more or
-    fewer options. Without it, as many as there are columns.
+    Args:
+        logits: Raw logits, float (N, columns).
+        n_options: K, for features as wide as those of another split, whose questions may have more or fewer options;
+            None for the number of columns.
     """
-    own = log_softmax(logits)
-    clipped = np.maximum(own, LOWEST_LOG_PROBABILITY)
+    log_probabilities = log_softmax(logits)
+    clipped = np.maximum(log_probabilities, LOWEST_LOG_PROBABILITY)
     ranked = -np.sort(-clipped, axis=1)
-    probabilities = np.exp(own)
+    probabilities = np.exp(log_probabilities)
     # One after the other, so that options that a row lacks change no bit.
     entropy = -np.cumsum(probabilities * clipped, axis=1)[:, -1]
     best = -np.sort(-probabilities, axis=1)[:, :2]
     margin = best[:, 0] - best[:, 1:].sum(axis=1)
     k = n_options or logits.shape[1]
     absent = ((0, 0), (0, max(0, k - logits.shape[1])))
-    lists = [np.pad(own, absent, constant_values=LOWEST_LOG_PROBABILITY)[:, :k] for own in (clipped, ranked)]
-    return np.column_stack([*lists, entropy, margin]).astype(np.float32)
+    lists = (clipped, ranked)
+    padded = [np.pad(values, absent, constant_values=LOWEST_LOG_PROBABILITY)[:, :k] for values in lists]
+    return np.column_stack([*padded, entropy, margin]).astype(np.float32)
 
 
 def answer_features(
     logits: Floats, n_options: int, embeddings: Floats | None = None, *, with_answer: bool = False
 ) -> Floats:
-    """Return what is known once a model has answered, float32 (N, d): its outputs, and where there is one an embedding.
+    """Return the features of rows that a model has answered, float32 (N, d): its outputs, and embeddings.
 
-    n_options: as option_features has it.   embeddings: of the rows, float (N, e).   with_answer: whether the option
-    that it chose is a feature.
+    Args:
+        logits: Raw logits of the model, float (N, columns).
+        n_options: As for option_features.
+        embeddings: Embeddings of the rows, float (N, e); None without any.
+        with_answer: Whether the chosen option is a feature.
     """
-    found = [option_features(logits, n_options)]
+    features = [option_features(logits, n_options)]
     if embeddings is not None:
-        found.append(np.asarray(embeddings, dtype=np.float32))
+        features.append(np.asarray(embeddings, dtype=np.float32))
     if with_answer:
-        found.append((logits.argmax(axis=1)[:, None] == np.arange(n_options)).astype(np.float32))
-    return np.column_stack(found)
+        features.append((logits.argmax(axis=1)[:, None] == np.arange(n_options)).astype(np.float32))
+    return np.column_stack(features)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,17 +94,17 @@ def base_of(
     sums = sum_answers(calibration, {index: fit.calibrator for index, fit in enumerate(fits)})
     stages = []
     for index, fit in enumerate(fits):
-        own, last = sums[index], index == len(fits) - 1
-        rate = None if last else own.complementarity_rate
+        stage_sums, last = sums[index], index == len(fits) - 1
+        rate = None if last else stage_sums.complementarity_rate
         stages.append(
             BaseStage(
-                **model_entries(calibration, index, fit, own),
-                mean=own.logits.mean,
-                std=own.logits.std,
+                **model_entries(calibration, index, fit, stage_sums),
+                mean=stage_sums.logits.mean,
+                std=stage_sums.logits.std,
                 complementarity_rate=rate,
                 fused=rate is None or rate > 0,
-                n_gain=None if last else own.n_gain,
-                n_loss=None if last else own.n_loss,
+                n_gain=None if last else stage_sums.n_gain,
+                n_loss=None if last else stage_sums.n_loss,
             )
         )
     common = split_entries(calibration, validation, names, BY_DEFAULT)
@@ -117,11 +117,11 @@ def base_of(
 def _admitted(policy: BasePolicy, validation: Chain | None) -> BasePolicy:
     """Return a policy without unsupported fusions.
 
-    A model stays fused if its gain on calibration is significant; all of them stay only if fusion is a significant gain
-    over the last stage's own answers on validation, if that is given, with all of its labels.
+    A model stays fused if its gain on calibration is significant. With a validation split, which must have all labels,
+    the models stay only if fusion is a significant gain over the last stage's unfused answers on it.
     """
-    n, others = policy.calibration.n, policy.stages[:-1]
-    admitted = [stage for stage in others if signs(stage.n_gain or 0, stage.n_loss or 0, n).gains]
+    n, early_stages = policy.calibration.n, policy.stages[:-1]
+    admitted = [stage for stage in early_stages if signs(stage.n_gain or 0, stage.n_loss or 0, n).gains]
     candidate = _fusing(policy, admitted)
     if validation is None or not admitted:
         return candidate
@@ -129,19 +129,21 @@ def _admitted(policy: BasePolicy, validation: Chain | None) -> BasePolicy:
 
 
 def _fusion_gains(policy: Policy, validation: Chain) -> bool:
-    """Return whether the last stage's fused answers are significantly better on validation than its own.
+    """Return whether the last stage's fused answers are significantly better on validation than its unfused ones.
 
-    validation: of the policy's models, all rows labelled.
+    Args:
+        policy: A policy that fuses.
+        validation: Logits of the policy's models, all rows labelled.
     """
     fused = trace_policy(policy, validation).predictions[:, -1]
     last = policy.model_copy(update={"stages": policy.stages[-1:]})
-    own = answers_alone(last, validation.of_models([len(policy.stages) - 1]))[:, 0]
-    return signs_of(fused == validation.labels, own == validation.labels).gains
+    unfused = answers_alone(last, validation.of_models([len(policy.stages) - 1]))[:, 0]
+    return signs_of(fused == validation.labels, unfused == validation.labels).gains
 
 
 def _fusing(policy: BasePolicy, fused: Sequence[BaseStage]) -> BasePolicy:
-    *others, last = policy.stages
-    stages = (stage.model_copy(update={"fused": stage in fused}) for stage in others)
+    *early_stages, last = policy.stages
+    stages = (stage.model_copy(update={"fused": stage in fused}) for stage in early_stages)
     return policy.model_copy(update={"stages": (*stages, last)})
 
 
@@ -280,16 +282,16 @@ def split_entries(
 
 def entries_of_models(calibration: ChainLogits) -> list[dict[str, Any]]:
     """Return the entries of all models of a chain; an encoder has nothing to calibrate."""
-    found, costs = list[dict[str, Any]](), calibration.costs.means.tolist()
+    entries, costs = list[dict[str, Any]](), calibration.costs.means.tolist()
     for index, (name, kind) in enumerate(zip(calibration.models, calibration.logit_kinds, strict=True)):
         if kind == "embedding":
-            own = {"name": name, "cost": costs[index], "logit_kind": kind}
-            found.append({**own, "temperature": 1.0, "diagnostics": None})
+            encoder = {"name": name, "cost": costs[index], "logit_kind": kind}
+            entries.append({**encoder, "temperature": 1.0, "diagnostics": None})
             continue
         fit = calibrator_of(calibration, index, "temperature")
         (sums,) = sum_answers(calibration, {index: fit.calibrator}).values()
-        found.append(model_entries(calibration, index, fit, sums))
-    return found
+        entries.append(model_entries(calibration, index, fit, sums))
+    return entries
 
 
 def _fitted_on(chain: Chain, split: str) -> FittedOn:
@@ -323,21 +325,21 @@ class Fitting:
     recorded: Fitting | None = None
 
     def without_validation(self) -> Fitting:
-        """Return what to fit from where validation is kept for tests: random halves of calibration."""
+        """Return the input of fits that leave validation for tests: random halves of calibration."""
         order = np.random.default_rng(self.seed).permutation(len(self.calibration))
         first, second = (self.calibration.of_rows(np.sort(half)) for half in np.array_split(order, 2))
         return replace(self, calibration=first, validation=second, recorded=self)
 
     def for_learning(self) -> Fitting:
-        """Return what a method that learns is fitted from."""
+        """Return the input of a method that learns: its calibration split is the training split, if there is one."""
         return self if self.training is None else replace(self, calibration=self.training, training=None)
 
     def diagnose(self) -> None:
-        """Measure what policies of all methods record of the models, which is then not measured by their fits."""
+        """Measure the models' entries in policies once, for the fits of all methods."""
         self._entries(self.calibration, self.calibration.chain)
 
     def _entries(self, examples: Examples, chain: ChainLogits) -> list[dict[str, Any]]:
-        """Return what policies record of the models of a chain, with the logits of some examples."""
+        """Return the entries of a chain's models in policies; `examples` is the key of their cache."""
         recorded = self.shared.setdefault(f"entries {id(examples)}", {})
         for model, name in enumerate(chain.models):
             if name not in recorded:
@@ -356,30 +358,39 @@ class Fitting:
     ) -> AnyMethodPolicy:
         """Return a policy of some of the models, at a threshold that no row reaches.
 
-        models: by index; all without it.   encoded: whether the encoder is its first stage.   of_stages: what each
-        model's stage has of its own.   fields: what the policy has.
+        Args:
+            kind: Class of the policy.
+            models: Indices of the models; None for all.
+            encoded: Whether the encoder is its first stage.
+            of_stages: Fields of each model's stage that only this method has.
+            **fields: Fields of the policy that only this method has.
         """
-        of, every = self.recorded or self, self.calibration.chain.models
+        splits, every = self.recorded or self, self.calibration.chain.models
         names = every if models is None else [every[model] for model in models]
-        calibration = of.calibration.own_chain(names, encoded=encoded)
-        validation = of.validation.own_chain(names, encoded=encoded)
-        own: list[Mapping[str, Any]] = [*[{}] * encoded, *(of_stages or [{}] * len(names))]
-        entries = self._entries(of.calibration, calibration)
-        fields["stages"] = [{**entry, **more} for entry, more in zip(entries, own, strict=True)]
+        calibration = splits.calibration.own_chain(names, encoded=encoded)
+        validation = splits.validation.own_chain(names, encoded=encoded)
+        stage_fields: list[Mapping[str, Any]] = [*[{}] * encoded, *(of_stages or [{}] * len(names))]
+        entries = self._entries(splits.calibration, calibration)
+        fields["stages"] = [{**entry, **more} for entry, more in zip(entries, stage_fields, strict=True)]
         return kind(**split_entries(calibration, validation, self.names, BY_DEFAULT), **fields)
 
 
 def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: ThresholdRule) -> Policy:
     """Fit a policy that tests its fusions and falls back to a single model, and record the changes.
 
-    A fusion is kept if its gain over the stage's own answers is significant on validation (numbers.intervals); for
+    A fusion stays if its gain over the stage's unfused answers is significant on validation (numbers.intervals). For
     Base, which fuses all models at once, each model's gain on calibration must be significant too. Stages whose fusion
     is rejected answer by themselves.
+
     Without a budget or a threshold, the policy may cost no more on validation than always calling the largest model.
     If a single model within that limit, or within the budget, is better, the best threshold within it is chosen
-    instead; if the single model is still better, the result is the chain of that model alone. A given threshold stays;
-    the policy is then compared with the models that cost no more than it does.
-    Errors are those of the fit; a validation split with all labels is required.
+    instead. If the single model is still better, the result is the chain of that model alone. A threshold that the rule
+    sets stays; the policy is then compared with the models that cost no more than it does.
+
+    Raises:
+        ConfigError: The validation split is missing, safe fits do not support the rule, or as the fit does.
+        DataError: Labels are missing; or as the fit does.
+        BudgetError: As the fit does.
     """
     require_safe_rule(rule)
     if validation is None:
@@ -388,36 +399,36 @@ def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: Thres
     labels, costs = validation.labels, validation.costs.means
     quality = accuracy if rule.objective == "accuracy" else macro_f1
 
-    def found(policy: Policy) -> _Found:
+    def results_of(policy: Policy) -> _Results:
         answers = replay(policy, validation)
-        return _Found("the chain", quality(answers.predictions, labels), float(answers.costs.mean()))
+        return _Results("the chain", quality(answers.predictions, labels), float(answers.costs.mean()))
 
     policy = fit(calibration, validation, rule, safe=True)
     assert policy.validation is not None
-    own, split, unit = found(policy), policy.validation.split, policy.cost_unit
+    cascade, split, unit = results_of(policy), policy.validation.split, policy.cost_unit
     unfused, changes = _unfused(policy), []
     if unfused:
         changes.append(f"{', '.join(unfused)} not fused: no significant gain")
-    # A given threshold has no cost limit.
+    # A threshold of the rule has no cost limit.
     limit = rule.budget
     if limit is None:
-        limit = float(costs[-1]) if rule.threshold is None else own.cost
+        limit = float(costs[-1]) if rule.threshold is None else cascade.cost
     alone = zip(validation.models, answers_alone(policy, validation).T, costs.tolist(), strict=True)
-    singles = [_Found(name, quality(of, labels), cost) for name, of, cost in alone if cost <= most_within(limit)]
+    singles = [_Results(name, quality(of, labels), cost) for name, of, cost in alone if cost <= most_within(limit)]
     # Among equals, the cheapest.
     single = min(singles, key=lambda one: (-one.quality, one.cost), default=None)
-    if rule.threshold is None and own.behind(single, limit):
+    if rule.threshold is None and cascade.behind(single, limit):
         anew = _best_within(policy, calibration, validation, limit, rule)
         if anew is not None and anew.threshold != policy.threshold:
             changes.append(f"another threshold chosen, the best on {split} within {limit:.4g} {unit}")
-            policy, own = anew, found(anew)
-    if single is not None and own.behind(single, limit):
+            policy, cascade = anew, results_of(anew)
+    if single is not None and cascade.behind(single, limit):
         changes = [
             f"{single.name} alone, which has {100 * single.quality:.2f} % on {split} at {single.cost:.4g} "
-            f"{unit}; the chain has {100 * own.quality:.2f} % at {own.cost:.4g}"
+            f"{unit}; the chain has {100 * cascade.quality:.2f} % at {cascade.cost:.4g}"
         ]
-        own_index = [calibration.models.index(single.name)]
-        policy = fit(calibration.of_models(own_index), validation.of_models(own_index), rule, safe=True)
+        single_index = [calibration.models.index(single.name)]
+        policy = fit(calibration.of_models(single_index), validation.of_models(single_index), rule, safe=True)
     choice = SafeChoice(
         models=calibration.models, unfused=unfused, limit=limit, says="; ".join(changes) or "no change was needed"
     )
@@ -433,14 +444,20 @@ def require_safe_rule(rule: ThresholdRule) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """Results on validation.   quality: of the objective.   cost: mean per example."""
+class _Results:
+    """Results on validation.
+
+    Attributes:
+        name: Name in messages.
+        quality: Value of the objective.
+        cost: Mean cost per example.
+    """
 
     name: str
     quality: float
     cost: float
 
-    def behind(self, single: _Found | None, limit: float) -> bool:
+    def behind(self, single: _Results | None, limit: float) -> bool:
         """Return whether it exceeds the limit, or a single model is better, or as good and cheaper."""
         if self.cost > most_within(limit):
             return True

@@ -37,16 +37,23 @@ FEATURES: Mapping[str, tuple[float, str]] = {
 
 
 def reference_of(answered: Answered, trace: Trace, chain: Chain, split: str) -> Reference:
-    """Count a policy's answers to labelled examples, which have their likeliest options.   split: their name."""
+    """Count a policy's answers to labelled examples, which have their likeliest options.
+
+    Args:
+        answered: The answers.
+        trace: Trace of the examples.
+        chain: The examples.
+        split: Name of their split.
+    """
     assert answered.likeliest is not None
     correct = answered.predictions == chain.labels
     agreed = answered.predictions == trace.predictions[:, -1]
     stages = []
     for stage, name in enumerate(chain.models):
-        here = answered.stages == stage
-        confidences, right = answered.confidences[here], correct[here]
+        stage_mask = answered.stages == stage
+        confidences, right = answered.confidences[stage_mask], correct[stage_mask]
         bins = equal_width_bins(confidences, N_BINS)
-        codes, counts = np.unique(answered.likeliest[here], return_counts=True)
+        codes, counts = np.unique(answered.likeliest[stage_mask], return_counts=True)
         stages.append(
             StageReference(
                 name=name,
@@ -56,9 +63,9 @@ def reference_of(answered: Answered, trace: Trace, chain: Chain, split: str) -> 
                     np.base_repr(code, N_GROUPS).zfill(N_LIKELIEST): int(count)
                     for code, count in zip(codes, counts, strict=True)
                 },
-                agreed=int(agreed[here].sum()),
-                cost=float(answered.costs[here].mean()) if here.any() else None,
-                calibration_error=calibration_error(confidences, right) if here.any() else None,
+                agreed=int(agreed[stage_mask].sum()),
+                cost=float(answered.costs[stage_mask].mean()) if len(right) else None,
+                calibration_error=calibration_error(confidences, right) if len(right) else None,
             )
         )
     return Reference(split=split, n=len(chain), stages=tuple(stages))
@@ -84,8 +91,15 @@ def _reference_counts(reference: Reference) -> Mapping[str, Ints]:
 class StageSums(Summed):
     """Sums over one stage's answers; those of several sets of rows add up.
 
-    n, confidence, cost, squared_cost: over all answers.   outcomes, n_right: over those with a known label.
-    n_compared, n_agreed: over those that were compared with the whole cascade's.
+    Attributes:
+        n: Answers.
+        confidence: Sum of their confidences.
+        cost: Sum of their costs.
+        squared_cost: Sum of their squared costs.
+        outcomes: Calibration sums of the labelled answers.
+        n_right: Labelled answers that are right.
+        n_compared: Answers that were compared with the full cascade's.
+        n_agreed: Compared answers that equal the full cascade's.
     """
 
     n: int = 0
@@ -110,7 +124,7 @@ class StageSums(Summed):
 
     @classmethod
     def of_agreements(cls, agreed: Bools) -> StageSums:
-        """Return the sums of answers that were compared with the whole cascade's.   agreed: bool (n,)."""
+        """Return the sums of answers that were compared with the full cascade's.   agreed: bool (n,)."""
         return cls(n_compared=len(agreed), n_agreed=int(agreed.sum()))
 
     @property
@@ -120,7 +134,7 @@ class StageSums(Summed):
 
     @property
     def agreement(self) -> Share:
-        """Return the share of compared answers that equal the whole cascade's."""
+        """Return the share of compared answers that equal the full cascade's."""
         return share(self.n_agreed, self.n_compared)
 
     @property
@@ -137,8 +151,11 @@ class StageSums(Summed):
 class Evidence:
     """Evidence of a feature against a policy.
 
-    n: rows.   log10: of the highest evidence so far, 0 without any; an alarm is raised once it reaches NEEDED.
-    at: the number of rows before the alarm, None without one.   since: the likely number of rows before the change.
+    Attributes:
+        n: Rows.
+        log10: Logarithm of the highest evidence so far, -inf without any; an alarm is raised once it reaches NEEDED.
+        at: Number of rows before the alarm; None without one.
+        since: Likely number of rows before the change; None without an alarm.
     """
 
     n: int = 0
@@ -148,13 +165,18 @@ class Evidence:
 
     @property
     def holds(self) -> bool:
-        """Return whether there is no alarm."""
+        """Return whether the feature has raised no alarm."""
         return self.at is None
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """The state of a policy's monitoring.   stages: the sums of each stage.   evidence: by feature."""
+    """The state of a policy's monitoring.
+
+    Attributes:
+        stages: Sums of each stage.
+        evidence: Evidence by feature.
+    """
 
     stages: tuple[StageSums, ...]
     evidence: Mapping[str, Evidence]
@@ -170,13 +192,13 @@ class Watched:
 
         The highest evidence counts: each watch has its share of the rate of false alarms.
         """
-        all_of_them = list(watched)
-        stages = [sum(sums, StageSums()) for sums in zip(*(one.stages for one in all_of_them), strict=True)]
+        watches = list(watched)
+        stages = [sum(sums, StageSums()) for sums in zip(*(one.stages for one in watches), strict=True)]
         evidence = {}
         for name in FEATURES:
-            own = [one.evidence[name] for one in all_of_them]
-            highest = max(own, key=lambda one: one.log10)
-            evidence[name] = Evidence(sum(one.n for one in own), highest.log10, highest.at, highest.since)
+            by_watch = [one.evidence[name] for one in watches]
+            highest = max(by_watch, key=lambda one: one.log10)
+            evidence[name] = Evidence(sum(one.n for one in by_watch), highest.log10, highest.at, highest.since)
         return cls(tuple(stages), evidence)
 
 
@@ -184,9 +206,14 @@ class Watch:
     """Compares a policy's answers with its reference as they arrive, in batches of any size."""
 
     def __init__(self, policy: Policy, n_watches: int = 1) -> None:
-        """Start without rows.   n_watches: the watches of the same service, this one included.
+        """Start without rows.
 
-        Raises PolicyError if the policy has no reference.
+        Args:
+            policy: Policy with a reference.
+            n_watches: Number of watches of the same service, this one included.
+
+        Raises:
+            PolicyError: The policy has no reference.
         """
         if policy.reference is None:
             raise PolicyError(
@@ -203,24 +230,27 @@ class Watch:
         self._sums = [StageSums() for _ in policy.stages]
 
     def add(self, answered: Answered, cut_short: Bools | None = None) -> None:
-        """Take answers in the order in which they were asked for, with their likeliest options.
+        """Add answers in the order of their requests, with their likeliest options.
 
-        cut_short: bool (n,), rows that would have gone on from the stage that answered, None for none. To leave them
-        out would leave only the rows that stop early; the tests take reference rows that went on in their place.
+        Args:
+            answered: The answers.
+            cut_short: Rows that would have escalated from the stage that answered, bool (n,); None if there are none.
+                Without them only rows that stop early would remain, so the tests replace them by escalated rows of the
+                reference.
         """
         assert answered.likeliest is not None
         cut = np.zeros(len(answered), dtype=bool) if cut_short is None else cut_short
         none, stages = np.zeros(len(answered), dtype=np.int64), answered.stages.astype(np.int64)
         bins, likeliest = equal_width_bins(answered.confidences, N_BINS), answered.likeliest.astype(np.int64)
-        for name, of_each in (("confidence", bins), ("answers", likeliest)):
-            n_each = self._counts[name].size // len(self._sums)
-            categories = stages * n_each + of_each
+        for name, stage_categories in (("confidence", bins), ("answers", likeliest)):
+            n_categories = self._counts[name].size // len(self._sums)
+            categories = stages * n_categories + stage_categories
             for stage in np.unique(stages[cut]):
-                here = cut & (stages == stage)
-                categories[here] = self._later(name, (stage + 1) * n_each, int(here.sum()))
+                cut_mask = cut & (stages == stage)
+                categories[cut_mask] = self._later(name, (stage + 1) * n_categories, int(cut_mask.sum()))
             self._test(name, none, categories)
-        own = answered.of_rows(~cut)
-        self._sum(stages[~cut], lambda here: StageSums.of_answers(own.confidences[here], own.costs[here]))
+        complete = answered.of_rows(~cut)
+        self._sum(stages[~cut], lambda rows: StageSums.of_answers(complete.confidences[rows], complete.costs[rows]))
 
     def _later(self, name: str, first: int, n: int) -> Ints:
         """Draw n categories from those of reference rows, from the first one on."""
@@ -229,23 +259,28 @@ class Watch:
         return first + self._random.choice(len(counts), n, p=shares)
 
     def add_outcomes(self, stages: Ints, confidences: Floats, correct: Bools) -> None:
-        """Take whether answers were right, whether or not they were added before.
+        """Add whether answers were right; the answers need not have been added before.
 
-        stages: int (n,), that gave them.   confidences: float64 (n,).   correct: bool (n,).
+        Args:
+            stages: Stage of each answer, int (n,).
+            confidences: Confidences, float64 (n,).
+            correct: Whether the answers are right, bool (n,).
         """
         stages, right = stages.astype(np.int64), correct.astype(np.int64)
         self._test("calibration", stages * N_BINS + equal_width_bins(confidences, N_BINS), right)
         self._test("accuracy", stages, right)
-        self._sum(stages, lambda here: StageSums.of_outcomes(confidences[here], correct[here]))
+        self._sum(stages, lambda rows: StageSums.of_outcomes(confidences[rows], correct[rows]))
 
     def add_agreements(self, stages: Ints, agreed: Bools) -> None:
-        """Take whether the whole cascade gave the same answers as stages before the last.
+        """Add whether the full cascade gave the same answers as stages before the last.
 
-        stages: int (n,), that gave them.   agreed: bool (n,).
+        Args:
+            stages: Stage of each answer, int (n,).
+            agreed: Whether the answers are the same, bool (n,).
         """
         stages = stages.astype(np.int64)
         self._test("agreement", stages, agreed.astype(np.int64))
-        self._sum(stages, lambda here: StageSums.of_agreements(agreed[here]))
+        self._sum(stages, lambda rows: StageSums.of_agreements(agreed[rows]))
 
     def _test(self, name: str, contexts: Ints, categories: Ints) -> None:
         """Add rows to the evidence of a feature."""
@@ -253,10 +288,10 @@ class Watch:
             return
         test, so_far = self._tests[name], self._evidence[name]
         n, at, since = test.n, so_far.at, so_far.since
-        found = (test.add(contexts, categories) + self._log_shares[name]) / math.log(10)
-        if at is None and found.max() >= NEEDED:
-            at, since = n + int((found >= NEEDED).argmax()) + 1, test.since
-        self._evidence[name] = Evidence(test.n, max(so_far.log10, float(found.max())), at, since)
+        evidence = (test.add(contexts, categories) + self._log_shares[name]) / math.log(10)
+        if at is None and evidence.max() >= NEEDED:
+            at, since = n + int((evidence >= NEEDED).argmax()) + 1, test.since
+        self._evidence[name] = Evidence(test.n, max(so_far.log10, float(evidence.max())), at, since)
 
     def _sum(self, stages: Ints, of: Callable[[Bools], StageSums]) -> None:
         """Add the sums of each stage's rows."""
@@ -275,7 +310,7 @@ def watch_report(policy: Policy, watched: Watched) -> dict[str, Any]:
     """
     reference = policy.reference
     assert reference is not None
-    whole = sum(watched.stages, StageSums())
+    total = sum(watched.stages, StageSums())
     costs = ((stage.cost or 0.0) * sum(stage.confidences) for stage in reference.stages)
     return {
         "policy_id": policy.id,
@@ -283,11 +318,11 @@ def watch_report(policy: Policy, watched: Watched) -> dict[str, Any]:
         "says": verdict(watched),
         "false_alarm_rate": FALSE_ALARM_RATE,
         "needed": NEEDED,
-        "n": whole.n,
-        "n_labelled": whole.outcomes.n,
-        "n_compared": whole.n_compared,
+        "n": total.n,
+        "n_labelled": total.outcomes.n,
+        "n_compared": total.n_compared,
         "cost_unit": policy.cost_unit,
-        "cost": whole.mean_cost,
+        "cost": total.mean_cost,
         "reference_cost": sum(costs) / reference.n,
         "features": [
             {
@@ -301,7 +336,7 @@ def watch_report(policy: Policy, watched: Watched) -> dict[str, Any]:
             for name, one in watched.evidence.items()
         ],
         "stages": [
-            _stage_report(sums, of_reference, whole.n, reference.n)
+            _stage_report(sums, of_reference, total.n, reference.n)
             for sums, of_reference in zip(watched.stages, reference.stages, strict=True)
         ],
     }
@@ -340,13 +375,13 @@ def verdict(watched: Watched) -> str:
     """Return in one line whether a policy is valid, and if not, which feature raised an alarm first."""
     if watched.holds:
         return "is valid"
-    against = {name: one for name, one in watched.evidence.items() if not one.holds}
+    alarms = {name: one for name, one in watched.evidence.items() if not one.holds}
     # Features count their own rows; the one with the fewest rows at its alarm was first.
-    name = min(against, key=lambda each: against[each].at or 0)
-    first, (_, what) = against[name], FEATURES[name]
-    others = f"; {', '.join(each for each in against if each != name)} too" if len(against) > 1 else ""
+    name = min(alarms, key=lambda feature: alarms[feature].at or 0)
+    first, (_, what) = alarms.pop(name), FEATURES[name]
+    later_alarms = f"; {', '.join(alarms)} too" if alarms else ""
     return (
         f"has drifted: {what} differ from validation ({name}), detected after {first.at:,} examples, "
         f"since about example {(first.since or 0) + 1:,}; evidence 1e{first.log10:.1f}, {1 / FALSE_ALARM_RATE:g} needed"
-        f"{others}"
+        f"{later_alarms}"
     )

@@ -49,8 +49,8 @@ class ChoosingPolicy(MethodPolicy):
         """Return the step at which each of the models answers.   worth: float (n, S)."""
         ends = self.ends.tolist()
         return [
-            self.own_answer(stage, real_options(logits[stage]), worth=own)
-            for stage, own in zip(ends, worth.T, strict=True)
+            self.own_answer(stage, real_options(logits[stage]), worth=of_model)
+            for stage, of_model in zip(ends, worth.T, strict=True)
         ]
 
 
@@ -59,8 +59,10 @@ class RouterPolicy(ChoosingPolicy):
 
     Every row takes the first stage's call.
 
-    n_options: how many options of the first model it reads; null if it reads an embedding.   k, sharpness: of
-    benchmark-routing, neighbours and how their weights fall; null for others.
+    Attributes:
+        n_options: Number of options of the first model that it reads; null if it reads an embedding.
+        k: Number of neighbours of benchmark-routing; null for other methods.
+        sharpness: Decay of the neighbours' weights of benchmark-routing; null for other methods.
     """
 
     OWN: ClassVar[tuple[str, ...]] = (*MethodPolicy.OWN, "n_options", "k", "sharpness")
@@ -147,12 +149,15 @@ class FirstOrLastRouter(RouterPolicy):
 def choices(values: Floats, prices: Floats) -> Floats:
     """Return when rows leave models by rising price, float64 (N, M): argmax_j (value_j - price x cost_j).
 
-    values: float (N, M).   prices: float (M,), of a call of each model.
-    A row leaves a model for a more expensive one when the price falls below what that one's value is higher per unit
-    of cost; a step's worth is minus the highest such gain, so that the threshold is minus the price: as it rises, rows
-    move along the upper hull of (cost, value) to expensive models. A model that is no more expensive than one of higher
-    value is never chosen. At equality the cheaper one answers. Between models of one cost no price decides: a row
-    leaves at every threshold (-inf) or at none (inf).
+    A row leaves a model for a more expensive one when the price falls below the gain in value per unit of cost. A
+    step's worth is minus the highest such gain, so that the threshold is minus the price: as it rises, rows move along
+    the upper hull of (cost, value) to expensive models. A model is never chosen if another has a higher value at the
+    same cost or less. At equality the cheaper one answers. Between models of one cost no price decides: a row leaves at
+    every threshold (-inf) or at none (inf).
+
+    Args:
+        values: Value of each model for each row, float (N, M).
+        prices: Cost of a call of each model, float (M,).
     """
     order = np.argsort(prices, kind="stable")
     return ordered_choices(np.asarray(values, dtype=np.float64)[:, order], prices[order])
@@ -173,5 +178,5 @@ def ordered_choices(values: Floats, prices: Floats) -> Floats:
 
 def sigmoid(logits: Floats) -> Floats:
     """Return 1 / (1 + exp(-x)), float64, to full precision where that is near 0."""
-    found: Floats = np.exp(-np.logaddexp(0.0, -np.asarray(logits, dtype=np.float64)))
-    return found
+    probabilities: Floats = np.exp(-np.logaddexp(0.0, -np.asarray(logits, dtype=np.float64)))
+    return probabilities

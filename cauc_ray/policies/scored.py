@@ -43,14 +43,16 @@ class MethodPolicy(ArraysPolicy):
         confidences = top_option(scores)[1]
         predictions = logits.argmax(axis=1).astype(np.int32)
         n = len(scores)
-        own = {"accepted": np.full(n, True), "state": np.zeros((n, 0)), "worth": np.full(n, np.inf)}
-        return Step(predictions, confidences, scores=scores, **{**own, **more})
+        defaults = {"accepted": np.full(n, True), "state": np.zeros((n, 0)), "worth": np.full(n, np.inf)}
+        return Step(predictions, confidences, scores=scores, **{**defaults, **more})
 
 
 class ScoredStage(Stage):
     """A stage of a scored cascade.
 
-    n_options: how many options its scorer reads; null without one.   offset: of a logistic scorer; null without one.
+    Attributes:
+        n_options: Number of options that its scorer reads; null without a scorer.
+        offset: Offset of its logistic scorer; null without one.
     """
 
     DECIDES: ClassVar[frozenset[str]] = Stage.DECIDES | {"n_options", "offset"}
@@ -85,8 +87,8 @@ class ScoredPolicy(MethodPolicy):
         assert numbers.n_options is not None
         means, scales = (self.arrays[f"{numbers.name}/{name}"] for name in ("means", "scales"))
         width = len(means) - (2 * numbers.n_options + 2) - with_answer * numbers.n_options
-        own = embeddings[:, :width] if width else None  # rows of other policies in the call may be wider
-        return Scaler(means, scales)(answer_features(logits, numbers.n_options, own, with_answer=with_answer))
+        carried = embeddings[:, :width] if width else None  # rows of other policies in the call may be wider
+        return Scaler(means, scales)(answer_features(logits, numbers.n_options, carried, with_answer=with_answer))
 
 
 class RawPolicy(ScoredPolicy):
@@ -102,14 +104,14 @@ class RawPolicy(ScoredPolicy):
 def margins(logits: Floats) -> Floats:
     """Return p(1) - p(2), the two largest raw probabilities, float64 (N,); 1 where there is one option.
 
-    Margins that round to 1 are given as 1 and, where there are several options, a little more, in the order of what
-    they lack to 1 by its logarithm: else a threshold could not tell them apart.
+    Margins of several options that round to 1 are returned as slightly more than 1, ordered by the logarithm of their
+    difference from 1, so that thresholds can separate them.
     """
     ranked = -np.sort(-log_softmax(logits), axis=1)
     if ranked.shape[1] == 1:
         return np.ones(len(logits))
-    found: Floats = np.exp(ranked[:, 0]) - np.exp(ranked[:, 1])
+    differences: Floats = np.exp(ranked[:, 0]) - np.exp(ranked[:, 1])
     # 1 - (p(1) - p(2)) = 2 p(2) + p(3) + ...
     lacking = np.logaddexp.reduce(np.column_stack([ranked[:, 1] + np.log(2), ranked[:, 2:]]), axis=1)
     beyond = 1.0 + _STEP * (_SATURATED - np.maximum(lacking, _LEAST))
-    return np.where(lacking < _SATURATED, beyond, found)
+    return np.where(lacking < _SATURATED, beyond, differences)

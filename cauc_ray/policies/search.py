@@ -38,8 +38,11 @@ N_RUNNERS_UP = 5
 class SubChain:
     """A fitted chain of S of a pool's models, with its answers on validation.
 
-    indices: of the models in the pool.   trace: its calls are of the pool's models.   reference: the default threshold;
-    None for the best on validation.
+    Attributes:
+        method: Method of the fit.
+        indices: Indices of the models in the pool.
+        trace: Trace on validation; its calls are of the pool's models.
+        reference: Default threshold; None for the best on validation.
     """
 
     method: str
@@ -73,7 +76,13 @@ def sub_chains_of_rf(calibration: ChainLogits, validation: ChainLogits, kind: Ca
 
 
 def _in_turn(indices: Sequence[int], steps: Sequence[tuple[Ints, Floats]], n_models: int) -> Trace:
-    """Return the trace of a cascade of some of a pool's models.   steps: answers and confidences of each, (N,)."""
+    """Return the trace of a cascade of some of a pool's models.
+
+    Args:
+        indices: Indices of the models.
+        steps: Answers and confidences of each model, (N,).
+        n_models: Number of models in the pool.
+    """
     predictions, confidences = (np.stack(of) for of in zip(*steps, strict=True))
     calls = np.zeros((len(steps), n_models), dtype=bool)
     calls[:, [*indices]] = np.tri(len(steps), dtype=bool)
@@ -91,33 +100,38 @@ def sub_chains_of_base(calibration: ChainLogits, validation: ChainLogits, kind: 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CaucWarning)  # the final fit of the chosen chain issues the warnings
             policy = fit_base(calibration.of_models(range(last + 1)), calibrator=kind, fits=fits[: last + 1])
-        own = [policy.own(index, logits) for index, logits in enumerate(validation.logits[: last + 1])]
-        yield from _ending(policy, own, (), None, policy.fuse(last, own[last], None), len(calibration.models))
+        unfused = [policy.unfused_step(index, logits) for index, logits in enumerate(validation.logits[: last + 1])]
+        yield from _ending(policy, unfused, (), None, policy.fuse(last, unfused[last], None), len(calibration.models))
 
 
 def _ending(
-    policy: BasePolicy, own: list[Step], indices: tuple[int, ...], state: Floats | None, end: Step, n_models: int
+    policy: BasePolicy, unfused: list[Step], indices: tuple[int, ...], state: Floats | None, end: Step, n_models: int
 ) -> Iterator[SubChain]:
     """Return all chains that start with these indices and end with the policy's last stage.
 
-    own: answers of all stages.   state: after these indices.   end: the last stage's step from that state.
-    n_models: of the pool.
+    Args:
+        policy: A fit of all models of the pool up to its last stage.
+        unfused: Unfused step of each stage.
+        indices: Indices of the chain's models so far.
+        state: State after these models.
+        end: The last stage's step from that state.
+        n_models: Number of models in the pool.
     """
     last = len(policy.stages) - 1
-    steps = [(step.predictions, step.confidences) for step in (*(own[index] for index in indices), end)]
+    steps = [(step.predictions, step.confidences) for step in (*(unfused[index] for index in indices), end)]
     chain = *indices, last
     yield SubChain("base", chain, _in_turn(chain, steps, n_models), policy.threshold)
     for index in range(indices[-1] + 1 if indices else 0, last):
         after = state, end
         if policy.stages[index].fused:
-            longer = policy.fuse(index, own[index], state).state
-            after = longer, policy.fuse(last, own[last], longer)
-        yield from _ending(policy, own, (*indices, index), *after, n_models)
+            longer = policy.fuse(index, unfused[index], state).state
+            after = longer, policy.fuse(last, unfused[last], longer)
+        yield from _ending(policy, unfused, (*indices, index), *after, n_models)
 
 
 _METHODS = {"base": sub_chains_of_base, "rf": sub_chains_of_rf}
 _SEARCHED = (*_METHODS, "stacked", "auto")
-# Stacked cascades take longer to fit: of a pool's sub-chains, those that are best as CAUC-RF are, so many at most.
+# Largest number of sub-chains to fit stacked cascades to, which takes longer: those that are best as CAUC-RF.
 N_STACKED = 8
 
 
@@ -138,13 +152,22 @@ def search_chains(
 ) -> ChainSearch:
     """Find the sub-chain of a pool that has the highest quality on validation, at the threshold chosen by the rule.
 
-    calibration, validation: of all models of the pool, at most MOST_MODELS, in any order; chains are ordered by mean
-    cost on calibration, ties as given.   split: validation's name.
-    method: base, rf or stacked; auto is stacked at a budget, with embeddings where there are some. Each of the 2^M - 1
-    sub-chains is measured as a fit of its models would be; stacked cascades, which take longer to fit, on those that
-    are best as CAUC-RF. Among equals the cheapest is chosen, then the shortest.
-    Raises ConfigError for a pool that is too large or a rule that the method does not support, DataError if labels are
-    missing, BudgetError if no model is within the budget.
+    Each of the 2^M - 1 sub-chains is measured as a fit of its models would be; stacked cascades, which take longer to
+    fit, only on those that are best as CAUC-RF. Chains are ordered by mean cost on calibration, ties by the order in
+    the pool. Among equals the cheapest is chosen, then the shortest.
+
+    Args:
+        method: base, rf or stacked; auto is stacked at a budget, with embeddings if the examples have them.
+        calibration: Examples with the logits of all models of the pool, at most MOST_MODELS, in any order.
+        validation: Examples to choose the chain on; required.
+        rule: How to choose the threshold of each chain.
+        split: Name of the validation split.
+        calibrator: Kind of calibrator of every model.
+
+    Raises:
+        ConfigError: The pool is too large, or the method does not support the rule.
+        DataError: Labels are missing.
+        BudgetError: No model is within the budget.
     """
     check_pool(calibration.chain.models)
     if method not in _SEARCHED:
@@ -165,15 +188,15 @@ def search_chains(
     halves = random_halves(len(validation)) if len(validation) > 1 else ()
     chains = calibration.chain, validation.chain
     subs = _METHODS["rf" if method in ("stacked", "auto") else method](*chains, calibrator)
-    found = _measured(subs, validation, rule, halves)
+    results = _measured(subs, validation, rule, halves)
     if method in ("stacked", "auto"):
-        shortlist = _shortlist(found, (), len(calibration.chain.models))
+        shortlist = _shortlist(results, (), len(calibration.chain.models))
         stacked = (
             SubChain("stacked", indices, cascade_of(policy)(validation))
             for indices, policy in _stacked(calibration, validation, shortlist)
         )
-        found = _measured(stacked, validation, rule, halves)
-    return _report(found, validation.chain, rule, split)
+        results = _measured(stacked, validation, rule, halves)
+    return _report(results, validation.chain, rule, split)
 
 
 def fit_sub_chains(fitting: Fitting) -> Sequence[StackedPolicy]:
@@ -198,7 +221,7 @@ def _by_cost(calibration: Examples, validation: Examples) -> tuple[Examples, Exa
 
 def _measured(
     subs: Iterable[SubChain], validation: Examples, rule: ThresholdRule, halves: tuple[Ints, ...] = ()
-) -> list[_Found]:
+) -> list[_MeasuredChain]:
     parts = [(rows, validation.chain.of_rows(rows)) for rows in (np.arange(len(validation)), *halves)]
     return [_measure(sub, parts, rule) for sub in subs]
 
@@ -215,14 +238,17 @@ def _stacked(
             yield indices, policy
 
 
-def _shortlist(found: Sequence[_Found], budgets: Sequence[float], n_models: int) -> list[tuple[int, ...]]:
-    """Return the chains that stacked cascades are fitted to: the best, the best on each half, and the whole one.
+def _shortlist(results: Sequence[_MeasuredChain], budgets: Sequence[float], n_models: int) -> list[tuple[int, ...]]:
+    """Return the chains to fit stacked cascades to: the best, the best on each half, and that of all models.
 
-    found: CAUC-RF's, of all sub-chains.   budgets: each of which has its best; without them the rule has.
+    Args:
+        results: Results of CAUC-RF on all sub-chains.
+        budgets: Budgets to rank the chains at; without any, they are ranked at the rule's threshold.
+        n_models: Number of models in the pool.
     """
-    ranked = [sorted(found, key=lambda one: _rank(one, one.within(budget))) for budget in budgets or (None,)]
+    ranked = [sorted(results, key=lambda one: _rank(one, one.within(budget))) for budget in budgets or (None,)]
     firsts = [next(one for one in ranked[-1] if len(one.indices) == size) for size in (1, 2) if size <= n_models]
-    on_halves = [min(found, key=lambda one: _rank(one, one.halves[half])) for half in range(len(found[0].halves))]
+    on_halves = [min(results, key=lambda one: _rank(one, one.halves[half])) for half in range(len(results[0].halves))]
     best = list(dict.fromkeys(one.indices for place in zip(*ranked, strict=True) for one in place))[:N_STACKED]
     return list(dict.fromkeys([*best, *(one.indices for one in (*firsts, *on_halves)), tuple(range(n_models))]))
 
@@ -242,24 +268,29 @@ _UNAFFORDABLE = OperatingPoint(threshold=np.nan, cost=np.inf, quality=-np.inf)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # two stacked cascades may be of one chain
-class _Found:
+class _MeasuredChain:
     """A method's chain measured on validation.
 
-    points: those that a budget can choose; their quality is accuracy.   whole: at its threshold there, of the
-    objective.   halves: on each half, at the threshold chosen on it.   held_out: at that threshold on the other half.
+    Attributes:
+        method: Method of the fit.
+        indices: Indices of its models in the pool.
+        points: Operating points that a budget can choose; their quality is accuracy.
+        overall: Operating point at the threshold chosen on all of validation; its quality is that of the objective.
+        halves: Operating point on each half, at the threshold chosen on it.
+        held_out: Operating points at these thresholds on the opposite halves.
     """
 
     method: str
     indices: tuple[int, ...]
     points: OperatingPoints
-    whole: OperatingPoint
+    overall: OperatingPoint
     halves: tuple[OperatingPoint, ...]
     held_out: tuple[OperatingPoint, ...]
 
     def within(self, budget: float | None) -> OperatingPoint:
-        """Return the point of highest accuracy within a budget; without one the whole."""
+        """Return the point of highest accuracy within a budget; without one, the overall point."""
         if budget is None:
-            return self.whole
+            return self.overall
         affordable = np.flatnonzero(self.points.cost <= most_within(budget))
         if not len(affordable):
             return _UNAFFORDABLE
@@ -269,69 +300,69 @@ class _Found:
         )
 
 
-def _measure(one: SubChain, parts: Sequence[tuple[Ints, ChainLogits]], rule: ThresholdRule) -> _Found:
+def _measure(one: SubChain, parts: Sequence[tuple[Ints, ChainLogits]], rule: ThresholdRule) -> _MeasuredChain:
     """Measure a chain.   parts: rows of validation with their chain: all of them, then halves."""
-    given = rule.threshold if rule.threshold is not None or rule.budget is not None else one.reference
+    fixed = rule.threshold if rule.threshold is not None or rule.budget is not None else one.reference
 
     def chosen(on: Frontier) -> OperatingPoint:
         try:
-            return on.best(rule.budget) if given is None else on.at(given)
+            return on.best(rule.budget) if fixed is None else on.at(fixed)
         except BudgetError:
             return _UNAFFORDABLE
 
     traces = [(one.trace.of_rows(rows), chain) for rows, chain in parts]
-    whole, *on_halves = (trace.frontier(chain, rule.objective) for trace, chain in traces)
-    own = tuple(chosen(half) for half in on_halves)
-    pairs = zip(on_halves[::-1], own, strict=True)
-    held_out = tuple(_UNAFFORDABLE if of is _UNAFFORDABLE else other.at(of.threshold) for other, of in pairs)
-    accuracy = whole if rule.objective == "accuracy" else traces[0][0].frontier(parts[0][1])
-    points = accuracy.some(pareto(whole.cost, whole.quality))
-    return _Found(one.method, one.indices, points, chosen(whole), own, held_out)
+    overall, *on_halves = (trace.frontier(chain, rule.objective) for trace, chain in traces)
+    points_of_halves = tuple(chosen(half) for half in on_halves)
+    pairs = zip(on_halves[::-1], points_of_halves, strict=True)
+    held_out = tuple(point if point is _UNAFFORDABLE else opposite.at(point.threshold) for opposite, point in pairs)
+    accuracy = overall if rule.objective == "accuracy" else traces[0][0].frontier(parts[0][1])
+    points = accuracy.some(pareto(overall.cost, overall.quality))
+    return _MeasuredChain(one.method, one.indices, points, chosen(overall), points_of_halves, held_out)
 
 
-def _rank(found: _Found, on: OperatingPoint) -> tuple[float, float, int, tuple[int, ...]]:
+def _rank(chain: _MeasuredChain, on: OperatingPoint) -> tuple[float, float, int, tuple[int, ...]]:
     """Return a sort key that orders chains from best to worst on some examples."""
     # Sums of the same costs in different orders differ by rounding.
-    return -on.quality, float(f"{on.cost:.9e}"), len(found.indices), found.indices
+    return -on.quality, float(f"{on.cost:.9e}"), len(chain.indices), chain.indices
 
 
-def _report(found: list[_Found], validation: ChainLogits, rule: ThresholdRule, split: str) -> ChainSearch:
-    def named(one: _Found) -> FoundChain:
-        affordable = np.isfinite(one.whole.quality)
+def _report(results: list[_MeasuredChain], validation: ChainLogits, rule: ThresholdRule, split: str) -> ChainSearch:
+    def named(one: _MeasuredChain) -> FoundChain:
+        affordable = np.isfinite(one.overall.quality)
         return FoundChain(
             method=one.method,
             models=tuple(validation.models[index] for index in one.indices),
-            quality=one.whole.quality if affordable else None,
-            cost=one.whole.cost if affordable else None,
+            quality=one.overall.quality if affordable else None,
+            cost=one.overall.cost if affordable else None,
         )
 
-    def best_on_halves(among: list[_Found]) -> list[_Found]:
+    def best_on_halves(among: list[_MeasuredChain]) -> list[_MeasuredChain]:
         return [min(among, key=lambda one: _rank(one, one.halves[half])) for half in range(len(among[0].halves))]
 
-    def chosen(among: list[_Found]) -> ChosenChain:
+    def chosen(among: list[_MeasuredChain]) -> ChosenChain:
         """Choose among chains on all of validation, and on each half to measure the choice on the other."""
-        best = min(among, key=lambda one: _rank(one, one.whole))
+        best = min(among, key=lambda one: _rank(one, one.overall))
         held_out = [one.held_out[half] for half, one in enumerate(best_on_halves(among))]
         measured = [(of.quality, of.cost) for of in held_out if np.isfinite(of.quality)]
         quality, cost = np.mean(measured, axis=0).tolist() if measured else (None, None)
         return ChosenChain(**dict(named(best)), holdout_quality=quality, holdout_cost=cost)
 
-    def of_size(size: int) -> list[_Found]:
-        return [one for one in found if len(one.indices) == size]
+    def of_size(size: int) -> list[_MeasuredChain]:
+        return [one for one in results if len(one.indices) == size]
 
     m = len(validation.models)
-    best, *others = sorted(found, key=lambda one: _rank(one, one.whole))
-    runners_up = [named(one) for one in others[:N_RUNNERS_UP]]
+    best, *following = sorted(results, key=lambda one: _rank(one, one.overall))
+    runners_up = [named(one) for one in following[:N_RUNNERS_UP]]
     return ChainSearch(
         pool=validation.models,
         split=split,
         objective=rule.objective,
         budget=rule.budget,
         n_chains=2**m - 1,
-        n_measured=len({one.indices for one in found}),
+        n_measured=len({one.indices for one in results}),
         n_halves=len(best.halves),
-        n_same=best_on_halves(found).count(best),
-        chosen=chosen(found),
+        n_same=best_on_halves(results).count(best),
+        chosen=chosen(results),
         full=chosen(of_size(m)),
         pair=chosen(of_size(2)) if m > 1 else None,
         single=chosen(of_size(1)),

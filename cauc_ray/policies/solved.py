@@ -13,9 +13,10 @@ from cauc_ray.policies.scored import MethodPolicy
 
 
 class SolvedPolicy(MethodPolicy):
-    """A policy whose threshold is a budget: it chooses the solution, the last of the curve that costs no more.
+    """A policy whose threshold is a budget: it chooses the last solution of the curve within the budget.
 
-    solutions: for each point of the curve the numbers that decide; of a fit all, by rising cost, without a curve.
+    Attributes:
+        solutions: Deciding numbers of each point of the curve; in a fit without a curve, all by rising cost.
     """
 
     NEEDS_ARRAYS: ClassVar[bool] = True

@@ -139,8 +139,8 @@ class _Stage:
         sources = [source[rows], *(state[rows] for state in before)]
         k = source.shape[1]
         if math.isinf(penalty):
-            found = fit_temperatures(sources, self._labels[rows])
-            return RidgeFit(np.array(found.weights), np.zeros((1, k)))
+            temperatures = fit_temperatures(sources, self._labels[rows])
+            return RidgeFit(np.array(temperatures.weights), np.zeros((1, k)))
         n_features = 1 if features is None else features.shape[1]
         if start is None or len(start.biases) != n_features:
             weights = np.full(len(sources), 1.0 / len(sources)) if start is None else start.weights
@@ -168,21 +168,21 @@ class _Stage:
         starts: list[RidgeFit] | None,
     ) -> _Validated:
         nll, fits = 0.0, list[RidgeFit]()
-        for index, (fold, others) in enumerate(folds):
-            own = before[index : index + 1]
-            fits.append(self.fit(others, own, penalty, starts[index] if starts else None, ROUGH))
-            nll += nll_of(self.applied(fits[-1], own, penalty, fold), self._labels[fold])
+        for index, (fold, fitted_rows) in enumerate(folds):
+            states = before[index : index + 1]
+            fits.append(self.fit(fitted_rows, states, penalty, starts[index] if starts else None, ROUGH))
+            nll += nll_of(self.applied(fits[-1], states, penalty, fold), self._labels[fold])
         return _Validated(penalty, nll, fits)
 
     def numbers(self, fit: RidgeFit, penalty: float) -> dict[str, Any]:
         """Return the fields of a StackedStage, whose matrix is of log probabilities as they are."""
         weights = fit.weights.tolist()
-        found = {"logit_weight": weights[0], "state_weight": weights[1] if len(weights) > 1 else None}
+        fields = {"logit_weight": weights[0], "state_weight": weights[1] if len(weights) > 1 else None}
         if math.isinf(penalty):
-            return found
+            return fields
         biases, matrix = fit.biases[0], None
         if self.has_matrix:
             matrix = fit.biases[1:] / self._scales[:, None]
             biases = biases - self._means @ matrix
             matrix = tuple(map(tuple, matrix.tolist()))
-        return {**found, "penalty": penalty, "biases": tuple(biases.tolist()), "matrix": matrix}
+        return {**fields, "penalty": penalty, "biases": tuple(biases.tolist()), "matrix": matrix}

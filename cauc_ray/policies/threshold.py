@@ -46,13 +46,20 @@ Compared: TypeAlias = Literal["confidence", "gain"]
 
 @dataclass(frozen=True, slots=True)
 class ThresholdRule:
-    """How to choose the threshold: a given one, a budget (mean cost per example), a price, a risk limit, or none.
+    """How to choose the threshold: at most one of a threshold, a budget, a price and a risk limit.
 
-    price: of a unit of cost, in errors: the threshold is 1 less the last model's error on calibration and the price of
-    its call (paper, tau* = 1 - r - lambda c). Of more than two models, the error is that of the last stage's answers,
-    which may be fused, and the price that of all calls after the first. Where gains decide, they are compared with it.
-    With none, Base stops at the last model's calibration accuracy and RF at its best on validation.
-    compare: what decides who goes on; of RF, since Base has no choice, nor has a stacked cascade.
+    Without any of them, Base stops at the last model's calibration accuracy and RF at its best on validation.
+
+    Attributes:
+        threshold: The threshold itself.
+        budget: Largest allowed mean cost per example.
+        objective: Quality that the choice maximises.
+        certify: Limit of the risk of early answers.
+        price: Price of a unit of cost, in errors: the threshold is 1 minus the last model's error on calibration minus
+            the price of its call (paper, tau* = 1 - r - lambda c). With more than two models, the error is that of the
+            last stage's answers, which may be fused, and the price that of all calls after the first. Gains, if they
+            decide, are compared with it.
+        compare: What each stage of RF compares; Base and stacked cascades leave no choice.
     """
 
     threshold: float | None = None
@@ -93,19 +100,31 @@ def choose_threshold(
 ) -> AnyPolicy:
     """Set the threshold that the rule gives, certifies, or that is best on validation (paper, eq. 11).
 
-    policy: fitted on these splits, at any threshold; its gains, if it has any, choose the thresholds of the stages.
-    reference: the threshold if the rule leaves it open; None for the best on validation.
-    Returns the policy with the expected results at its threshold, and at others. A threshold that validation has chosen
-    looks better there than elsewhere: the accuracy to expect is then that of each half at the threshold of the other.
-    Raises ConfigError without a validation split to choose on, DataError if labels are missing, BudgetError if no
-    operating point is within the budget, RiskError if no threshold is certified.
+    A threshold that validation has chosen looks better on it than on new examples: the expected accuracy is then that
+    of each half at the threshold of the other.
+
+    Args:
+        policy: Policy fitted on these splits, at any threshold; its gains, if any, choose the thresholds of the stages.
+        calibration: Split that the policy was fitted on.
+        validation: Split to choose the threshold on; None if the rule needs none.
+        rule: How to choose the threshold.
+        reference: Threshold if the rule leaves it open; None for the best on validation.
+
+    Returns:
+        The policy with the expected results at its threshold, and at others.
+
+    Raises:
+        ConfigError: The validation split is missing, and the rule needs it.
+        DataError: Labels are missing.
+        BudgetError: No operating point is within the budget.
+        RiskError: No threshold is certified.
     """
-    given, gains = reference if rule == BY_DEFAULT else rule.threshold, policy.gains
+    fixed, gains = reference if rule == BY_DEFAULT else rule.threshold, policy.gains
     if rule.price is not None and gains is None:
-        given = _of_price(policy, calibration, rule.price)
+        fixed = _of_price(policy, calibration, rule.price)
     by_price = rule.price is not None and gains is not None
-    if given is not None:
-        policy.require_threshold(given)
+    if fixed is not None:
+        policy.require_threshold(fixed)
     elif not by_price:
         _require_labelled(validation)
     measured_on, split = calibration, policy.calibration.split
@@ -119,8 +138,8 @@ def choose_threshold(
     frontier = trace.frontier(measured_on, rule.objective) if chosen_on else None
 
     held_out: Floats | None = None
-    if given is not None or by_price:
-        threshold = -(rule.price or 0.0) if given is None else given
+    if fixed is not None or by_price:
+        threshold = -(rule.price or 0.0) if fixed is None else fixed
         choice = _without_validation(rule, policy.calibration.split)
     elif rule.certify is not None:
         threshold, certificate = _certify(policy, calibration, trace, measured_on, rule.certify)
@@ -136,7 +155,7 @@ def choose_threshold(
             rule="best" if rule.budget is None else "budget", objective=rule.objective, split=split
         )
 
-    decided = _decided(policy, threshold, choice, trace if chosen_on else None, gains if given is None else None)
+    decided = _decided(policy, threshold, choice, trace if chosen_on else None, gains if fixed is None else None)
     curve = () if frontier is None else curve_points(frontier.pareto(MOST_CURVE_POINTS), trace, gains)
     return measured(decided, trace, measured_on, split, calibration, curve, held_out)
 
@@ -144,7 +163,15 @@ def choose_threshold(
 def _decided(
     policy: AnyPolicy, setting: float, choice: ThresholdChoice, trace: Trace | None, gains: Gains | None
 ) -> AnyPolicy:
-    """Return a policy at a setting.   gains: where that is minus a price; trace is then as for thresholds_at."""
+    """Return a policy at a setting.
+
+    Args:
+        policy: Policy at any threshold.
+        setting: Threshold, or minus a price.
+        choice: How it was chosen.
+        trace: As for thresholds_at.
+        gains: Gains of a policy whose setting is minus a price; None for a threshold.
+    """
     changes: dict[str, Any] = {"threshold_choice": choice, "gains": None}
     if gains is None:
         changes["threshold"] = policy.each_stage(setting)
@@ -164,7 +191,7 @@ def _require_labelled(validation: Chain | None) -> None:
 
 
 def _without_validation(rule: ThresholdRule, calibration: str) -> ThresholdChoice:
-    """Return how a threshold came about that validation has not chosen.   calibration: name of the split."""
+    """Return the record of a threshold that validation has not chosen.   calibration: name of the split."""
     if rule.price is not None:
         return ThresholdChoice(rule="price", objective=None, split=calibration, price=rule.price)
     if rule.threshold is None:
@@ -243,7 +270,13 @@ def thresholds_at(settings: Sequence[float], trace: Trace | None, gains: Gains) 
 def curve_points(
     points: OperatingPoints, trace: Trace | None = None, gains: Gains | None = None
 ) -> tuple[CurvePoint, ...]:
-    """Return operating points as a policy's file has them.   trace, gains: where thresholds are of prices."""
+    """Return operating points as a policy's file has them.
+
+    Args:
+        points: The operating points; with gains, their settings are minus prices.
+        trace: As for thresholds_at.
+        gains: Gains of a policy whose thresholds prices choose; None for any other.
+    """
     settings = points.settings.tolist()
     prices: list[float | None] = [None] * len(settings)
     thresholds: list[Any] = settings
@@ -251,7 +284,8 @@ def curve_points(
         prices, thresholds = [-setting for setting in settings], thresholds_at(settings, trace, gains)
     rows = zip(thresholds, prices, points.cost.tolist(), points.quality.tolist(), strict=True)
     return tuple(
-        CurvePoint(threshold=own, price=price, cost=cost, quality=quality) for own, price, cost, quality in rows
+        CurvePoint(threshold=threshold, price=price, cost=cost, quality=quality)
+        for threshold, price, cost, quality in rows
     )
 
 
@@ -264,47 +298,49 @@ def measured(
     curve: tuple[CurvePoint, ...],
     held_out: Floats | None = None,
 ) -> AnyPolicy:
-    """Return a policy with what to expect at its threshold, and with its curve.
+    """Return a policy with its expected results at its threshold, and with its curve.
 
     Args:
         policy: Policy at its threshold.
-        trace: Of the chain.
+        trace: Trace of the chain.
         chain: Examples of the split.
-        split: Their name.
-        calibration: What the policy was fitted on.
+        split: Name of the split.
+        calibration: Split that the policy was fitted on.
         curve: Points on the split, if all of its examples have labels, and the trace its likeliest options; these are
             then the reference for later answers.
         held_out: Threshold that was chosen without a row, for each, float64 (N,); None if the policy's threshold was
             not chosen on the split.
     """
     answered = trace.at(policy.threshold, chain)
-    own = measure(answered, chain, split, with_f1=False)
-    found: dict[str, Any] = {
-        "expected": without_optimism(own, trace, chain, held_out),
-        "on_selection": None if held_out is None else own,
-        **check_policy(policy, own, trace, answered, chain, calibration),
+    measures = measure(answered, chain, split, with_f1=False)
+    entries: dict[str, Any] = {
+        "expected": without_optimism(measures, trace, chain, held_out),
+        "on_selection": None if held_out is None else measures,
+        **check_policy(policy, measures, trace, answered, chain, calibration),
         "offline": measure_offline(trace, policy.threshold, chain) if policy.in_turn else None,
         "curve": curve,
     }
     if curve:
-        found["reference"] = reference_of(answered, trace, chain, split)
-    return type(policy)(**dict(policy) | found)
+        entries["reference"] = reference_of(answered, trace, chain, split)
+    return type(policy)(**dict(policy) | entries)
 
 
-def without_optimism(own: Measures, trace: Trace, chain: Chain, held_out: Floats | None) -> Measures:
-    """Return what to expect of a policy elsewhere: its accuracy is that of thresholds which rows did not choose.
+def without_optimism(measures: Measures, trace: Trace, chain: Chain, held_out: Floats | None) -> Measures:
+    """Return the expected results of a policy on new examples, with the accuracy at held-out thresholds.
 
-    Its costs, and which stages answer, do not depend on labels: they are the policy's own.
+    Its costs, and which stages answer, do not depend on labels: they stay.
 
     Args:
-        own: Of the policy on the chain.
-        trace: Of the policy on the chain.
+        measures: Results of the policy on the chain.
+        trace: Trace of the policy on the chain.
         chain: Examples.
-        held_out: As measured has it.
+        held_out: As for measured.
     """
     if held_out is None:
-        return own
-    return own.model_copy(update={"accuracy": measure(trace.at(held_out, chain), chain, "", with_f1=False).accuracy})
+        return measures
+    return measures.model_copy(
+        update={"accuracy": measure(trace.at(held_out, chain), chain, "", with_f1=False).accuracy}
+    )
 
 
 def _certify(
@@ -321,14 +357,16 @@ def _certify(
     on_validation = _early(trace, validation)
     if not on_validation.n_accepted.any():
         raise ConfigError(f"method {policy.method} answers nothing before the last model; leave certify out")
-    found = certify(_early(trace_policy(policy, calibration), calibration), on_validation, limit)
-    return found.threshold, certificate_of(limit, found, on_validation.plug_in(limit.risk))
+    certified = certify(_early(trace_policy(policy, calibration), calibration), on_validation, limit)
+    return certified.threshold, certificate_of(limit, certified, on_validation.plug_in(limit.risk))
 
 
-def certificate_of(limit: RiskLimit, found: CertifiedThreshold, plug_in: tuple[float, int] | None) -> RiskCertificate:
+def certificate_of(
+    limit: RiskLimit, certified: CertifiedThreshold, plug_in: tuple[float, int] | None
+) -> RiskCertificate:
     """Return a certificate as a policy's file has it.   plug_in: a threshold and its coverage in rows."""
     assert plug_in is not None  # the observed risk of a certified threshold is within the limit
-    figures = asdict(limit) | asdict(found)
+    figures = asdict(limit) | asdict(certified)
     del figures["threshold"]
     return RiskCertificate(**figures, plug_in_threshold=plug_in[0], plug_in_accepted=plug_in[1])
 
@@ -339,11 +377,12 @@ def certify_some(
     """Return the certified one of P points of most coverage, and its certificate.
 
     Args:
-        calibration: Rows that each point accepts and, of these, the wrong ones; this decides what is tested.
-        validation: The same of validation.
-        settings: Of the points, float64 (P,).
+        calibration: Numbers of rows that each point accepts and of wrong ones among them; they decide which points are
+            tested, and in which order.
+        validation: The same numbers of validation.
+        settings: Settings of the points, float64 (P,).
         n: Rows of validation.
-        limit: What is certified.
+        limit: Risk limit to certify.
 
     Raises:
         RiskError: No point is certified.
@@ -352,13 +391,14 @@ def certify_some(
     ranks = np.argsort(accepted, kind="stable")
     ranks = ranks[np.unique(np.linspace(0, len(ranks) - 1, N_STEPS).round().astype(np.int64))]
     sequence = ranks[strongest(accepted[ranks], wrong[ranks], limit) :]
-    found = tested(settings[sequence], n_accepted[sequence], n_wrong[sequence], n, limit)
+    certified = tested(settings[sequence], n_accepted[sequence], n_wrong[sequence], n, limit)
     within = np.flatnonzero((n_accepted > 0) & (n_wrong <= limit.risk * n_accepted))
     most = within[n_accepted[within].argmax()]
     plug_in = float(settings[most]), int(n_accepted[most])
     # The first in order with these figures: all up to the last are certified.
-    same = (settings == found.threshold) & (n_accepted == found.n_accepted) & (n_wrong == found.n_wrong)
-    return int(sequence[same[sequence]][0]), certificate_of(limit, found, plug_in)
+    same = settings == certified.threshold
+    same &= (n_accepted == certified.n_accepted) & (n_wrong == certified.n_wrong)
+    return int(sequence[same[sequence]][0]), certificate_of(limit, certified, plug_in)
 
 
 def _early(trace: Trace, chain: Chain) -> EarlyAnswers:
