@@ -58,11 +58,11 @@ def own_warnings(hear: Callable[[str], None]) -> Iterator[None]:
         warnings.simplefilter("always", CaucWarning)
         show_other = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        def show(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> None:
             if issubclass(category, CaucWarning):
                 hear(str(message))
             else:
-                show_other(message, category, *where, **more)
+                show_other(message, category, *place, **options)
 
         warnings.showwarning = show
         yield
@@ -106,7 +106,8 @@ class RiskError(CaucError):
 class GuardError(CaucError):
     """A fitted policy has warnings, and the caller asked for warnings to be errors.
 
-    guards: the checks that warn (policies.evidence.Guard).
+    Attributes:
+        guards: The checks that warn (policies.evidence.Guard).
     """
 
     def __init__(self, message: str, guards: tuple[Any, ...] = ()) -> None:
@@ -133,13 +134,13 @@ def require_packages(what: str, extra: str, *packages: str) -> None:
         raise ConfigError(f"{what} needs {' and '.join(missing)}; install with: pip install {target}")
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+def unknown_name(kind: str, name: str, known_names: Iterable[str]) -> str:
     """Return the message for an unknown name, with the nearest known name and a list of all names.
 
     >>> unknown_name("model", "resnet2", ["resnet20", "resnet56"])
     "unknown model 'resnet2'; did you mean 'resnet20'? Available: resnet20, resnet56"
     """
-    names = sorted(known)
+    names = sorted(known_names)
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"unknown {kind} {name!r}{hint} Available: {', '.join(names) or 'none'}"

@@ -67,14 +67,14 @@ def check_method(name: str, *, embedding: bool | None = None, seed: int = 0) -> 
     elif not method.unpublished:
         for policy, setting in _chosen(family, fitting):
             compared, answers = family.answers(test, setting), replay(policy, chain_of(policy, test))
-            alike = np.array_equal(answers.predictions, compared.predictions)
-            _require(alike, "a policy answers as its method in a comparison")
+            is_equal = np.array_equal(answers.predictions, compared.predictions)
+            _require(is_equal, "a policy answers as its method in a comparison")
             _require(np.allclose(answers.costs, compared.costs(test.chain)), "a policy costs what its method does")
             _check_policy(policy, test)
 
 
-def _require(kept: bool | np.bool_, promise: str) -> None:
-    if not kept:
+def _require(holds: bool | np.bool_, promise: str) -> None:
+    if not holds:
         raise AssertionError(f"broken promise: {promise}")
 
 
@@ -129,8 +129,8 @@ def _check_answers(method: Method, family: Family, test: Examples) -> None:
         if not isinstance(family.members[0], Control):
             for batch in (rows, rows[:1], rows[1:10]):
                 part = family.answers(_seen(method, test).of_rows(batch), setting)
-                alike = np.array_equal(part.predictions, answers.predictions[batch])
-                _require(alike, "an answer does not depend on other rows or their order")
+                is_equal = np.array_equal(part.predictions, answers.predictions[batch])
+                _require(is_equal, "an answer does not depend on other rows or their order")
                 _require(np.array_equal(part.calls, answers.calls[batch]), "calls do not depend on other rows")
             _check_uncalled(family, test, setting, answers.predictions, answers.calls)
 
@@ -242,7 +242,7 @@ def _workers(policy: Policy, chain: ChainLogits, padding: int) -> Sequence[Worke
 
 
 def _live(policy: Policy, chain: ChainLogits, rows: Ints, padding: int) -> Answered:
-    """Answer rows as runs and services do.   padding: columns without options."""
+    """Answer rows as runs and services do, with a number of columns without options as padding."""
     workers, n = _workers(policy, chain, padding), len(rows)
     predictions, confidences = np.full(n, -1, dtype=np.int32), np.full(n, np.nan)
     stages, costs, place = np.full(n, -1, dtype=np.int8), np.zeros(n), np.empty(len(chain), dtype=np.int64)
@@ -253,16 +253,16 @@ def _live(policy: Policy, chain: ChainLogits, rows: Ints, padding: int) -> Answe
     while waiting:
         stage = min(waiting)
         bundle = joined(waiting.pop(stage))
-        here: Ints = place[np.asarray(bundle.columns["row"])]
-        result, onward = workers[stage].decide([Part(0, np.arange(len(here)))], [bundle])
+        places: Ints = place[np.asarray(bundle.columns["row"])]
+        result, onward = workers[stage].decide([Part(0, np.arange(len(places)))], [bundle])
         _require(result.error is None and not result.failures, f"the worker answers every row ({result.error})")
-        costs[here] += result.costs
-        done = here[result.accepted]
+        costs[places] += result.costs
+        done = places[result.accepted]
         predictions[done], confidences[done] = result.predictions[result.accepted], result.confidences[result.accepted]
         _require((stages[done] < 0).all(), "every row ends once")
         stages[done] = stage
         if result.carried is not None and result.carried.any():
-            after = np.full(len(here), stage + 1) if result.next is None else result.next
+            after = np.full(len(places), stage + 1) if result.next is None else result.next
             _send(waiting, onward, after[result.carried])
     _require((stages >= 0).all(), "every row ends")
     return Answered(predictions, confidences, stages, costs)

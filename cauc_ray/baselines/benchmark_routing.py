@@ -23,7 +23,10 @@ SHARPNESSES = (0.0, 5.0, 10.0, 20.0)
 
 
 class BenchmarkRoutingPolicy(ValueRouter):
-    """Values are shares of right answers on near queries.   Arrays: known queries, (n, d), and correct, (n, M)."""
+    """Values are shares of right answers on near queries.
+
+    Its arrays are "known", the calibration queries, (n, d), and "correct", (n, M).
+    """
 
     method: Literal["benchmark-routing"] = "benchmark-routing"
 
@@ -71,11 +74,18 @@ def sizes_to_try(n: int) -> tuple[int, ...]:
 def near_shares(
     vectors: Floats, queries: Floats, correct: Floats | Bools, sizes: Sequence[int], sharpnesses: Sequence[float]
 ) -> Floats:
-    """Return the shares of right answers on the nearest calibration queries, float64 (B, S, N, M).
+    """Return the shares of right answers on the nearest calibration queries.
 
-    vectors: float32 (N, d).   queries: float32 (n, d).   correct: (n, M).   sizes: S rising numbers of neighbours by
-    cosine.   sharpnesses: B; a neighbour weighs exp(sharpness x (cosine - 1)). All n at sharpness 0 are the models'
-    accuracies, whatever the query.
+    Args:
+        vectors: The queries to route, float32 (N, d).
+        queries: The calibration queries, float32 (n, d).
+        correct: Which models answer the calibration queries right, (n, M).
+        sizes: S numbers of neighbours by cosine, rising.
+        sharpnesses: B sharpnesses; a neighbour weighs exp(sharpness x (cosine - 1)).
+
+    Returns:
+        The shares, float64 (B, S, N, M). With all n neighbours at sharpness 0 they are the models' accuracies,
+        whatever the query.
     """
     estimates = np.empty((len(sharpnesses), len(sizes), len(vectors), correct.shape[1]))
     last, asked, unit_queries = np.array(sizes) - 1, unit_rows(vectors), unit_rows(queries)

@@ -1,8 +1,9 @@
 """Cascade routing (Dekoninck et al., ICML 2025): the next model, or an answer, chosen anew after every call.
 
 After the calls of a set R of models, model i answers rightly with probability q_i, a logistic regression on their
-outputs. A row goes on to the model k of highest max(q_k, max_R q) - price x cost_k where that is above max_R q, else it
-takes the answer of the model of R of highest q. Each number of calls has a price of its own, searched on labelled rows.
+outputs. The next call of a row is the model k of highest max(q_k, max_R q) - price x cost_k if that is above max_R q;
+otherwise the row takes the answer of the model of R of highest q. Prices, one for each number of calls, are searched
+on labelled rows.
 Models are called in the order of the chain, of which any may be left out.
 """
 
@@ -55,10 +56,16 @@ def sets_of(n_models: int) -> tuple[Called, ...]:
 
 
 def features_of(logs: Sequence[Floats], called: Called, query_odds: Floats) -> Floats:
-    """Return what is known of rows after some calls, float64 (n, F).
+    """Return the features of rows after some calls.
 
-    Of each model its highest probability and its entropy, of each pair whether they agree and the Jensen-Shannon
-    divergence.   logs: of the models called, log probabilities (n, K).   query_odds: (n, E), log odds by an embedding.
+    Args:
+        logs: The log probabilities of each model called, (n, K).
+        called: The models called.
+        query_odds: Log odds by an embedding, (n, E).
+
+    Returns:
+        The log odds; of each model its highest probability and its entropy; of each pair of models whether they agree
+        and their Jensen-Shannon divergence, float64 (n, F).
     """
     floored = [np.maximum(log, LOWEST_LOG_PROBABILITY) for log in logs]
     features = [*query_odds.T]
@@ -80,10 +87,17 @@ def _sum(terms: Floats) -> Floats:
     return total
 
 
-def onward(qualities: Floats, called: Called, price: float, costs: Floats) -> Ints:
-    """Return the model that rows go on to after some calls, int (n,); -1 for those that stop.
+def next_model(qualities: Floats, called: Called, price: float, costs: Floats) -> Ints:
+    """Return the model to call next for each row.
 
-    qualities: float (n, M).   price: of a unit of cost.   costs: of the models' calls, float64 (M,).
+    Args:
+        qualities: The probability that each model is right, float (n, M).
+        called: The models called.
+        price: Of a unit of cost.
+        costs: Of a call of each model, float64 (M,).
+
+    Returns:
+        The models by index, -1 for rows that stop, int (n,).
     """
     n, m = qualities.shape
     first = called[-1] + 1 if called else 0
@@ -130,7 +144,7 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
         return calls
 
     def query_odds(self, embeddings: Floats) -> Floats:
-        """Return what embeddings, float (n, d), tell of the models' competence, float64 (n, E)."""
+        """Return the log odds by embeddings, float (n, d), that the models are right, float64 (n, E)."""
         if self.encoder is None:
             return np.zeros((len(embeddings), 0))
         odds = products(np.asarray(embeddings, dtype=np.float64), self.arrays["of_models"])
@@ -146,13 +160,13 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
         """Return the first model, the same of all rows; None with an encoder, which is called first."""
         if self.encoder is not None:
             return None
-        return self._onward(self.qualities([], (), np.zeros((n, 0))), (), self.solution).astype(np.int8)
+        return self._next_model(self.qualities([], (), np.zeros((n, 0))), (), self.solution).astype(np.int8)
 
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
         """Go on to another model, or take the answer of one of those called."""
         if stage < self._first:
             query_odds = self.query_odds(logits)
-            to = self._first + self._onward(self.qualities([], (), query_odds), (), self.solution)
+            to = self._first + self._next_model(self.qualities([], (), query_odds), (), self.solution)
             return self.no_answer(query_odds, to.astype(np.int8))
         query_odds, seen = self._seen(stage, log_softmax(real_options(logits)), state)
         n, m = len(seen), len(self.answering)
@@ -162,7 +176,7 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
             rows, called = np.flatnonzero(codes == code), tuple(model for model in range(m) if code >> model & 1)
             logs = [seen[rows, :, model] for model in called]
             qualities = self.qualities(logs, called, query_odds[rows])
-            to[rows], takers[rows] = self._onward(qualities, called, self.solution), takers_of(qualities, called)
+            to[rows], takers[rows] = self._next_model(qualities, called, self.solution), takers_of(qualities, called)
         step = _chosen(takers, lambda model, rows: self.own_answer(self._first + model, seen[rows, :, model]))
         carried, worth = np.column_stack([query_odds, seen.reshape(n, -1)]), np.where(to < 0, np.inf, -np.inf)
         return replace(step, accepted=to < 0, state=carried, next=(self._first + to).astype(np.int8), worth=worth)
@@ -182,7 +196,7 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
         waiting: dict[Called, Ints] = {(): np.arange(len(readings))}
         for place, called in enumerate(self.sets):
             rows = waiting.pop(called, empty)
-            to = self._onward(readings[rows, place], called, numbers)
+            to = self._next_model(readings[rows, place], called, numbers)
             stops[rows[to < 0]] = place - 1  # no row stops before a call
             waiting |= {(*called, model): rows[to == model] for model in np.unique(to[to >= 0]).tolist()}
         return stops
@@ -205,9 +219,15 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
         return int(self.encoder is not None)
 
     def _seen(self, stage: int, logs: Floats, state: Floats | None) -> tuple[Floats, Floats]:
-        """Return what an embedding tells of rows, (n, E), and the log probabilities of all models called, (n, K, M).
+        """Return the log odds by an embedding, (n, E), and the log probabilities of all models called, (n, K, M).
 
-        logs: of the stage's model, (n, K).   Raises DataError where a row's options differ from those before.
+        Args:
+            stage: The stage called last.
+            logs: The log probabilities of its model, (n, K).
+            state: The rows' state before that call.
+
+        Raises:
+            DataError: A row's options differ from those before.
         """
         n, m = len(logs), len(self.answering)
         n_odds = m * self._first
@@ -223,22 +243,32 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
         seen[:, :, stage - self._first] = logs
         return query_odds, seen
 
-    def _onward(self, qualities: Floats, called: Called, numbers: tuple[float, ...]) -> Ints:
-        """Return the model that rows go on to by a solution's numbers, -1 for none, int (n,)."""
+    def _next_model(self, qualities: Floats, called: Called, numbers: tuple[float, ...]) -> Ints:
+        """Return the model to call next by a solution's numbers, -1 for none, int (n,)."""
         if len(called) == self.n_numbers:
             return np.full(len(qualities), -1)
         costs = np.array([stage.cost for stage in self.answering])
-        return onward(qualities, called, numbers[len(called)], costs)
+        return next_model(qualities, called, numbers[len(called)], costs)
 
 
 def takers_of(qualities: Floats, called: Called) -> Ints:
-    """Return whose answer rows take that stop after some calls, int (n,).   qualities: float64 (n, M)."""
+    """Return the model whose answer a row takes if it stops after some calls, int (n,).
+
+    Args:
+        qualities: The probability that each model is right, float64 (n, M).
+        called: The models called.
+    """
     takers: Ints = np.array(called)[qualities[:, list(called)].argmax(axis=1)]
     return takers
 
 
 def _chosen(takers: Ints, answer: Callable[[int, Ints], Step]) -> Step:
-    """Return the answers of one model for each row.   takers: int (n,).   answer: of a model, for some rows."""
+    """Return the answers of one model for each row.
+
+    Args:
+        takers: The model that answers, by index, int (n,).
+        answer: From a model and rows to the model's answers for them.
+    """
     models = np.unique(takers).tolist()
     parts = [np.flatnonzero(takers == model) for model in models]
     steps = [answer(model, rows) for model, rows in zip(models, parts, strict=True)]

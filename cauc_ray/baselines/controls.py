@@ -68,7 +68,7 @@ def random_numbers(ids: Sequence[str], seed: int) -> Floats:
 def fit_random(fitting: Fitting) -> Sequence[RandomPolicy]:
     """Mix single models at random, those that validation puts on the hull of cost and accuracy: what any router beats.
 
-    The random numbers depend on an example's id: it goes on to the next model of the hull by its own.
+    Whether an example is passed to the next model of the hull depends on the random number of its id.
     """
     costs, accuracies = fitting.validation.chain.costs.means, fitting.validation.correct().mean(axis=0)
     order = upper_hull(costs, accuracies, falling=True)

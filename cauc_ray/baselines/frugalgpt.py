@@ -32,7 +32,7 @@ _MOST_ITERATIONS = 2000
 LONGEST = 3
 N_QUANTILES = 40
 
-# Of the best solutions by rising cost, at most so many are kept, evenly by rank, the two ends always.
+# The most solutions retained: of the best by rising cost, evenly spaced ranks, including the first and the last.
 MOST_SOLUTIONS = 1000
 
 
@@ -174,14 +174,27 @@ def fit_scorers(fitting: Fitting) -> FrugalGPTPolicy:
 
 
 def _best_logistic(inputs: Floats, right: Bools, unseen: Floats, unseen_right: Bools) -> tuple[Floats, float]:
-    """Return weights, float64 (d,), and an offset.   unseen, unseen_right: the same of validation."""
+    """Return the weights, float64 (d,), and the offset of highest likelihood on validation.
+
+    Args:
+        inputs: Features of the calibration rows, float64 (n, d), standardised.
+        right: Which of their answers are right, bool (n,).
+        unseen: The same features of the validation rows.
+        unseen_right: Which of their answers are right.
+    """
     signs = np.where(unseen_right, 1.0, -1.0)
     fits = [logistic(inputs, right, penalty) for penalty in INVERSE_PENALTIES]
     return min(fits, key=lambda fit: np.logaddexp(0.0, -signs * (unseen @ fit[0] + fit[1])).mean())
 
 
 def logistic(inputs: Floats, right: Bools, inverse_penalty: float = 1.0) -> tuple[Floats, float]:
-    """Return a logistic regression's weights, float64 (d,), and its offset.   inputs: float64 (n, d), standardised."""
+    """Return a logistic regression's weights, float64 (d,), and its offset.
+
+    Args:
+        inputs: Features of the rows, float64 (n, d), standardised.
+        right: The labels, bool (n,).
+        inverse_penalty: The inverse regularisation, as scikit-learn's C.
+    """
     if right.all() or not right.any() or not inputs.shape[1]:
         # Nothing to learn but the rate, with half a row more of each kind.
         return np.zeros(inputs.shape[1]), float(np.log((right.sum() + 0.5) / ((~right).sum() + 0.5)))
@@ -214,11 +227,15 @@ def _midway(low: float, high: float) -> float:
 def search(distances: Floats, correct: Bools, costs: Floats) -> list[Solution]:
     """Return the best solutions by rising cost: each has more right than all that cost no more.
 
-    distances: float64 (N, M).   correct: bool (N, M).   costs: of calls, float64 (N, M).
     The orders are all permutations of min(M, LONGEST) models. Of three stages, the first has its threshold at each
     of N_QUANTILES evenly spaced quantiles of its distances, or beyond all; the one before the last has its best
-    threshold exactly, as one sort and cumulative sums over the rows that reach it give all that there are. The
+    threshold exactly, as one sort and cumulative sums over the rows that reach it evaluate every threshold. The
     published search polishes a grid in both, under the constraint that later stages pass on no smaller shares.
+
+    Args:
+        distances: Of each model's answers, float64 (N, M).
+        correct: Which answers are right, bool (N, M).
+        costs: Of the calls, float64 (N, M).
     """
     m = distances.shape[1]
     ranks = [np.argsort(column, kind="stable") for column in distances.T]

@@ -57,7 +57,7 @@ def fit_hidden(fitting: Fitting) -> Sequence[Policy | Control]:
     def cascade(examples: Examples) -> Trace:
         chain, states = examples.chain, states_of(examples)
         stages = enumerate(zip(chain.logits, states, strict=False))
-        worth = [policy.score(stage, real_options(logits), own) for stage, (logits, own) in stages]
+        worth = [policy.score(stage, real_options(logits), hidden) for stage, (logits, hidden) in stages]
         return Trace(own_answers(chain), np.column_stack([*worth, np.ones(len(chain))]), policy.calls)
 
     return [Control(cascade)]
@@ -105,7 +105,13 @@ def _note(fitting: Fitting) -> str:
 
 
 def _fitted_policy(fitting: Fitting, vectors: Sequence[Floats | None], *, encoded: bool) -> PostHocEmbedPolicy:
-    """Train a network for each stage but the last.   vectors: what each reads next to its outputs, float32 (N, d)."""
+    """Train a network for each stage but the last.
+
+    Args:
+        fitting: The splits to fit on.
+        vectors: What each stage's network reads next to the outputs, float32 (N, d).
+        encoded: Whether these vectors are an encoder's.
+    """
     from cauc_ray.baselines.networks.gain import trained  # torch
 
     chain = fitting.calibration.chain

@@ -26,7 +26,7 @@ _COSINE_ROUNDING = 1e-6
 
 
 class MatrixPolicy(FirstOrLastRouter):
-    """Matrix factorisation: the win of the last model is a logistic regression.   Arrays: weights, (d,)."""
+    """Matrix factorisation: the win of the last model is a logistic regression, of array "weights", (d,)."""
 
     method: Literal["routellm-mf"] = "routellm-mf"
 
@@ -36,24 +36,27 @@ class MatrixPolicy(FirstOrLastRouter):
 
 
 class SimilarityPolicy(FirstOrLastRouter):
-    """Similarity-weighted ranking.   Arrays: known queries, (n, d), and outcomes, 1 for a win of the last, (n,)."""
+    """Similarity-weighted ranking.
+
+    Its arrays are "known", the calibration queries, (n, d), and "outcomes", 1 for a win of the last model, (n,).
+    """
 
     method: Literal["routellm-sw"] = "routellm-sw"
 
     def values(self, vectors: Floats) -> Floats:
         """Return the share of the last model's wins on known queries, which weigh by their similarity, float64 (n,)."""
-        known, outcomes = self.arrays["known"], np.float64(self.arrays["outcomes"])
-        found = np.empty(len(vectors))
+        queries, outcomes = self.arrays["known"], np.float64(self.arrays["outcomes"])
+        shares = np.empty(len(vectors))
         for start in range(0, len(vectors), ROWS_AT_ONCE):
             rows = slice(start, start + ROWS_AT_ONCE)
-            similarities = products(unit_rows(vectors[rows]), known)
+            similarities = products(unit_rows(vectors[rows]), queries)
             highest = similarities.max(axis=1, keepdims=True)
             # To a query that resembles none, all are equally similar.
             relative = np.where(highest > _COSINE_ROUNDING, similarities, 0.0) / np.maximum(highest, _COSINE_ROUNDING)
             weights = np.power(10.0, relative)
             # Wins less losses, so that ties alone are even odds to the bit, not a choice by rounding.
-            found[rows] = (1.0 + (weights * outcomes).sum(axis=1) / weights.sum(axis=1)) / 2.0
-        return found
+            shares[rows] = (1.0 + (weights * outcomes).sum(axis=1) / weights.sum(axis=1)) / 2.0
+        return shares
 
 
 def fit_mf(fitting: Fitting) -> Sequence[Policy]:

@@ -20,7 +20,7 @@ from cauc_ray.policies.routers import ValueRouter
 
 
 class RouterDCPolicy(ValueRouter):
-    """Values are similarities to a vector of each model.   Arrays: projection, (D, d), and models, (M, D)."""
+    """Values are similarities to a vector of each model, by arrays "projection", (D, d), and "models", (M, D)."""
 
     method: Literal["routerdc"] = "routerdc"
 

@@ -30,7 +30,7 @@ LONGEST_RATE_PAUSE_S = 60.0
 # attempts, and a handshake that httpx2 itself ends leaves no socket open.
 CONNECT_S, CONNECT_SHARE = 5.0, 0.45
 IDLE_CONNECTION_S = 60.0
-# Longest body of an answer, unpacked: a server, or what stands in its place, must not take a replica's memory.
+# Longest body of an answer, unpacked: a server, or a proxy in its place, must not take a replica's memory.
 MAX_ANSWER_BYTES = 256 << 20
 # Headers that an unpacked body no longer has.
 PACKING = ("content-encoding", "content-length", "transfer-encoding")
@@ -210,8 +210,8 @@ class HttpClient:
         """Make one attempt; an answer that is too long becomes a refusal of the request.
 
         Raises:
-            TimeoutError: There is no answer in time.
-            httpx2.RequestError: There is none.
+            TimeoutError: The answer does not come in time.
+            httpx2.RequestError: The request fails otherwise.
         """
         # Counted as HTTP/1.1 writes them.
         request_line = f"{request.method} {request.url.raw_path.decode()} HTTP/1.1"

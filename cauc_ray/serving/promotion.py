@@ -48,9 +48,11 @@ Decision: TypeAlias = Literal["promote", "rollback"]
 class Rule:
     """When a candidate is acceptable, and how sure a decision is.
 
-    error_rate: of both decisions on one candidate together.   accuracy_margin: how much less accurate it may be;
-    negative: how much more accurate it must be.   cost_margin: the same of costs, as a share of the incumbent's.
-    min_rows: of a candidate whose accuracy is known, before it is promoted.
+    Attributes:
+        error_rate: Probability of a false decision on a candidate, of both kinds together.
+        accuracy_margin: How much less accurate a candidate may be; negative: how much more accurate it must be.
+        cost_margin: How much more a candidate may cost, as a share of the incumbent's cost.
+        min_rows: Labelled rows of a candidate before it is promoted.
     """
 
     error_rate: float = 0.05
@@ -69,7 +71,14 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class PolicySums(Summed):
-    """Sums over the compared rows of one policy.   n, cost: of all rows.   n_known, n_right: of those with a label."""
+    """Sums over the compared rows of one policy.
+
+    Attributes:
+        n: Number of rows.
+        cost: Cost of these rows.
+        n_known: Number of rows with a label.
+        n_right: Number of these that are right.
+    """
 
     n: int = 0
     cost: float = 0.0
@@ -94,7 +103,11 @@ def _no_capital() -> Floats:
 class Evidence(Summed):
     """The evidence of some rows; that of all rows is the sum.
 
-    accuracy, cost: float64 (2, bets), the logarithms of the capitals that bet on the criterion and against it.
+    Attributes:
+        candidate: Sums over the candidate's rows.
+        incumbent: Sums over the incumbent's rows.
+        accuracy: Logarithms of the capitals that bet on the first criterion and against it, float64 (2, bets).
+        cost: The same of the second criterion.
     """
 
     candidate: PolicySums = field(default_factory=PolicySums)
@@ -107,16 +120,20 @@ class Evidence(Summed):
         """Return the logarithm of the evidence for and against each criterion."""
         both = np.stack([self.accuracy, self.cost])
         highest = both.max(axis=-1)
-        found = highest + np.log(np.exp(both - highest[..., None]).mean(axis=-1))
+        values = highest + np.log(np.exp(both - highest[..., None]).mean(axis=-1))
         names = ("accurate", "not_accurate", "cheap", "not_cheap")
-        return dict(zip(names, found.ravel().tolist(), strict=True))
+        return dict(zip(names, values.ravel().tolist(), strict=True))
 
     def as_json(self, rule: Rule) -> dict[str, Any]:
         """Return what people read: rows, means, and the evidence as log10 next to what decisions need."""
-        found = {name: round(value / math.log(10), 3) for name, value in self.log_values.items()}
+        log10_values = {name: round(value / math.log(10), 3) for name, value in self.log_values.items()}
         needed = {"promote": -math.log10(rule.error_rate), "rollback": math.log10(2 / rule.error_rate)}
-        own = {"candidate": self.candidate.as_json(), "incumbent": self.incumbent.as_json()}
-        return {**own, "log10_evidence": found, "log10_needed": {k: round(v, 3) for k, v in needed.items()}}
+        return {
+            "candidate": self.candidate.as_json(),
+            "incumbent": self.incumbent.as_json(),
+            "log10_evidence": log10_values,
+            "log10_needed": {k: round(v, 3) for k, v in needed.items()},
+        }
 
     def to_list(self) -> list[Any]:
         """Return the plain numbers, for a store."""
@@ -145,12 +162,10 @@ def decision(evidence: Evidence, rule: Rule) -> tuple[Decision, str] | None:
 
 
 class Comparison:
-    """Turns rows of a candidate and the incumbent into evidence, where they are answered.
-
-    highest_cost: of a row, in the policies' unit; more counts as this much.
-    """
+    """Turns rows of a candidate and the incumbent into evidence, where they are answered."""
 
     def __init__(self, rule: Rule, highest_cost: float) -> None:
+        """Take the rule, and the highest cost of a row, in the policies' unit; higher costs count as this one."""
         self._rule, self._highest = rule, highest_cost
         self._right, self._costs = (_Waiting(), _Waiting())
         self._pairs: deque[tuple[Bools, Floats]] = deque(maxlen=MOST_WAITING)
@@ -169,16 +184,16 @@ class Comparison:
 
     def take(self) -> Evidence:
         """Return the evidence since the last time; more rows may come meanwhile, from another thread."""
-        found, taken = Evidence(), [self._pairs.popleft() for _ in range(len(self._pairs))]
+        evidence, taken = Evidence(), [self._pairs.popleft() for _ in range(len(self._pairs))]
         if taken:
             right, costs = (np.concatenate(of) for of in zip(*taken, strict=True))
-            found += self._of_right(_Blocks.of_pairs(right.astype(np.float64)))
-            found += self._of_costs(_Blocks.of_pairs(costs))
+            evidence += self._of_right(_Blocks.of_pairs(right.astype(np.float64)))
+            evidence += self._of_costs(_Blocks.of_pairs(costs))
         if (blocks := self._right.blocks()) is not None:
-            found += self._of_right(blocks)
+            evidence += self._of_right(blocks)
         if (blocks := self._costs.blocks()) is not None:
-            found += self._of_costs(blocks)
-        return found
+            evidence += self._of_costs(blocks)
+        return evidence
 
     def _of_right(self, blocks: _Blocks) -> Evidence:
         candidate, incumbent = (PolicySums(n_known=n, n_right=round(total)) for n, total in blocks.sums)
@@ -202,7 +217,7 @@ class _Blocks:
 
     @classmethod
     def of_pairs(cls, values: Floats) -> _Blocks:
-        """Return pairs as blocks of one row each.   values: float (n, 2), the candidate's first."""
+        """Return pairs of values, the candidate's first, float (n, 2), as blocks of one row each."""
         n, (candidate, incumbent) = len(values), values.sum(axis=0).tolist()
         return cls((values[:, 0], values[:, 1]), ((n, candidate), (n, incumbent)))
 
@@ -211,20 +226,20 @@ class _Waiting:
     """Values of rows of both policies, in the order of arrival."""
 
     def __init__(self) -> None:
-        self._own: tuple[deque[float], deque[float]] = (deque(maxlen=MOST_WAITING), deque(maxlen=MOST_WAITING))
+        self._values: tuple[deque[float], deque[float]] = (deque(maxlen=MOST_WAITING), deque(maxlen=MOST_WAITING))
 
     def of(self, candidate: bool) -> deque[float]:
-        """Return those of one policy."""
-        return self._own[0 if candidate else 1]
+        """Return the values of one policy."""
+        return self._values[0 if candidate else 1]
 
     def blocks(self) -> _Blocks | None:
         """Take all rows, if there are some of both policies."""
-        # How many there are decides, not what they are.
-        n, m = map(len, self._own)
+        # The number of rows decides, not their values.
+        n, m = map(len, self._values)
         if not min(n, m):
             return None
         candidate, incumbent = (
-            np.array([own.popleft() for _ in range(size)]) for own, size in zip(self._own, (n, m), strict=True)
+            np.array([values.popleft() for _ in range(size)]) for values, size in zip(self._values, (n, m), strict=True)
         )
         means = (_means(candidate, min(n, m)), _means(incumbent, min(n, m)))
         return _Blocks(means, ((n, float(candidate.sum())), (m, float(incumbent.sum()))))

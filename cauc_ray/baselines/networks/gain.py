@@ -21,7 +21,9 @@ HELD_OUT = 0.2
 class GainNetwork(nn.Module):
     """A network of ReLU layers with one output.
 
-    layers: weights and, in the last row, biases, float32 (d_in + 1, d_out) each, drawn as torch draws linear layers.
+    Attributes:
+        layers: Weights and, in the last row, biases, float32 (d_in + 1, d_out) each, drawn as torch draws linear
+            layers.
     """
 
     def __init__(self, n_features: int, generator: torch.Generator) -> None:
@@ -38,8 +40,8 @@ class GainNetwork(nn.Module):
         for layer in self.layers[:-1]:
             hidden = torch.relu(torch.addmm(layer[-1], hidden, layer[:-1]))
             if self.training:  # torch's own dropout draws from the global generator
-                kept = torch.rand(hidden.shape, generator=self._generator) >= DROPOUT
-                hidden = hidden * kept / (1 - DROPOUT)
+                retained_mask = torch.rand(hidden.shape, generator=self._generator) >= DROPOUT
+                hidden = hidden * retained_mask / (1 - DROPOUT)
         last = self.layers[-1]
         return torch.addmm(last[-1], hidden, last[:-1])[:, 0]
 
@@ -48,18 +50,24 @@ class GainNetwork(nn.Module):
 def trained(vectors: Floats, targets: Floats, seed: tuple[int, ...]) -> list[Floats]:
     """Train by AdamW on MSE, until a held-out slice of the rows has not improved for PATIENCE epochs.
 
-    vectors: float32 (N, d).   targets: float32 (N,).   Returns the layers, float32 (d_in + 1, d_out) each.
+    Args:
+        vectors: Features of the rows, float32 (N, d).
+        targets: Gains to predict, float32 (N,).
+        seed: Random seed.
+
+    Returns:
+        The layers, float32 (d_in + 1, d_out) each.
     """
     # torch's generators take one number.
     generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
     order = torch.randperm(len(vectors), generator=generator)
     n_held_out = max(1, round(HELD_OUT * len(vectors)))
     held_out, rows = order[:n_held_out], order[n_held_out:] if len(order) > 1 else order
-    inputs, wanted = torch.from_numpy(vectors), torch.from_numpy(targets)
+    inputs, gains = torch.from_numpy(vectors), torch.from_numpy(targets)
     network = GainNetwork(vectors.shape[1], generator)
 
     def loss_on(rows: torch.Tensor) -> torch.Tensor:
-        return mse_loss(network(inputs[rows]), wanted[rows])
+        return mse_loss(network(inputs[rows]), gains[rows])
 
     train(
         network,

@@ -28,9 +28,12 @@ WARM_UP = 50  # epochs until the running statistics of BatchNorm, a tenth of the
 class Graph:
     """The calibration split's queries, the models, and an edge from every query to every model.
 
-    queries: float32 (N, d).   models: float32 (M, M + 2): one-hot, accuracy, cost relative to the most expensive.
-    edges: int64 (2, E), query and model.   attributes: float32 (E, 3): utility, min-max-normalised cost, effect.
-    targets: float32 (E,), 1 where no other model has a higher utility on the query, else 0.
+    Attributes:
+        queries: Vectors of the queries, float32 (N, d).
+        models: One-hot, accuracy, cost relative to the most expensive, float32 (M, M + 2).
+        edges: Query and model, int64 (2, E).
+        attributes: Utility, min-max-normalised cost, effect, float32 (E, 3).
+        targets: 1 if no other model has a higher utility on the query, otherwise 0, float32 (E,).
     """
 
     queries: torch.Tensor
@@ -41,7 +44,7 @@ class Graph:
 
     @classmethod
     def of(cls, examples: Examples, vectors: Floats) -> Graph:
-        """Build the graph of labelled examples.   vectors: float32 (N, d)."""
+        """Build the graph of labelled examples and their vectors, float32 (N, d)."""
         effect = examples.correct().astype(np.float32)
         n, m = effect.shape
         costs = examples.chain.costs
@@ -56,8 +59,8 @@ class Graph:
         return cls(_floats(vectors), _floats(models), edges, _floats(attributes), _floats(targets))
 
 
-def _ratio(values: Floats, whole: float) -> Floats:
-    ratio: Floats = values / (whole if whole > 0 else 1.0)
+def _ratio(values: Floats, total: float) -> Floats:
+    ratio: Floats = values / (total if total > 0 else 1.0)
     return ratio
 
 
@@ -75,7 +78,13 @@ class Round(nn.Module):
         self.norm = nn.BatchNorm1d(2 * WIDTH)
 
     def forward(self, nodes: torch.Tensor, edges: torch.Tensor, attributes: torch.Tensor) -> torch.Tensor:
-        """Return the nodes after the round.   edges: int64 (2, E), from and to.   attributes: float32 (E, 3)."""
+        """Return the nodes after the round.
+
+        Args:
+            nodes: float32 (n, 2 WIDTH).
+            edges: From and to, int64 (2, E).
+            attributes: Of the edges, float32 (E, 3).
+        """
         source, target = edges
         messages = self.message(nodes.index_select(0, source)) + self.edge(attributes)
         gathered = torch.zeros_like(nodes).index_add(0, target, messages)
@@ -95,9 +104,9 @@ class Network(nn.Module):
         self.rounds = nn.ModuleList(Round(generator) for _ in range(2))
 
     def queries(self, graph: Graph) -> torch.Tensor:
-        """Return the aligned queries, float32 (N, 2 WIDTH): the one task there is, then the query itself."""
-        own = self.query(graph.queries)
-        return torch.cat([self._task().expand(len(own), -1), own], dim=1)
+        """Return the aligned queries, float32 (N, 2 WIDTH): the only task, then the query itself."""
+        aligned = self.query(graph.queries)
+        return torch.cat([self._task().expand(len(aligned), -1), aligned], dim=1)
 
     def models(self, graph: Graph, queries: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
         """Return what the models gather from aligned queries along visible edges (indices), (M, 2 WIDTH)."""

@@ -51,7 +51,10 @@ def _both(fitting: Fitting, vectors: Read, read: Callable[[Examples], Any]) -> l
 class MatrixFactorisation(nn.Module):
     """The logit u (P_j * W e) of a model j on a query e; P_j has length 1.
 
-    models: P, float32 (M, D).   projection: W, d to D.   classifier: u, D to 1.
+    Attributes:
+        models: P, float32 (M, D).
+        projection: W, d to D.
+        classifier: u, D to 1.
     """
 
     def __init__(self, n_features: int, n_models: int, generator: torch.Generator) -> None:
@@ -63,7 +66,10 @@ class MatrixFactorisation(nn.Module):
     def forward(self, queries: torch.Tensor, winners: torch.Tensor, losers: torch.Tensor) -> torch.Tensor:
         """Return the logit of each winner less its loser's, float32 (N,).
 
-        queries: float32 (N, d).   winners, losers: int64 (N,), indices of models.
+        Args:
+            queries: float32 (N, d).
+            winners: Indices of models, int64 (N,).
+            losers: Indices of models, int64 (N,).
         """
         models = functional.normalize(self.models, dim=1)
         logits: torch.Tensor = self.classifier((models[winners] - models[losers]) * self.projection(queries))[:, 0]
@@ -79,9 +85,9 @@ class MatrixFactorisation(nn.Module):
 def trained_mf(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train RouteLLM's matrix factorisation, and return what the logit that the last model wins is linear in."""
     generator = torch.Generator().manual_seed(fitting.seed)
-    queries, own, held_out, held_out_own = _both(fitting, vectors, battles)
+    queries, battle_rows, held_out, held_out_battles = _both(fitting, vectors, battles)
     network = MatrixFactorisation(queries.shape[1], len(fitting.calibration.chain.models), generator)
-    if not len(own):
+    if not len(battle_rows):
         nn.init.zeros_(network.classifier.weight)  # nothing to learn from: even odds
         return {"weights": array_of(network.weights())}, {}
 
@@ -89,31 +95,34 @@ def trained_mf(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], dict[st
         return functional.softplus(-logits).sum() / max(len(logits), 1)  # 0 where there are none
 
     def loss(rows: torch.Tensor) -> torch.Tensor:
-        which, winners, losers = own[rows].T
-        return nll(network(with_noise(queries[which], MF_NOISE, generator), winners, losers))
+        asked, winners, losers = battle_rows[rows].T
+        return nll(network(with_noise(queries[asked], MF_NOISE, generator), winners, losers))
 
     def validation_loss() -> torch.Tensor:
-        which, winners, losers = held_out_own.T
-        return nll(network(held_out[which], winners, losers))
+        asked, winners, losers = held_out_battles.T
+        return nll(network(held_out[asked], winners, losers))
 
     optimiser = torch.optim.Adam(network.parameters(), lr=MF_RATE, weight_decay=MF_DECAY)
-    epoch = math.ceil(len(own) / MF_BATCH)
+    epoch = math.ceil(len(battle_rows) / MF_BATCH)
     schedule = Schedule(MF_BATCH, min(MF_EPOCHS * epoch, MF_MOST_STEPS), min(epoch, MF_CHECK_WITHIN), MF_PATIENCE)
-    train(network, optimiser, loss, validation_loss, len(own), schedule, generator)
+    train(network, optimiser, loss, validation_loss, len(battle_rows), schedule, generator)
     return {"weights": array_of(network.weights())}, {}
 
 
 def battles(examples: Examples) -> Ints:
     """Return every query with every two models of which one is right: query, winner, loser, int64 (B, 3)."""
     right = examples.correct()
-    found: Ints = np.argwhere(right[:, :, None] & ~right[:, None, :])
-    return found
+    triples: Ints = np.argwhere(right[:, :, None] & ~right[:, None, :])
+    return triples
 
 
 class EmbedLLM(nn.Module):
     """Correctness logits cls(P_j * (W e + b)) of model j on a query e.
 
-    models: P, float32 (M, D).   projection: W and b, d to D.   classifier: D to 2, wrong and right.
+    Attributes:
+        models: P, float32 (M, D).
+        projection: W and b, d to D.
+        classifier: D to 2, wrong and right.
     """
 
     def __init__(self, n_features: int, n_models: int, generator: torch.Generator) -> None:
@@ -123,14 +132,15 @@ class EmbedLLM(nn.Module):
         self.classifier = linear(EMBED_DIMENSION, 2, generator)
 
     def forward(self, queries: torch.Tensor) -> torch.Tensor:
-        """Return the logits of being wrong and right, float32 (N, M, 2).   queries: float32 (N, d)."""
+        """Return the logits of being wrong and right on queries, float32 (N, d): float32 (N, M, 2)."""
         logits: torch.Tensor = self.classifier(self.models * self.projection(queries)[:, None, :])
         return logits
 
     def linear(self) -> dict[str, Any]:
-        """Return what a model's logit of being right less that of being wrong is linear in, by name.
+        """Return the linear form of a model's logit of being right less that of being wrong.
 
-        weights: float32 (M, d), of queries.   offsets: float32 (M,).
+        Returns:
+            "weights" of queries, float32 (M, d), and "offsets", float32 (M,).
         """
         wrong, right = self.classifier.weight
         of_models = self.models * (right - wrong)
@@ -170,9 +180,11 @@ def trained_embedllm(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], d
 
 
 class RouterDC(nn.Module):
-    """Cosine similarities of what is read of a query to a vector of each model.
+    """Cosine similarities of a query's vector to a vector of each model.
 
-    read: of queries, n of them, float32 (n, D).   models: float32 (M, D).
+    Attributes:
+        read: From n queries to their vectors, float32 (n, D).
+        models: The models' vectors, float32 (M, D).
     """
 
     def __init__(self, read: nn.Module, n_models: int, dimension: int, generator: torch.Generator) -> None:
@@ -181,7 +193,7 @@ class RouterDC(nn.Module):
         self.models = nn.Parameter(DC_MODEL_DEVIATION * torch.randn((n_models, dimension), generator=generator))
 
     def projected(self, queries: Any) -> torch.Tensor:
-        """Return what is read of n queries, scaled to length 1, float32 (n, D)."""
+        """Return the vectors of n queries, scaled to length 1, float32 (n, D)."""
         return functional.normalize(self.read(queries), dim=1)
 
     def similarities(self, projected: torch.Tensor) -> torch.Tensor:
@@ -191,16 +203,20 @@ class RouterDC(nn.Module):
     def loss(
         self, of: Callable[[torch.Tensor], Any], rows: torch.Tensor, quality: torch.Tensor, near: Neighbours
     ) -> Any:
-        """Return both losses' sum of queries, the mean of a batch.
+        """Return the mean over a batch of the sum of both losses.
 
-        of: queries by their rows, int64.   rows: int64 (B,).   quality: of all, float32 (N, M).
+        Args:
+            of: From rows, int64, to their queries.
+            rows: The batch, int64 (B,).
+            quality: Of each model's answer to each query, float32 (N, M).
+            near: Draws the queries to contrast with.
         """
         if not near.n_others:
             return sample_model_loss(self.similarities(self.projected(of(rows))), quality[rows])
         drawn = torch.cat([rows[:, None], near.draw(rows)], dim=1)
         projected = self.projected(of(drawn.flatten())).unflatten(0, drawn.shape)
-        own, contrast = projected[:, 0], projected[:, 1:]
-        return sample_model_loss(self.similarities(own), quality[rows]) + sample_sample_loss(own, contrast)
+        anchors, contrast = projected[:, 0], projected[:, 1:]
+        return sample_model_loss(self.similarities(anchors), quality[rows]) + sample_sample_loss(anchors, contrast)
 
 
 @one_thread()
@@ -244,26 +260,27 @@ def sample_model_loss(similarities: torch.Tensor, quality: torch.Tensor) -> torc
     order = quality.argsort(dim=1, descending=True, stable=True)
     best, worst = order[:, :n_contrasted], order[:, -n_contrasted:]
     against = similarities.gather(1, worst).masked_fill(quality.gather(1, worst) > WRONG_BELOW, -torch.inf)
-    own = similarities.gather(1, best)[:, :, None]
-    contrast = torch.cat([own, against[:, None, :].expand(-1, n_contrasted, -1)], dim=2)
+    of_best = similarities.gather(1, best)[:, :, None]
+    contrast = torch.cat([of_best, against[:, None, :].expand(-1, n_contrasted, -1)], dim=2)
     terms = -functional.log_softmax(contrast, dim=2)[:, :, 0]
     return torch.where(quality.gather(1, best) > 0, terms, 0.0).sum(dim=1).mean()
 
 
-def sample_sample_loss(own: torch.Tensor, contrast: torch.Tensor) -> torch.Tensor:
+def sample_sample_loss(anchors: torch.Tensor, contrast: torch.Tensor) -> torch.Tensor:
     """Return the mean of -log of the share of a query of the same cluster in a softmax with those of others.
 
-    own: float32 (B, D).   contrast: float32 (B, 1 + H, D), the one of the same cluster first. All have length 1, so
-    that products are cosines.
+    Args:
+        anchors: The queries, float32 (B, D), of length 1, so that products are cosines.
+        contrast: The query of the same cluster, then those of others, float32 (B, 1 + H, D), of length 1.
     """
-    similarities = torch.bmm(contrast, own[:, :, None])[:, :, 0]
+    similarities = torch.bmm(contrast, anchors[:, :, None])[:, :, 0]
     return -functional.log_softmax(similarities, dim=1)[:, 0].mean()
 
 
 def clusters(vectors: Floats, seed: int) -> Ints:
     """Return the cluster of each query, int (N,): k-means on the first principal components.
 
-    There are 8, of fewer queries one for every 8 of them, and no more than there are different queries.
+    There are at most 8 clusters, at most one for every 8 queries, and at most one for every different query.
     """
     n_clusters = min(N_CLUSTERS, len(vectors) // ROWS_PER_CLUSTER)
     if n_clusters < 2:
@@ -273,14 +290,15 @@ def clusters(vectors: Floats, seed: int) -> Ints:
     with warnings.catch_warnings():
         # Of queries that are almost the same there may be fewer clusters than asked for, which is fine.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        found: Ints = KMeans(n_clusters, n_init=1, random_state=seed).fit_predict(left * scales).astype(np.int64)
-    return found
+        indices: Ints = KMeans(n_clusters, n_init=1, random_state=seed).fit_predict(left * scales).astype(np.int64)
+    return indices
 
 
 class Neighbours:
     """Queries drawn at random from a query's own cluster and from the others.
 
-    n_others: of queries outside the largest cluster.
+    Attributes:
+        n_others: Number of queries outside the largest cluster.
     """
 
     def __init__(self, of_cluster: Ints, generator: torch.Generator) -> None:
@@ -296,9 +314,9 @@ class Neighbours:
         """Return for queries, int64 (B,), one of its cluster each and three of others, int64 (B, 4)."""
         start, size = self._start[rows, None], self._size[rows, None]
         same = start + self._below(size)
-        other = self._below((len(self._order) - size).expand(-1, N_OTHERS))
-        other = torch.where(other >= start, other + size, other)  # skip the block
-        return self._order[torch.cat([same, other], dim=1)]
+        outside = self._below((len(self._order) - size).expand(-1, N_OTHERS))
+        outside = torch.where(outside >= start, outside + size, outside)  # skip the block
+        return self._order[torch.cat([same, outside], dim=1)]
 
     def _below(self, bounds: torch.Tensor) -> torch.Tensor:
         drawn = torch.rand(bounds.shape, generator=self._generator, dtype=torch.float64)

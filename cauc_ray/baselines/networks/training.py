@@ -22,8 +22,12 @@ from cauc_ray.numbers.types import Floats
 class Schedule:
     """How long a network is trained.
 
-    batch_size: rows of a step.   n_steps: at most.   check_every: steps between two validation losses.   patience:
-    validation losses without improvement that end training.   warm_up: first validation losses that do not count.
+    Attributes:
+        batch_size: Rows of a step.
+        n_steps: The most steps.
+        check_every: Steps between two validation losses.
+        patience: Validation losses without improvement that end training.
+        warm_up: First validation losses that do not count.
     """
 
     batch_size: int
@@ -68,7 +72,7 @@ def train(
         The validation loss at every check, float64 (L,). Among equals the last is the best, so that a validation
         split that cannot distinguish weights stops nothing.
     """
-    kept = _copied(network)
+    best_state = _copied(network)
     seen: list[float] = []
     lowest, best = math.inf, schedule.warm_up
     for step, rows in enumerate(islice(batches(n_rows, schedule.batch_size, generator), schedule.n_steps), 1):
@@ -85,10 +89,10 @@ def train(
         with torch.no_grad():
             seen.append(float(validation_loss()))
         if len(seen) > schedule.warm_up and seen[-1] <= lowest:
-            kept, lowest, best = _copied(network), seen[-1], len(seen)
+            best_state, lowest, best = _copied(network), seen[-1], len(seen)
         elif len(seen) - best >= schedule.patience:
             break
-    network.load_state_dict(kept)
+    network.load_state_dict(best_state)
     network.eval()
     return np.array(seen)
 
@@ -120,8 +124,8 @@ def one_thread() -> Iterator[None]:
 
 def array_of(values: torch.Tensor) -> Floats:
     """Return numbers of a trained network as an array."""
-    found: Floats = values.detach().numpy().copy()
-    return found
+    array: Floats = values.detach().numpy().copy()
+    return array
 
 
 def linear(n_in: int, n_out: int, generator: torch.Generator, *, bias: bool = True) -> nn.Linear:
