@@ -1,4 +1,4 @@
-"""Benchmark Routing (Shnitzer et al., COLM 2024): the model that was right most often on the nearest known queries."""
+"""Benchmark Routing (Shnitzer et al., COLM 2024): the model that is right most often on the nearest queries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cauc_ray.policies.method import Method
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.routers import ROWS_AT_ONCE, ValueRouter
 
-# Numbers of neighbours tried besides all of them, in square roots of the number of known queries.
+# Numbers of neighbours tried, in square roots of the number of calibration queries; all of them are tried, too.
 ROOTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 # Sharpnesses tried of a neighbour's weight.
 SHARPNESSES = (0.0, 5.0, 10.0, 20.0)

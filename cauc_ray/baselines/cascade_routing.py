@@ -39,7 +39,7 @@ from cauc_ray.policies.trace import Examples, costs_to_come
 # Models by index, in order, that were called for a row.
 Called: TypeAlias = tuple[int, ...]
 
-# Each set of models that may be called has estimators of its own; of more than so many, the largest are left out.
+# Each set of models that may be called has its own estimators; beyond this number the largest sets are left out.
 MOST_SETS = 128
 
 
@@ -297,7 +297,7 @@ def name_of(called: Called) -> str:
     return "after/" + ",".join(map(str, called))
 
 
-# Prices are drawn at random, then near the best so far, so many each time.
+# Numbers of prices drawn in each round, and of rounds: the first at random, later ones near the best so far.
 N_DRAWN, N_ROUNDS = 250, 4
 # Log odds of the second of two options.
 _ODDS = np.array([-1.0, 1.0])

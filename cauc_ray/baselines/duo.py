@@ -20,7 +20,11 @@ from cauc_ray.policies.scored import MethodPolicy
 
 
 class DuoStage(Stage):
-    """A stage of Asymmetric Duo.   weight: of its logits in the sum."""
+    """A stage of Asymmetric Duo.
+
+    Attributes:
+        weight: Weight of its logits in the sum.
+    """
 
     DECIDES: ClassVar[frozenset[str]] = Stage.DECIDES | {"weight"}
 

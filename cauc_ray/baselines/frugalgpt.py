@@ -113,7 +113,9 @@ def taken(distances: Floats, thresholds: float | Floats) -> Bools:
 def first_taken(distances: Floats, thresholds: Sequence[float]) -> Ints:
     """Return the first stage whose answer is taken, the last at the latest, int (n,).
 
-    distances: of all stages but the last, float64 (n, S - 1).
+    Args:
+        distances: Of all stages but the last, float64 (n, S - 1).
+        thresholds: Of the same stages.
     """
     stops: Ints = np.pad(taken(distances, np.array(thresholds)), ((0, 0), (0, 1)), constant_values=True).argmax(axis=1)
     return stops
@@ -257,10 +259,17 @@ def search(distances: Floats, correct: Bools, costs: Floats) -> list[Solution]:
 def _of_order(
     order: tuple[int, ...], all_ranks: Sequence[Ints], distances: Floats, correct: Bools, costs: Floats
 ) -> tuple[Floats, Ints, Floats]:
-    """Return an order's R solutions: for each of T thresholds before, the best of the stage before the last.
+    """Search an order's solutions: for each of T thresholds before, the best of the stage before the last.
 
-    all_ranks: int (N,) of each model, the rows by rising distance. Returns cost and number right, summed over rows,
-    and the thresholds, float64 (R, stages - 1).
+    Args:
+        order: The models by index.
+        all_ranks: The rows by rising distance, int (N,), of each model.
+        distances: Of each model's answers, float64 (N, M).
+        correct: Which answers are right, bool (N, M).
+        costs: Of the calls, float64 (N, M).
+
+    Returns:
+        Cost and number right of R solutions, summed over rows, and their thresholds, float64 (R, stages - 1).
     """
     *first, last = order
     if not first:
@@ -284,10 +293,17 @@ def _of_order(
 def _entrances(
     first: list[int], distances: Floats, correct: Bools, costs: Floats
 ) -> tuple[Floats, Bools, Ints, Floats]:
-    """Return who reaches the stage before the last, for each of T thresholds of the stage before it, if there is one.
+    """Find the rows that reach the stage before the last, for each of T thresholds of the stage before it.
 
-    first: its model, or empty. Returns the thresholds, float64 (T, 0 or 1), which rows come, bool (T, N), how many
-    of the others are right, int (T,), and what the first calls cost, float64 (T,).
+    Args:
+        first: The model of that stage; empty without such a stage.
+        distances: Of each model's answers, float64 (N, M).
+        correct: Which answers are right, bool (N, M).
+        costs: Of the calls, float64 (N, M).
+
+    Returns:
+        The thresholds, float64 (T, 0 or 1), the rows that reach the stage, bool (T, N), how many of the others are
+        right, int (T,), and the cost of the first calls, float64 (T,).
     """
     if not first:
         return np.zeros((1, 0)), np.ones((1, len(distances)), dtype=bool), np.zeros(1, dtype=np.int64), np.zeros(1)

@@ -25,7 +25,10 @@ Learn: TypeAlias = Callable[[Fitting, Read], tuple[Mapping[str, Any], Mapping[st
 def routed(values: Floats, prices: Floats, chain: ChainLogits) -> Trace:
     """Return a router's choices argmax_j (value_j - price x cost_j) at every price.
 
-    values: float (N, M).   prices: float (M,), of a call of each model.
+    Args:
+        values: float (N, M).
+        prices: Of a call of each model, float (M,).
+        chain: The models' logits.
     """
     order = np.argsort(prices, kind="stable")
     return Trace(own_answers(chain, order), choices(values, prices), np.eye(len(order), dtype=bool)[order])

@@ -13,7 +13,9 @@ from cauc_ray.numbers.types import Bools
 def new_answer_id(*, sampled: bool, drawn: bool = False) -> str:
     """Return an id for an answer.
 
-    sampled: whether its rows may be in the shadow sample.   drawn: whether its policy was drawn among several.
+    Args:
+        sampled: Whether its rows may be in the shadow sample.
+        drawn: Whether its policy was drawn among several.
     """
     return f"{int(sampled)}{secrets.randbits(123) << 1 | drawn:031x}"
 

@@ -48,9 +48,12 @@ logger = logging.getLogger(__name__)
 
 
 class ServingArgs(BaseModel):
-    """What build_app needs.
+    """Arguments of build_app.
 
-    pool, policy: the paths of the files, or their content.   name: of the model in URLs, the pool's without one.
+    Attributes:
+        pool: Path of the pool file, or its content.
+        policy: Path of the policy file, or its content.
+        name: Name of the model in URLs; by default the pool's.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -148,9 +151,21 @@ def serve_service(
 ) -> Iterator[Callable[[], None]]:
     """Serve a policy's chain at a port for the length of the block, once all stages are ready; end Serve afterwards.
 
-    address: of a Ray cluster; without it the session of this process, or one of its own for this. Returns what does
-    nothing: whatever of the service ends, Serve starts again. Raises ExecutionError where it does not start, and where
-    Serve is there already: it keeps listening at its first address.
+    Args:
+        pool: The models.
+        policy: The policy to serve.
+        model: Name of the model in URLs.
+        host: Address to listen at.
+        port: Port of HTTP.
+        grpc_port: Port of gRPC, None for no gRPC.
+        address: Address of a Ray cluster, None for this process's session or a new one.
+        on_wait: Takes a line on what is waited for.
+
+    Yields:
+        A function that does nothing: Serve restarts any part of the service that ends.
+
+    Raises:
+        ExecutionError: The service does not start, or Serve already runs, which keeps listening at its first address.
     """
     stages, router = pool.chain(policy.models), pool.serving.router
     needed = router.resources.num_cpus * router.replicas.max

@@ -191,9 +191,16 @@ class Cascade:
     async def follow(
         self, request: RequestState, stages: int | Ints, state: Floats | None, timeout_s: float | None = None
     ) -> None:
-        """Have a request's rows wait, with the state (n, S) that they bring along; return at its end.
+        """Submit a request's rows to the scheduler; return at the request's end.
 
-        stages: for which one, all of them or each, int8 (n,). Raises RequestError.
+        Args:
+            request: The request.
+            stages: The stage of all rows, or of each, int8 (n,).
+            state: The rows' state from stages before, (n, S).
+            timeout_s: Seconds until the deadline; at most, and by default, the service's.
+
+        Raises:
+            RequestError: The request is refused or fails.
         """
         now = self._loop.time()
         request.hurries = timeout_s is not None and timeout_s < self._timeout_s

@@ -95,8 +95,13 @@ def columns_of(
 ) -> tuple[Batch, list[list[int] | None]]:
     """Return a row of columns for each question, and where its options are among the labels.
 
-    labels: of the pool, None where each row has its own choices.   reads: the columns of texts that the models read.
-    Raises RequestError where the options are not the labels.
+    Args:
+        request: The request.
+        labels: The pool's labels, None if each row has its own choices.
+        reads: The columns of texts that the models read.
+
+    Raises:
+        RequestError: The options are not the labels.
     """
     n = len(request.questions)
     if labels is None:

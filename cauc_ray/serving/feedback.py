@@ -80,9 +80,16 @@ class Feedback:
 
     @classmethod
     def read(cls, body: bytes, policy: Policy, most_rows: int, labels: Sequence[str] | None = None) -> Feedback:
-        """Read a request's body. Raises RequestError: 400 where it makes no sense, 413 for too many rows.
+        """Read a request's body.
 
-        labels: the names of the options, if they are the same for all rows and known.
+        Args:
+            body: The body.
+            policy: The policy that answered.
+            most_rows: The most rows of a request.
+            labels: The names of the options, None if they are unknown or not the same for all rows.
+
+        Raises:
+            RequestError: 400 if the body is invalid, 413 for too many rows.
         """
         message = read_as(FeedbackMessage, body, "feedback")
         columns = {name: getattr(message, name) for name in ("prediction", "confidence", "stage", "label", "rows")}
@@ -147,7 +154,11 @@ class Feedback:
 class Reported:
     """Remembers which rows had their feedback, for all replicas of a service together.
 
-    Each keeps at most MOST_REMEMBERED entries in the store, and drops its oldest first.   life: of the service.
+    Each replica has at most MOST_REMEMBERED entries in the store, and drops its oldest first.
+
+    Args:
+        store: What all replicas read and write.
+        life: Id of the service's life.
     """
 
     def __init__(self, store: Store, life: str) -> None:

@@ -52,8 +52,8 @@ Answered: TypeAlias = tuple[Response, Mapping[str, Any]]
 logger = logging.getLogger(__name__)
 
 
-def http_app(service: Service, *more: Route) -> ASGIApp:
-    """Return the application that answers a service's HTTP requests.   more: addresses of the shell's own."""
+def http_app(service: Service, *routes_of_shell: Route) -> ASGIApp:
+    """Return the application that answers a service's HTTP requests, with additional routes."""
     handlers = _Handlers(service)
     routes = [
         Route("/v2", handlers.server),
@@ -64,7 +64,7 @@ def http_app(service: Service, *more: Route) -> ASGIApp:
         Route("/v2/models/{name}/feedback", handlers.feedback, methods=["POST"]),
         Route("/v1/decisions", handlers.decide, methods=["POST"]),
         Route("/openapi.json", handlers.openapi),
-        *more,
+        *routes_of_shell,
     ]
     for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
         routes += [

@@ -59,7 +59,12 @@ LONG_BODY = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class HttpMessage:
-    """A request over HTTP, readable in another process.   json_length: of the body's JSON part, None for all of it."""
+    """A request over HTTP, readable in another process.
+
+    Attributes:
+        body: The body.
+        json_length: Length of its JSON part, None if all of it is JSON.
+    """
 
     body: bytes
     json_length: int | None
@@ -194,7 +199,14 @@ class Inference:
         return joint_kind([_as_output(kind) for kind in kinds if kind != "embedding"])
 
     def metadata(self, version: str | None = None) -> dict[str, Any]:
-        """Return the model's metadata as the protocol has it.   version: of which policy. Raises RequestError (404)."""
+        """Return the model's metadata in the protocol's form.
+
+        Args:
+            version: Id of a policy, None for the incumbent.
+
+        Raises:
+            RequestError: 404 if no such policy is active.
+        """
         in_force = self._service.in_force
         member = in_force.incumbent if version is None else self.member(in_force, version)
         policy = member.policy
@@ -255,8 +267,13 @@ def _as_output(kind: LogitKind) -> LogitKind:
 def last_stage(parameters: RequestParameters, policy: Policy) -> int:
     """Return the deepest stage that a request allows.
 
-    max_stage: its number from 0, or its name.   max_cost: what the calls for one row may cost, in the policy's unit.
-    Raises RequestError.
+    Args:
+        parameters: Parameters of the request: "max_stage", a stage's number from 0 or its name, and "max_cost", the highest
+            cost of the calls for one row, in the policy's unit.
+        policy: The policy that answers.
+
+    Raises:
+        RequestError: A parameter is invalid, or the first stage costs more than max_cost.
     """
     allowed = deepest = len(policy.stages) - 1
     if (max_stage := parameters.get("max_stage")) is not None:

@@ -67,8 +67,8 @@ class Inputs:
             declared["example_id"] = _BYTES
         self.declared: Mapping[str, InputSpec] = declared
         self._choices = any("choices" in columns.required for columns in reads)
-        more = (*(["choices"] if self._choices else []), *(_OPTIONAL if self._questions else ()))
-        self.names = tuple(dict.fromkeys([*declared, *more]))
+        optional_names = (*(["choices"] if self._choices else []), *(_OPTIONAL if self._questions else ()))
+        self.names = tuple(dict.fromkeys([*declared, *optional_names]))
         standard = texts | QUESTION_COLUMNS | {"context", "image"}
         self.takes_any = any(columns.names is None or columns.names - standard for columns in reads)
         # Clients would retry indefinitely with a request that no queue can hold.

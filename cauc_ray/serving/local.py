@@ -255,12 +255,24 @@ def local_service(
     grpc_port: int | None,
     source: str | AnyPath | Policy,
 ) -> Iterator[Callable[[], None]]:
-    """Serve a policy's chain at a port for the length of the block. Raises ExecutionError where it does not start.
+    """Serve a policy's chain at a port for the length of the block.
 
-    grpc_port: where gRPC is answered too, None for nowhere.   source: the policy's file, read again where the pool
-    asks for that.
-    Open requests are answered at the end, up to GRACE_S. Returns what raises ExecutionError if the service has ended
-    before that.
+    Open requests are answered at the end, up to GRACE_S.
+
+    Args:
+        pool: The models.
+        policy: The policy to serve.
+        model: Name of the model in URLs.
+        host: Address to listen at.
+        port: Port of HTTP.
+        grpc_port: Port of gRPC, None for no gRPC.
+        source: The policy's file, read again if the pool sets policy_every_s.
+
+    Yields:
+        A function that raises ExecutionError if the service has ended early.
+
+    Raises:
+        ExecutionError: The service does not start.
     """
     stages, policies = pool.chain(policy.models), policies_at_start(pool, policy)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -271,14 +283,14 @@ def local_service(
 
         async def main() -> None:
             await service.check_health()
-            async with AsyncExitStack() as more:
+            async with AsyncExitStack() as resources:
                 if grpc_port is not None:
                     from cauc_ray.serving.over_grpc import grpc_server  # edge boxes may have no gRPC
 
-                    await more.enter_async_context(grpc_server(service, host, grpc_port, SENT_S))
+                    await resources.enter_async_context(grpc_server(service, host, grpc_port, SENT_S))
                 if (every_s := pool.serving.policy_every_s) is not None:
                     read = repeat(partial(service.read_policy, source), every_s)
-                    more.callback(asyncio.create_task(read).cancel)
+                    resources.callback(asyncio.create_task(read).cancel)
                 await server.serve([listener])
 
         ended = _run_in_thread(main, server.config)

@@ -68,14 +68,19 @@ T = TypeVar("T")
 
 
 class GoneError(Exception):
-    """The replica that a call was for is there no more, and the call went to another."""
+    """The replica of a call no longer exists, and another replica got the call."""
 
 
 class StageServer:
     """A replica of a stage as Serve has it.
 
-    It runs once all stages have loaded: until then the version before answers. can_wait: a model that cannot be loaded
-    is loaded again until it can: the service answers without it.   version: of pool and policy.
+    It runs once all stages have loaded: until then the version before answers.
+
+    Args:
+        spec: Settings of the stage.
+        stage: Its index.
+        version: The version of pool and policy.
+        can_wait: Whether the service answers without a model that cannot be loaded; loading is tried until it succeeds.
     """
 
     def __init__(self, spec: StageSpec, stage: int, version: AppVersion, *, can_wait: bool = False) -> None:
@@ -335,7 +340,12 @@ def _done(call: Callable[..., T], key: str, *args: Any, **options: Any) -> T:
 
 @dataclass(frozen=True, slots=True)
 class AppVersion:
-    """A version of pool and policy, as `serve deploy` brings it.   life: its id.   n_stages: of its chain."""
+    """A version of pool and policy, of one `serve deploy`.
+
+    Attributes:
+        life: Its id.
+        n_stages: Number of stages of its chain.
+    """
 
     life: str
     n_stages: int
@@ -354,7 +364,7 @@ class AppVersion:
 
 
 class Router(Service):
-    """A replica of the ingress.   version: of pool and policy."""
+    """A replica of the ingress, for one version of pool and policy."""
 
     def __init__(
         self,

@@ -90,7 +90,7 @@ class GrpcCalls:
 
 
 def handler_of(answer: Callable[[str, bytes, Any], Awaitable[bytes]]) -> grpc.GenericRpcHandler:
-    """Return what a gRPC server calls.   answer: takes a call's name, its body and its context."""
+    """Return a gRPC server's handler of a function that takes a call's name, its body and its context."""
 
     def method(name: str) -> grpc.RpcMethodHandler:
         async def call(body: bytes, context: Any) -> bytes:

@@ -49,7 +49,7 @@ class Store(ABC):
 
     @abstractmethod
     def delete(self, key: str, *, by_prefix: bool = False) -> None:
-        """Delete a value if it is there, or all whose keys begin so."""
+        """Delete a value if it exists, or all whose keys have this prefix."""
 
 
 class PolicyChange(BaseModel):
@@ -177,7 +177,7 @@ class InForce:
         return next((member for member in members if member is not None and member.id == policy_id), None)
 
     def drawn(self, at: float) -> Member:
-        """Return the policy of a request.   at: in [0, 1), at random."""
+        """Return the policy of a request by a random number in [0, 1)."""
         return self.incumbent if self.candidate is None or at >= self.share else self.candidate
 
     def drawn_for(self, session: str) -> Member:
@@ -237,8 +237,8 @@ class InForce:
 class Log:
     """An append-only log that all replicas of a service read, version by version.
 
-    A version is written once and by one writer, so that a writer who did not know of the newest one finds its position
-    taken: no change is lost, whoever dies when. Of versions that have a successor an empty entry stays for a while.
+    A version is written once and by one writer, so that a writer that has not read the newest one finds its position
+    taken: no change is lost if a process dies. Of versions that have a successor an empty entry stays for a while.
 
     Args:
         store: What all replicas read and write.
@@ -274,5 +274,5 @@ class Log:
         return True
 
     def forget(self) -> None:
-        """Delete all of it: nobody reads it any more."""
+        """Delete the whole log: it has no more readers."""
         self._store.delete(self._prefix, by_prefix=True)

@@ -34,7 +34,13 @@ _PARENT_DEATH_SIGNAL = 1
 
 @dataclass(slots=True)
 class _OpenCall:
-    """A call that the process has.   began_at: when its model began."""
+    """A call that the process has.
+
+    Attributes:
+        begin: Called when its model begins.
+        answer: Its answer.
+        began_at: When its model began.
+    """
 
     begin: Callable[[], None]
     answer: Future[Answer] = field(default_factory=Future)

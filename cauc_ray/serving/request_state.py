@@ -32,10 +32,12 @@ _NO_OPTION = np.array([-1], np.int16)
 
 
 class StageError(Exception):
-    """A call of a stage that came to nothing.
+    """A failed call of a stage.
 
-    kind: "died" (its replica ended, so another may do it), "gone" (its replica was there no more), "down" (no replica
-    takes calls), "overloaded", or "failed" (the model or the code around it raised).
+    Attributes:
+        kind: "died" (its replica ended, so another may do it), "gone" (its replica no longer existed), "down" (no
+            replica takes calls), "overloaded", or "failed" (the model or the code around it raised).
+        message: The reason.
     """
 
     def __init__(self, kind: Literal["died", "gone", "down", "overloaded", "failed"], message: str) -> None:
@@ -67,7 +69,14 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """Rows of a request that a stage has not answered.   degrades: whether an earlier answer takes its place."""
+    """Rows of a request that a stage has not answered.
+
+    Attributes:
+        stage: The stage.
+        trouble: Why it has not answered.
+        n: Number of rows.
+        degrades: Whether the rows get an earlier stage's answer.
+    """
 
     stage: int
     trouble: Trouble
@@ -87,12 +96,20 @@ class Sample(Protocol):
     logs: bool
 
     def note(self, request: RequestState, ended: Ended, rows: Rows, positions: Positions, on: Bools) -> Bools:
-        """Take a call's answers for some rows; return which of them go on.   on: bool (m,), which the policy defers."""
+        """Take a call's answers for some rows; return which of them go to a later stage.
+
+        Args:
+            request: The request.
+            ended: The call's result.
+            rows: The call's rows.
+            positions: Their positions in the request.
+            on: Which of them the policy defers, bool (m,).
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a client has asked, besides its rows.
+    """What a client has asked, without its rows.
 
     Attributes:
         in_force: The policies at that time.

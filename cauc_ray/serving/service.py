@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 async def repeat(do: Callable[[], Awaitable[object]], period_s: float) -> None:
-    """Do something until cancelled, every so many seconds; what it raises is logged, and it is tried again."""
+    """Call a function periodically until cancelled; its exceptions are logged, and it is called again."""
     pause_s = period_s
     while True:
         try:
@@ -105,9 +105,15 @@ def policies_at_start(pool: Pool, policy: Policy) -> InForce:
 
 
 def require_servable(pool: Pool, policy: Policy, *, local: bool) -> tuple[StageSpec, ...]:
-    """Return the stages of a policy's chain.   local: whether their models run on this machine.
+    """Return the stages of a policy's chain.
 
-    Raises CaucError for faults that can be found without loading a model.
+    Args:
+        pool: The models.
+        policy: The policy to serve.
+        local: Whether the models run on this machine.
+
+    Raises:
+        CaucError: A fault that can be found without loading a model.
     """
     stages = pool.chain(policy.models)
     require_agreement(stages, policy)
@@ -335,10 +341,17 @@ class Service(ABC):
     ) -> tuple[dict[str, Any], str]:
         """Change the policies. The change is active on all replicas when this returns, until a later one.
 
-        if_match: the tag of the version that is to be changed, "*" or None for any.   why: the rule that has decided,
-        None for a change by hand. Returns the new version's tag, too.
-        Raises RequestError: 409 for one that does not fit what runs or that a later change has replaced meanwhile, 412
-        if another version than if_match is active, 503 if the version cannot be written.
+        Args:
+            change: The change.
+            if_match: Tag of the version to change, "*" or None for any.
+            why: The rule that has decided, None for a manual change.
+
+        Returns:
+            The new policies as JSON, and their version's tag.
+
+        Raises:
+            RequestError: 409 if the change does not fit the running policies or a later change has replaced it, 412 if
+                another version than if_match is active, 503 if the version cannot be written.
         """
         try:
             before, after = await self._stored(self._change, change, if_match, why)
@@ -376,7 +389,7 @@ class Service(ABC):
         return report_of(in_force.policy, in_force.id, reports)
 
     async def feedback(self, body: bytes) -> dict[str, Any]:
-        """Take what has become known of answers, each once. Raises RequestError where it makes no sense."""
+        """Take feedback on answers, on each row once. Raises RequestError if it is invalid."""
         in_force = self.in_force
         read = (Feedback.read, body, in_force.policy, self.pool.serving.max_request_rows, self.labels)
         feedback = await self.elsewhere.call_if(len(body) > LONG_JSON, *read)

@@ -252,9 +252,13 @@ def answer_quality(examples: Examples) -> Floats:
 def sample_model_loss(similarities: torch.Tensor, quality: torch.Tensor) -> torch.Tensor:
     """Return the mean over queries of the contrast between their best models and their worst.
 
-    similarities, quality: float32 (N, M). For each of a query's three best models, -log of its share of a softmax
-    over itself and the three worst; worst ones of quality above 0.5 are left out, best ones of quality 0 do not
-    count. Of fewer than six models half are best and half worst, so that none is both.
+    The contrast is, for each of a query's three best models, -log of its share of a softmax over itself and the three
+    worst; worst ones of quality above 0.5 are left out, best ones of quality 0 do not count. Of fewer than six models
+    half are best and half worst, so that none is both.
+
+    Args:
+        similarities: float32 (N, M).
+        quality: float32 (N, M).
     """
     n_contrasted = min(N_CONTRASTED, quality.shape[1] // 2)
     order = quality.argsort(dim=1, descending=True, stable=True)

@@ -49,7 +49,7 @@ class Recipe:
     patience: int
 
     def schedule(self, n_texts: int) -> Schedule:
-        """Return when to check and to stop on so many texts."""
+        """Return when to check and to stop on a number of texts."""
         check_every = self.check_every or math.ceil(n_texts / self.batch_size)
         return Schedule(self.batch_size, self.n_checks * check_every, check_every, self.patience)
 

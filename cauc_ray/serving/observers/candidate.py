@@ -29,7 +29,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Compared:
-    """A candidate's comparison with the incumbent.   unsent: evidence of this router that is not in the log yet."""
+    """A candidate's comparison with the incumbent.
+
+    Attributes:
+        rows: Turns rows into evidence.
+        log: Evidence of all routers.
+        unsent: Evidence of this router that is not in the log yet.
+    """
 
     rows: Comparison
     log: Log
@@ -108,7 +114,7 @@ class Canary(Observer):
     def receipt(
         self, decided: Decided, member: Member, before: InForce, after: InForce, why: str | None
     ) -> dict[str, Any]:
-        """Return the receipt of a decision.   why: the rule, None for a change by hand. Raises StoreError."""
+        """Return the receipt of a decision; why is the rule, None for a manual change. Raises StoreError."""
         compared = self.evidence(before) if before.candidate is not None and before.candidate.id == member.id else None
         return {
             "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -123,7 +129,7 @@ class Canary(Observer):
         }
 
     def shown(self, evidence: Evidence) -> Mapping[str, Any]:
-        """Return evidence as people read it."""
+        """Return evidence in readable form."""
         return {"accuracy_of": "agreement" if self._is_paired else "feedback", **evidence.as_json(self.rule)}
 
     def _of(self, in_force: InForce) -> _Compared:

@@ -41,7 +41,13 @@ class WatchedHere:
 
 @dataclass(slots=True)
 class _Asked:
-    """A request that is watched.   answers: with the rows that were cut short, bool (n,), once they are known."""
+    """A request that is watched.
+
+    Attributes:
+        n: Number of rows.
+        answers: The answers, and which rows were cut short, bool (n,); None before they have arrived.
+        is_over: Whether the request has ended.
+    """
 
     n: int
     answers: tuple[Answered, Bools] | None = None

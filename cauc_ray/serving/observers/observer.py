@@ -19,13 +19,20 @@ class Observer:
         """Take a request before its first call."""
 
     def on_call(self, stage: int, n_rows: int, call_s: float, wire: Wire | None) -> None:
-        """Take a call of a stage that was answered within so many seconds.   wire: its bytes on the network."""
+        """Take an answered call of a stage.
+
+        Args:
+            stage: The stage.
+            n_rows: Number of rows.
+            call_s: Seconds until the answer.
+            wire: Its bytes on the network.
+        """
 
     def on_answer(self, request: RequestState) -> None:
         """Take a request at its end, whether it was answered, refused or cancelled."""
 
     def on_feedback(self, rows: Feedback, in_force: InForce) -> int | None:
-        """Take rows of feedback that are new; return how many count, None if no such feedback is of use."""
+        """Take new rows of feedback; return how many count, None if no such feedback is used."""
         return None
 
     def on_policies(self, in_force: InForce) -> None:

@@ -112,7 +112,13 @@ class ServingMetrics(Observer):
         self._had_shares: set[str] = set()
 
     def count(self, name: str, *tags: str, n: float = 1.0) -> None:
-        """Add to a counter, from any thread.   name, tags: as METRICS has them, without `cauc_serve_` and the model."""
+        """Add to a counter, from any thread.
+
+        Args:
+            name: Its key in METRICS without `cauc_serve_`.
+            tags: Values of its tags in METRICS, without the model.
+            n: The number to add.
+        """
         with self._lock:
             self._counts[f"cauc_serve_{name}", *tags] += n
 
@@ -121,7 +127,7 @@ class ServingMetrics(Observer):
         self._note(f"cauc_serve_{name}", *tags)(value)
 
     def flush(self) -> None:
-        """Have everybody see what has been counted."""
+        """Publish the counts."""
         shares = self._shares
         for policy_id in {*self._had_shares, *shares}:
             self.note("policy", shares.get(policy_id, 0.0), policy_id)
@@ -183,7 +189,7 @@ class ServingMetrics(Observer):
                 self.note("watch_agreement", sums.agreement.value, stage)
 
     def _note(self, name: str, *values: str) -> Note:
-        """Return what takes what is noted of a metric.   values: of its tags after the model."""
+        """Return the function that takes a metric's values, by the values of its tags after the model."""
         note = self._notes.get((name, *values))
         if note is None:
             note = self._notes[name, *values] = self._metrics[name].series(self._tags(name, *values))

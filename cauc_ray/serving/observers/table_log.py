@@ -41,10 +41,15 @@ RowLogits: TypeAlias = Mapping[int, tuple[Floats, float | None]]
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """What is written where.
+    """Settings of a log.
 
-    costs: of the stages' calls, in cost_unit.   per_call: whether calls have costs of their own.   share: of rows in
-    the sample.
+    Attributes:
+        spec: The pool's settings.
+        share: Share of rows in the sample.
+        stages: The stages of the chain.
+        costs: Costs of the stages' calls, in cost_unit.
+        cost_unit: Unit of the costs.
+        per_call: Whether costs are reported per call.
     """
 
     spec: LogSpec
@@ -57,7 +62,13 @@ class Logged:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """What is written together.   name: of its files, the same however often it is tried."""
+    """Rows and labels that are written together.
+
+    Attributes:
+        name: Name of its files, the same at every attempt.
+        rows: Example ids and logits.
+        labels: Example ids and labels.
+    """
 
     name: str
     rows: Sequence[tuple[str, RowLogits]]
@@ -67,8 +78,13 @@ class Flush:
 class TableLog(Observer):
     """Has rows and labels written as a logit table, a file for each model and flush.
 
-    facts: of the stages' models, None where they are not known yet.   labels: the names of the options, if known.
     Any thread may call its methods, none of which waits for the store but close.
+
+    Args:
+        logged: Settings of the log.
+        facts: Returns facts of the stages' models, None for models that have not loaded.
+        labels: Returns the names of the options, None if they are unknown.
+        metrics: Counts written and dropped rows.
     """
 
     def __init__(
