@@ -268,8 +268,8 @@ def last_stage(parameters: RequestParameters, policy: Policy) -> int:
     """Return the deepest stage that a request allows.
 
     Args:
-        parameters: Parameters of the request: "max_stage", a stage's number from 0 or its name, and "max_cost", the highest
-            cost of the calls for one row, in the policy's unit.
+        parameters: Of the request: "max_stage" is a stage's number from 0 or its name, "max_cost" the highest cost of
+            the calls for one row, in the policy's unit.
         policy: The policy that answers.
 
     Raises:
