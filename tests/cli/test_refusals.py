@@ -90,11 +90,11 @@ BOTH_DOORS = [
     ("compare", {"methods": ["embedding"]}, "reads the queries' embeddings: give their encoder", ConfigError),
     # Files.
     ("fit", {"logits": "ABSENT"}, "ABSENT", DataError),
-    ("evaluate", {"policy": "absent.json"}, "no policy file absent.json", PolicyError),
+    ("evaluate", {"policy": "absent.json"}, "policy file absent.json", PolicyError),
     ("check", {"policy": "moved.json"}, "fit it at this threshold", PolicyError),
     ("evaluate", {"policy": "text.json"}, "text.json", PolicyError),
     ("evaluate", {"policy": "deep.json"}, "deep.json", PolicyError),
-    ("evaluate", {"policy": "pipe"}, "no policy file", PolicyError),
+    ("evaluate", {"policy": "pipe"}, "policy file", PolicyError),
     ("run", {"pool": "unknown-key.yaml"}, "stgaes", ConfigError),
     ("run", {}, "needs a column 'x'", DataError),
     ("run", {"input": "absent"}, "unknown dataset 'absent'", ConfigError),
