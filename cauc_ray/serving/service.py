@@ -48,8 +48,9 @@ LONGEST_PAUSE_S = 10.0
 # A replica that has not looked for a policy for so long looks before it answers. A change is therefore active
 # everywhere this long after it was written, also at a replica that cannot be asked whether it has taken it.
 LEASE_S = 3.0
-# How long a replica that starts waits for stages that have had replicas before.
-BEGIN_S = 15.0
+# How long a replica that starts waits for stages that have had replicas before, and for those that a request can do
+# without: those of a new version begin together, but Serve lists them one after another.
+BEGIN_S, LISTED_S = 15.0, 5.0
 # How long requests wait for such a look, and calls of the store for their end.
 LOOK_S, STORE_S = 1.0, 10.0
 STORE_IS_AWAY = "the store of the service's policies cannot be read now; GET the policy to see which one is active"
@@ -243,9 +244,12 @@ class Service(ABC):
         until = math.inf
         while not self._has_begun and time.monotonic() < until:
             await self._follow_stages()
-            self._has_begun = all(map(self.cascade.has_replica, self._needed))
+            awaited = [stage for stage in range(len(self.specs)) if not self.cascade.has_replica(stage)]
+            is_enough = not any(stage in self._needed for stage in awaited)
+            self._has_begun = is_enough and not any(self._clients[stage].why is None for stage in awaited)
             if not self._has_begun:
-                until = min(until, time.monotonic() + BEGIN_S) if await self.has_loaded() else math.inf
+                wait_s = LISTED_S if is_enough else BEGIN_S
+                until = min(until, time.monotonic() + wait_s) if await self.has_loaded() else math.inf
                 await asyncio.sleep(0.1)
         self._has_begun = True
 
