@@ -104,7 +104,6 @@ def _stage(spec: StageSpec) -> Any:
         health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=STOP_S,
         max_surge_percent=SURGE_PERCENT,
-        logging_config=LOGGING,
         **_scale(
             spec.replicas,
             policy=AutoscalingPolicy(policy_function=replicas_for),
@@ -125,7 +124,6 @@ def _router(pool: Pool) -> Any:
         health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=10.0,
         max_surge_percent=SURGE_PERCENT,
-        logging_config=LOGGING,
         **_scale(router.replicas, target_ongoing_requests=100, upscale_delay_s=10.0, downscale_delay_s=300.0),
     )
 
@@ -188,7 +186,7 @@ def serve_service(
                 http_options=HTTPOptions(host=host, port=port, keep_alive_timeout_s=keep_alive_s),
                 grpc_options=_grpc_options(grpc_port),
             )
-            target = serve.RunTarget(app, name=model, route_prefix="/", logging_config=None)
+            target = serve.RunTarget(app, name=model, route_prefix="/", logging_config=LOGGING)
             serve.run_many([target], wait_for_applications_running=False)
             _wait_until_ready(model, on_wait)
             try:
