@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -12,6 +13,8 @@ import numpy as np
 from cauc_ray.api import offline
 from cauc_ray.api.evaluated import Evaluation
 from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.files.documents import atomic_file, write_text
+from cauc_ray.models.pool import pool_of
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Costs
 from cauc_ray.numbers.intervals import signs_of
@@ -213,6 +216,45 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         kinds = {name: self._scores_kind(self.members_[name]) for name in self.policy_.models}
         evaluation = offline.evaluate(logits, self.policy_, labels=self._codes(column_or_1d(y)), logit_kind=kinds)
         return replace(evaluation, names=self._names_of_classes())
+
+    def save_pool(self, path: str | Path, name: str | None = None) -> None:
+        """Save the members and a pool file of them, for cauc_ray.run and cauc_ray.serve with the policy.
+
+        Rows need columns of the names that X had when it was fitted; from an array, X has none, and rows need its
+        columns in order.
+
+        Args:
+            path: The pool file; NAME.joblib of each member lies next to it.
+            name: Name of the pool; by default that of the file.
+
+        Raises:
+            NotFittedError: The model has not been fitted.
+            ConfigError: A member's name cannot be a stage's, a member lacks a class, or its classes are numbers as
+                texts that sort otherwise than the numbers.
+        """
+        import joblib
+        import yaml
+
+        check_is_fitted(self, "policy_")
+        names, numbers = self._names_of_classes(), [str(number) for number in range(len(self.classes_))]
+        stages = []
+        for member_name in self.policy_.models:
+            member = self.members_[member_name]
+            if not isinstance(member, FrozenEstimator):
+                if len(self._fitted_classes) < len(names):
+                    raise ConfigError(f"member {member_name!r} was fitted without some of the classes: give more rows")
+                if sorted(names) == sorted(numbers) and list(names) != numbers:
+                    raise ConfigError("the labels are numbers as texts, in another order than the numbers: fit on ints")
+            kind = {"logit_kind": "surrogate"} if self._scores_kind(member) == "surrogate" else {}
+            model = {"kind": "sklearn", "path": f"{member_name}.joblib", **kind}
+            stages.append({"name": member_name, "model": model})
+        path = Path(path)
+        content = {"name": name or path.stem, "task": "classification", "labels": list(names), "stages": stages}
+        pool_of(content, path.parent)
+        for member_name in self.policy_.models:
+            with atomic_file(path.with_name(f"{member_name}.joblib")) as file:
+                joblib.dump(self.members_[member_name], file)
+        write_text(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
     def _names_of_classes(self) -> tuple[str, ...]:
         return tuple(map(str, self.classes_.tolist()))

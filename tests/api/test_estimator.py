@@ -1,6 +1,7 @@
 """CascadeClassifier behaves as scikit-learn's classifiers do, and pays only for rows that are deferred."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from sklearn.base import BaseEstimator, ClassifierMixin, clone
 from sklearn.datasets import load_digits
@@ -246,3 +247,35 @@ def test_bad_parameters_are_refused(digits, change, error, words):
         setattr(model, name, value)
     with pytest.raises(error, match=words):
         model.fit(X[:300], y[:300])
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_saved_pool_answers_as_the_model_does(digits, tmp_path):
+    columns = [f"pixel{column}" for column in range(64)]
+    X, y, X_test = pd.DataFrame(digits[0], columns=columns), digits[1], pd.DataFrame(digits[2], columns=columns)
+    fitted = FrozenEstimator(RandomForestClassifier(20, random_state=0).fit(X[:300], y[:300]))
+    pairs = [("small", LogisticRegression(C=1e-4)), ("middle", LinearSVC(C=1e-3)), ("large", fitted)]
+    model = CascadeClassifier(pairs, [1, 2, 10], budget=6.0).fit(X[300:], y[300:])
+    model.save_pool(tmp_path / "pool.yaml")
+    X_test.to_parquet(tmp_path / "new.parquet")
+    cauc_ray.run(tmp_path / "pool.yaml", model.policy_, tmp_path / "new.parquet", tmp_path / "out")
+    found = pd.read_parquet(tmp_path / "out" / "predictions")
+    found = found.iloc[found.example_id.str.removeprefix("new-").astype(int).argsort()]
+    np.testing.assert_array_equal(found.prediction_label, model.predict(X_test))
+    np.testing.assert_allclose(found.confidence, model.predictions(X_test).confidence, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "words"),
+    [("a/b", [0, 1], "name"), ("small", ["1", "0"], None), ("small", [*"0123456789", "10"], "numbers")],
+)
+def test_a_pool_is_saved_whole_or_not_at_all(digits, tmp_path, name, labels, words):
+    X, y = digits[0], np.array(labels)[np.arange(len(digits[0])) % len(labels)]
+    model = CascadeClassifier([(name, GaussianNB())], [1], cv=0.5).fit(X, y)
+    if words is None:
+        model.save_pool(tmp_path / "pool.yaml")
+        assert {path.name for path in tmp_path.iterdir()} == {"pool.yaml", "small.joblib"}
+        return
+    with pytest.raises(ConfigError, match=words):
+        model.save_pool(tmp_path / "pool.yaml")
+    assert not any(tmp_path.iterdir())

