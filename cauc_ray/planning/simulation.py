@@ -10,26 +10,25 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, pairwise
 from typing import cast
 
 import numpy as np
 
 from cauc_ray.cascade.blame import Blame
 from cauc_ray.cascade.events import CallEnded, ReplicaReady
-from cauc_ray.cascade.patience import RequestPatience, RunPatience
+from cauc_ray.cascade.patience import Patience, RequestPatience, RunPatience
 from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
-from cauc_ray.cascade.stage import StageLimits
+from cauc_ray.cascade.stage import StageLimits, fed_rows, queue_rows
 from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.planning.stages import PlannedStage, RouterSeconds, loads, reaches
+from cauc_ray.planning.stages import NO_TIME, PlannedStage, RouterSeconds, loads, reaches
 from cauc_ray.serving.demand import OpenRequests
 
 SEED = 0
-NO_TIME = RouterSeconds()
 # Of a simulation of arriving requests: rows that the first stage and the last one get in the window at least, and
 # calls of each stage. The p99 of another seed then differs by some 3 %.
 LEAST_ROWS, LEAST_LAST_ROWS, LEAST_CALLS = 10_000, 500, 150
@@ -54,62 +53,28 @@ class Window:
     first: float
     last: float
 
-    @property
-    def seconds(self) -> float:
-        """Return how long it is."""
-        return self.last - self.first
 
-
-@dataclass(slots=True)
-class StageFigures:
+@dataclass(frozen=True, slots=True)
+class StageUse:
     """What a stage did in a window.
 
     Attributes:
-        stage: The stage.
-        window: The window.
         calls: Calls that began in it.
         rows: Rows of these calls.
-        busy_s: Seconds that replicas computed.
-        waited_s: Seconds from when rows reached the stage to when their calls began.
-        most_queued: The most rows in its queue at once.
+        busy: Share of its replicas' time that they computed.
+        fill: Rows of its calls over those of full ones, None without a call.
+        wait_s: Mean seconds that a row waited for its call to begin, None without a row.
+        waiting_rows: Mean number of waiting rows.
+        most_queued: The most rows in its queue at once, from the start.
     """
 
-    stage: PlannedStage
-    window: Window
-    calls: int = 0
-    rows: int = 0
-    busy_s: float = 0.0
-    waited_s: float = 0.0
-    most_queued: int = 0
-
-    def started(self, n: int, starts: float, ends: float, waited_s: float) -> None:
-        """Count a call of n rows that begins to be computed."""
-        first, last = self.window.first, self.window.last
-        self.busy_s += max(0.0, min(ends, last) - max(starts, first))
-        if first <= starts <= last:
-            self.calls, self.rows, self.waited_s = self.calls + 1, self.rows + n, self.waited_s + waited_s
-
-    # Sums of floats may exceed what they sum up to by a rounding.
-
-    @property
-    def busy(self) -> float:
-        """Return the share of its replicas' time that they computed."""
-        return min(1.0, self.busy_s / (self.window.seconds * self.stage.replicas)) if self.window.seconds else 0.0
-
-    @property
-    def fill(self) -> float | None:
-        """Return the rows of its calls over what full ones hold, None without a call."""
-        return self.rows / (self.calls * self.stage.batch_size) if self.calls else None
-
-    @property
-    def wait_s(self) -> float | None:
-        """Return the mean seconds that a row waited, None without a row."""
-        return max(0.0, self.waited_s / self.rows) if self.rows else None
-
-    @property
-    def waiting_rows(self) -> float:
-        """Return how many rows waited on average."""
-        return max(0.0, self.waited_s / self.window.seconds) if self.window.seconds else 0.0
+    calls: int
+    rows: int
+    busy: float
+    fill: float | None
+    wait_s: float | None
+    waiting_rows: float
+    most_queued: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +101,7 @@ class Simulation:
 
     Attributes:
         rows_per_s: Rows answered within the window, per second.
-        latency: Latency of those rows; None for a backlog, or where no row was answered.
+        latency: Latency of those rows; None where no row was answered.
         n_arrived: Rows that arrived, over the whole time.
         n_answered: Rows that were answered, over the whole time.
         n_left: Rows without an answer at the end.
@@ -152,7 +117,7 @@ class Simulation:
     n_left: int
     grows: bool
     window_s: float
-    stages: tuple[StageFigures, ...]
+    stages: tuple[StageUse, ...]
 
 
 def simulate_arrivals(
@@ -163,15 +128,21 @@ def simulate_arrivals(
     seed: int = SEED,
     window: Window | None = None,
 ) -> Simulation:
-    """Simulate a cascade that is served where requests arrive at a rate (1/s).
+    """Simulate a served cascade where requests arrive at a rate.
 
-    router: what it takes; several count as a faster one.   window: what is measured (default: as long as the figures
-    need to settle).
-    Raises ConfigError where that would be too many requests.
+    Args:
+        stages: The stages.
+        rate: Requests per second.
+        router: Seconds of the routers; several count as a faster one.
+        seed: The random seed.
+        window: What is measured (default: as long as the figures need to settle).
+
+    Raises:
+        ConfigError: That would be too many requests.
     """
     window = window or settled_window(stages, rate)
     rng = np.random.default_rng(seed)
-    # A Poisson process of which the number of requests is known: that the rate is just this leaves less to chance.
+    # A Poisson process whose number of requests is known: an exact rate leaves less to chance.
     times = np.sort(rng.random(max(1, round(rate * window.last)))) * window.last
     result = simulate_trace(stages, times, _stops(stages, len(times), rng), window, router=router, together=TOGETHER)
     most_load = max(router.load(stages, rate), *loads(stages, rate))
@@ -187,63 +158,36 @@ def simulate_trace(
     router: RouterSeconds = NO_TIME,
     together: float = 0.0,
 ) -> Simulation:
-    """Simulate a cascade that is served, of whose requests all is known.
+    """Simulate a served cascade, of whose requests all is known.
 
-    times: when each arrives, float (N,), rising.   answered_by: at which stage, int8 (N,).   router: as for
-    simulate_arrivals.   together: requests go to the scheduler together that come within this share of the time of the
-    quickest answer.
+    Args:
+        stages: The stages.
+        times: When each request arrives, float (N,), rising.
+        answered_by: The stage that answers it, int8 (N,).
+        window: What is measured.
+        router: Seconds of the routers; several count as a faster one.
+        together: Requests go to the scheduler together that come within this share of the time of the quickest answer.
     """
-    cascade = _Cascade(stages, window, router)
-    scheduler = Scheduler(
-        [StageLimits(at.batch_size, at.batch_wait_s, UNBOUNDED, math.inf, name=at.name) for at in stages],
-        RequestPatience(cascade.crowd.expects_more),
-        Blame("input"),
-    )
-    scheduler.end_input()
+    cascade = _Cascade(stages, router, window)
     ticks = np.floor(times / _tick_s(stages, together)) if together else np.arange(len(times))
     cuts = np.flatnonzero(np.diff(ticks)) + 1
-    groups = map(_Arrivals, np.split(times, cuts), np.split(answered_by, cuts))
-    cascade.run(scheduler, groups, lambda group: scheduler.submit(group, [Chunk(None, group.n, 0.0)], cascade.now))
-    latencies = np.concatenate([*cascade.latencies, np.zeros(0)])
-    n_answered = sum(at.accepted for at in scheduler.stages)
-    n_left = sum(at.n_waiting + at.in_flight for at in scheduler.stages)
+    patience, queues = RequestPatience(cascade.crowd.expects_more), [UNBOUNDED] * len(stages)
+    cascade.run(patience, queues, np.split(times, cuts), np.split(answered_by, cuts))
+    result = cascade.result(window)
     n_before = int(np.searchsorted(times, window.first, "right"))
-    n_within, left_before = cascade.n_arrived - n_before, n_before - (n_answered - len(latencies))
-    return Simulation(
-        rows_per_s=len(latencies) / window.seconds,
-        latency=Latency.of(latencies),
-        n_arrived=cascade.n_arrived,
-        n_answered=n_answered,
-        n_left=n_left,
-        grows=n_left - left_before > max(GROWTH * n_within, CHANCE * math.sqrt(max(1, n_within))),
-        window_s=window.seconds,
-        stages=cascade.figures,
-    )
+    n_within, left_before = result.n_arrived - n_before, n_before - (result.n_answered - sum(map(len, cascade.waits)))
+    chance = CHANCE * math.sqrt(max(1, n_within))
+    return replace(result, grows=result.n_left - left_before > max(GROWTH * n_within, chance))
 
 
 def simulate_backlog(stages: Sequence[PlannedStage], n_rows: int, *, seed: int = SEED) -> Simulation:
     """Simulate a run over n rows that are all there, to its end."""
-    cascade = _Cascade(stages, Window(0.0, math.inf), NO_TIME)
-    scheduler = Scheduler(
-        [StageLimits(at.batch_size, at.batch_wait_s, at.queue_rows or UNBOUNDED, math.inf) for at in stages],
-        RunPatience(),
-        Blame("row"),
-    )
-    scheduler.end_input()
-    rows = _Arrivals(np.zeros(n_rows), _stops(stages, n_rows, np.random.default_rng(seed)))
-    cascade.run(scheduler, iter([rows]), lambda rows: scheduler.submit(rows, [Chunk(None, rows.n, 0.0)], cascade.now))
-    for figures in cascade.figures:
-        figures.window = Window(0.0, cascade.now)
-    return Simulation(
-        rows_per_s=n_rows / cascade.now if cascade.now else math.inf,
-        latency=None,
-        n_arrived=n_rows,
-        n_answered=sum(at.accepted for at in scheduler.stages),
-        n_left=rows.n_left,
-        grows=False,
-        window_s=cascade.now,
-        stages=cascade.figures,
-    )
+    cascade = _Cascade(stages, NO_TIME, Window(0.0, math.inf))
+    queues = [UNBOUNDED]  # the first one's rows are all there
+    for before, at in pairwise(stages):
+        queues.append(queue_rows(at.batch_size, at.replicas, fed_rows(before.batch_size)))
+    cascade.run(RunPatience(), queues, [np.zeros(n_rows)], [_stops(stages, n_rows, np.random.default_rng(seed))])
+    return cascade.result(Window(0.0, cascade.now))
 
 
 def settled_window(stages: Sequence[PlannedStage], rate: float) -> Window:
@@ -269,12 +213,16 @@ def settled_window(stages: Sequence[PlannedStage], rate: float) -> Window:
 
 
 class _Arrivals(Owner):
-    """Rows that come together.   times: when each arrived, float (n,).   answered_by: at which stage, int8 (n,)."""
+    """Rows that come together.
+
+    Attributes:
+        times: When each arrived, float (n,).
+        answered_by: The stage that answers it, int8 (n,).
+    """
 
     def __init__(self, times: Floats, answered_by: Ints) -> None:
         super().__init__(0, len(times))
         self.times, self.answered_by = times, answered_by
-        self.all_there_at = float(times[-1])
 
 
 class _Cascade:
@@ -283,79 +231,125 @@ class _Cascade:
     Attributes:
         now: The clock, in seconds.
         crowd: Open requests.
-        n_arrived: Rows that have arrived.
-        latencies: Latencies of rows answered within the window, in parts.
-        figures: What each stage did.
+        waits: Seconds from arrival to answer of rows that are answered after the window begins, in parts.
     """
 
-    def __init__(self, stages: Sequence[PlannedStage], window: Window, router: RouterSeconds) -> None:
+    def __init__(self, stages: Sequence[PlannedStage], router: RouterSeconds, window: Window) -> None:
         self.now = 0.0
         self.crowd = OpenRequests(lambda: self.now)
-        self.n_arrived = 0
-        self.latencies: list[Floats] = []
-        self._stages, self._window, self._router = stages, window, router
-        self.figures = tuple(StageFigures(stage, window) for stage in stages)
+        self.waits: list[Floats] = []
+        self._stages, self._router, self._window = stages, router, window
+        self._n_arrived = self._n_answered = 0
+        self._most_queued = [0] * len(stages)
+        # Of each call its stage, rows, start, end, and the seconds that its rows waited.
+        self._calls: list[tuple[float, ...]] = []
         self._ends: list[tuple[float, int, Call]] = []
         self._number = count()
 
-    def run(self, scheduler: Scheduler, arrivals: Iterator[_Arrivals], start: Callable[[_Arrivals], None]) -> None:
-        """Run to the end of the window, or until nothing is left to happen.   start: gives rows to the scheduler."""
+    def run(
+        self, patience: Patience, queues: Sequence[int], times: Iterable[Floats], answered_by: Iterable[Ints]
+    ) -> None:
+        """Run groups of rows to the end of the window, or until nothing is left to do.
+
+        Args:
+            patience: The rules of waiting.
+            queues: Rows that may wait for each stage.
+            times: Of each group when its rows arrive, float (n,).
+            answered_by: Of each group the stages that answer its rows, int8 (n,).
+        """
+        limits = [
+            StageLimits(at.batch_size, at.batch_wait_s, most_rows, math.inf, name=at.name)
+            for at, most_rows in zip(self._stages, queues, strict=True)
+        ]
+        scheduler = Scheduler(limits, patience, Blame("input"))
+        scheduler.end_input()
         replicas = count()
         for stage, at in enumerate(self._stages):
             for _ in range(at.replicas):
                 scheduler.update(ReplicaReady(stage, next(replicas)), self.now)
         self._free_at = [0.0] * next(replicas)
+        arrivals = map(_Arrivals, times, answered_by)
         coming = next(arrivals, None)
         while True:
             self._send(scheduler)
             wait_s = scheduler.wait_s(self.now)
             due = math.inf if wait_s is None else self.now + max(wait_s, LEAST_WAIT_S)
             ends = self._ends[0][0] if self._ends else math.inf
-            now = max(self.now, min(due, ends, math.inf if coming is None else coming.all_there_at))
+            now = max(self.now, min(due, ends, math.inf if coming is None else coming.times[-1]))
             if now > self._window.last or now == math.inf:
                 return
             self.now = now
-            while coming is not None and coming.all_there_at <= now:
-                self.n_arrived += coming.n
+            while coming is not None and coming.times[-1] <= now:
+                self._n_arrived += coming.n
                 self.crowd.came(coming.n)
                 self.now += self._router.of(coming.n / 2)
-                start(coming)
+                scheduler.submit(coming, [Chunk(None, coming.n, 0.0)], self.now)
                 coming = next(arrivals, None)
             while self._ends and self._ends[0][0] <= now:
                 self._end(scheduler, heapq.heappop(self._ends)[-1])
 
+    def result(self, window: Window) -> Simulation:
+        """Return what was done in a window."""
+        window_s = window.last - window.first
+        latency = Latency.of(np.concatenate([*self.waits, np.zeros(0)]))
+        calls = np.array(self._calls).reshape(-1, 5)
+        return Simulation(
+            rows_per_s=(latency.n if latency else 0) / window_s if window_s else math.inf,
+            latency=latency,
+            n_arrived=self._n_arrived,
+            n_answered=self._n_answered,
+            n_left=self._n_arrived - self._n_answered,
+            grows=False,
+            window_s=window_s,
+            stages=tuple(self._use(stage, calls[calls[:, 0] == stage].T, window) for stage in range(len(self._stages))),
+        )
+
+    def _use(self, stage: int, calls: Floats, window: Window) -> StageUse:
+        """Return what a stage did.   calls: of the stage, as they are noted, float (5, C)."""
+        at, window_s = self._stages[stage], window.last - window.first
+        _, rows, starts, ends, waited_s = calls
+        began = (window.first <= starts) & (starts <= window.last)
+        n, n_rows, waits_s = int(began.sum()), int(rows[began].sum()), max(0.0, float(waited_s[began].sum()))
+        busy_s = float(np.maximum(0.0, np.minimum(ends, window.last) - np.maximum(starts, window.first)).sum())
+        return StageUse(
+            calls=n,
+            rows=n_rows,
+            busy=min(1.0, busy_s / (window_s * at.replicas)) if window_s else 0.0,
+            fill=n_rows / (n * at.batch_size) if n else None,
+            wait_s=waits_s / n_rows if n_rows else None,
+            waiting_rows=waits_s / window_s if window_s else 0.0,
+            most_queued=self._most_queued[stage],
+        )
+
     def _send(self, scheduler: Scheduler) -> None:
         """Send what can go now: a replica computes its calls one after the other."""
-        for figures, at in zip(self.figures, scheduler.stages, strict=True):
-            figures.most_queued = max(figures.most_queued, at.waiting.n_rows)
+        for number, at in enumerate(scheduler.stages):
+            self._most_queued[number] = max(self._most_queued[number], at.waiting.n_rows)
         for call in scheduler.schedule(self.now):
             n, starts = len(call), max(self.now, self._free_at[call.replica])
             ends = self._free_at[call.replica] = starts + self._stages[call.stage].seconds.of(n)
             waited_s = sum(len(rows) * (starts - rows.ready_at) for rows in call.rows)
-            self.figures[call.stage].started(n, starts, ends, waited_s)
+            self._calls.append((call.stage, n, starts, ends, waited_s))
             heapq.heappush(self._ends, (ends, next(self._number), call))
 
     def _end(self, scheduler: Scheduler, call: Call) -> None:
-        """Have a call answered, and forget whoever needs nothing more."""
+        """Have a call answered, and forget owners that need nothing more."""
         rows = [(cast("_Arrivals", piece.owner), piece.indices) for piece in call.rows]
         accepted = np.concatenate([owner.answered_by[at] for owner, at in rows]) == call.stage
         n, n_answered = len(accepted), int(np.count_nonzero(accepted))
         self.now += self._router.of(0, 1)
         answered_at = self.now + self._router.of(0.5) * np.arange(1, n_answered + 1)
         if self.now >= self._window.first:
-            self.latencies.append(answered_at - np.concatenate([owner.times[at] for owner, at in rows])[accepted])
+            self.waits.append(answered_at - np.concatenate([owner.times[at] for owner, at in rows])[accepted])
         result = CallResult(
             predictions=np.zeros(n, np.int32),
             confidences=np.zeros(n),
             accepted=accepted,
             costs=np.zeros(n),
-            started_at=self.now,
             compute_s=self._stages[call.stage].seconds.of(n),
-            policy_s=0.0,
-            device_s=None,
-            node="",
         )
         scheduler.update(CallEnded(call, result, None), self.now)
+        self._n_answered += n_answered
         self.crowd.left(n_answered)
         self.now += self._router.of(n_answered / 2)
         for owner in scheduler.done:

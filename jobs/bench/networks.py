@@ -16,7 +16,7 @@ from cauc_ray.data.datasets import DatasetSpec, open_input
 from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.models.pool import load_pool
 from cauc_ray.numbers.types import Floats
-from cauc_ray.planning.stages import read_earlier_run
+from cauc_ray.planning.timings import read_earlier_run
 from cauc_ray.policies.policy import Policy
 from jobs.bench.cases import Maker
 from jobs.bench.checkpoints import network_model, random_pictures

@@ -27,7 +27,8 @@ from cauc_ray.planning.simulation import (
     simulate_trace,
 )
 from cauc_ray.planning.sizing import MOST_LOAD, most_rate
-from cauc_ray.planning.stages import read_earlier_run, saved_timing, with_replicas
+from cauc_ray.planning.stages import with_replicas
+from cauc_ray.planning.timings import declared_timing, read_earlier_run
 from cauc_ray.policies.policy import Policy
 from jobs.bench.load import Load, body_of, run_load
 from jobs.bench.planted import SleepingStage, planted_rows, write_cascade, write_input, write_table
@@ -143,7 +144,7 @@ def saved_model(number: int, at: SleepingStage) -> dict[str, Any]:
 def predict_run(pool: Path, policy: Policy, n_rows: int) -> Simulation:
     """Simulate a run over this many rows with the replicas of a pool of saved stages."""
     specs = load_pool(pool).chain(policy.models)
-    return simulate_backlog(run_stages(specs, [*map(saved_timing, specs)], expected_deferral(policy)), n_rows)
+    return simulate_backlog(run_stages(specs, [*map(declared_timing, specs)], expected_deferral(policy)), n_rows)
 
 
 def planned_and_served(

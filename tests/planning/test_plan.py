@@ -149,6 +149,27 @@ def test_a_ledger_gives_seconds_and_rates_of_its_own(planned, home, command):
         assert text in out
 
 
+def test_a_ledger_whose_calls_take_times_of_their_own_is_said_to_be_off(home, tmp_path):
+    calls = [call(stage, 0, 60.0 * n, 16 - n % 3, [0.1, 2.0][n % 2]) for stage in MODELS for n in range(9)]
+    write_run(tmp_path / "run", calls)
+    with pytest.warns(CaucWarning) as warned:
+        planned = cauc_ray.plan(home / "pool.yaml", home / "policy.json", RATE / 4, ledger=tmp_path / "run")
+    off = [str(warning.message) for warning in warned if "off by" in str(warning.message)]
+    assert [text.split("'")[1] for text in off] == list(MODELS)
+    assert all(stage["seconds"]["error"] > 0.2 for stage in planned["stages"])
+
+
+def test_a_stage_whose_cost_is_its_seconds_is_planned_by_them(home, tmp_path):
+    pool = pool_content(MOST)
+    for stage, seconds in zip(pool["stages"], (0.01, 0.04), strict=False):
+        stage["model"] = saved_model(stage["name"])
+        stage["cost"] = {"seconds": seconds}
+    (tmp_path / "pool.yaml").write_text(yaml.safe_dump(pool))
+    stages = cauc_ray.plan(tmp_path / "pool.yaml", home / "policy.json", RATE)["stages"]
+    assert [stage["seconds"]["source"] for stage in stages] == ["cost", "cost", "saved"]
+    assert [stage["batch_s"] for stage in stages] == pytest.approx([0.16, 0.64, 0.5 + 16 * 0.2])
+
+
 def test_a_plan_needs_no_ray():
     code = "import sys, cauc_ray.planning.plan; sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -13,7 +13,8 @@ from virtual_time import run_virtually
 from cauc_ray.cascade.bundles import Bundle, gathered
 from cauc_ray.cascade.rows import CallResult
 from cauc_ray.planning.simulation import Window, simulate_arrivals, simulate_backlog, simulate_trace
-from cauc_ray.planning.stages import BatchSeconds, PlannedStage, RouterSeconds, loads
+from cauc_ray.planning.stages import PlannedStage, RouterSeconds, loads
+from cauc_ray.planning.timings import BatchSeconds, Timing
 from cauc_ray.policies.fitting import ThresholdRule, fit_rf
 from cauc_ray.serving.cascade import Cascade
 
@@ -21,8 +22,8 @@ DATA = chain(3, n=240)
 POLICY = fit_rf(DATA, DATA, ThresholdRule(threshold=0.8))
 
 
-def stage(batch_size=1, replicas=1, *, per_call=0.0, per_row=0.0, wait_s=0.0, deferral=0.0, queue_rows=None):
-    return PlannedStage("s", batch_size, wait_s, BatchSeconds(per_call, per_row), deferral, replicas, queue_rows)
+def stage(batch_size=1, replicas=1, *, per_call=0.0, per_row=0.0, wait_s=0.0, deferral=0.0):
+    return PlannedStage("s", batch_size, wait_s, Timing(BatchSeconds(per_call, per_row), "saved"), deferral, replicas)
 
 
 THREE = [
@@ -39,7 +40,6 @@ chains = st.lists(
         per_row=st.floats(0.001, 0.1),
         wait_s=st.floats(0.0, 0.5),
         deferral=st.floats(0.0, 1.0),
-        queue_rows=st.one_of(st.none(), st.integers(20, 60)),
     ),
     min_size=1,
     max_size=3,
@@ -128,7 +128,7 @@ def test_a_backlog_ends_answered_not_before_any_stage_could_have_done_its_share(
         assert of.rows == reached
         reached = round(at.deferral * reached)
     for at, of in zip(stages, found.stages, strict=True):
-        busy_s = at.seconds.per_call * of.calls + at.seconds.per_row * of.rows
+        busy_s = at.seconds.seconds.per_call * of.calls + at.seconds.seconds.per_row * of.rows
         assert found.window_s >= busy_s / at.replicas - 1e-9
         assert of.busy == pytest.approx(busy_s / (at.replicas * found.window_s))
 

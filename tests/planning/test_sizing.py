@@ -5,11 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cauc_ray.planning.sizing import MOST_LOAD, Trials, least_counts, sized
-from cauc_ray.planning.stages import BatchSeconds, PlannedStage, RouterSeconds, loads, with_replicas
+from cauc_ray.planning.stages import PlannedStage, RouterSeconds, loads, with_replicas
+from cauc_ray.planning.timings import BatchSeconds, Timing
 
 
 def stage(name, batch_size, per_call, per_row, deferral=0.0, wait_s=0.005):
-    return PlannedStage(name, batch_size, wait_s, BatchSeconds(per_call, per_row), deferral)
+    return PlannedStage(name, batch_size, wait_s, Timing(BatchSeconds(per_call, per_row), "saved"), deferral)
 
 
 CHAIN = (
@@ -35,7 +36,7 @@ def test_the_least_replicas_keep_every_load_within_the_most_and_one_less_would_n
 
 
 def test_there_are_as_many_routers_as_a_rate_needs_whatever_the_pool_allows():
-    stages = [PlannedStage("s", 10, 0.0, BatchSeconds(0.01, 0.0), 0.0)]
+    stages = [stage("s", 10, 0.01, 0.0)]
     router = Trials(stages, 1000.0, RouterSeconds(0.002, 0.004, replicas=1)).router
     assert router.replicas == 3  # 1000 x (2 ms + a tenth of 4 ms) are 2.4 s a second, of which each has 0.8
     assert router.load(stages, 1000.0) == pytest.approx(0.8)
