@@ -1,11 +1,10 @@
 """Folders that a report can be made of, and what a report's figures must be."""
 
-import json
-
 from synthetic import write_table
 
 import cauc_ray
 from cauc_ray.api.evaluated import evaluation_summary
+from cauc_ray.files.documents import make_folder, write_json
 
 MODELS = ["m0", "m1", "m2"]
 
@@ -19,13 +18,13 @@ def fitted(folder, *, table=None, **options):
 
 def write_run(folder, policy, *, models=None):
     """Write what a run leaves of itself."""
-    folder.mkdir()
     figures = {"reached": 9, "answered": 3, "failed": 0, "calls": 1, "batch_fill": 0.5, "compute_s": 1.5}
     figures |= {"busy_share": 0.5, "queue_s": None, "cost": 9.0, "cost_share": 0.4}
     stages = [{"name": name, **figures} for name in models or policy.models]
     about = {"run_id": "20260101T000000-abcdef", "policy_id": policy.id, "pool": "p", "n": 9, "n_failed": 0}
     about |= {"cost_unit": policy.cost_unit, "run_s": 1.0, "elapsed_s": 4.0, "stages": stages}
-    (folder / "summary.json").write_text(json.dumps(about))
+    make_folder(folder)
+    write_json(folder / "summary.json", about)
 
 
 def at_budget(logits, like, budget):
@@ -35,9 +34,9 @@ def at_budget(logits, like, budget):
     return policy, evaluation_summary(cauc_ray.evaluate(logits, policy))
 
 
-def require_evaluated(found, policy, evaluation):
+def require_evaluated(pairs, policy, evaluation):
     """Require that figures by label, (value, text) each, are a policy's and its evaluation's, to the last digit."""
-    figures = dict(found)
+    figures = dict(pairs)
     low, high = evaluation["accuracy_interval"]
     interval = f"{100 * evaluation['accuracy']:.1f} % ({100 * low:.1f} – {100 * high:.1f})"
     n = evaluation["n"]

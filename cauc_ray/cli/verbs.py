@@ -308,7 +308,9 @@ def plan(options: Plan, say: Say) -> None:
 class Report(Options):
     """Options of `cauc report`."""
 
-    folder: Annotated[Path, Flag("DIR", is_positional=True)] = option("where the parts are that no flag names", Path())
+    folder: Annotated[Location, Flag("DIR", is_positional=True)] = option(
+        "folder of the parts that no flag names", Path()
+    )
     policy: PolicyFile | None = option(
         "a policy file (default: DIR/policy.json, or in DIR/policies the one of the run)"
     )

@@ -16,8 +16,8 @@ from cauc_ray.planning.stages import NO_TIME, PlannedStage, RouterSeconds, loads
 MOST_LOAD = 0.8
 # With so little to do no request waits for a replica: what is slow then stays slow with any number of them.
 SPARE_LOAD = 0.05
-# The load at which a latency goal is met is found to within this ratio; what was too much is taken back afterwards.
-STEP = 1.1
+# Loads are lowered by this ratio until a latency goal is met; what was too much is taken back afterwards.
+STEP = 1.25
 MOST_REPLICAS = 1_000_000
 # What exceeds a whole number by a rounding alone asks for no further replica.
 ROUNDED = 1 - 1e-12
@@ -73,6 +73,10 @@ class Trials:
             self._done[key] = Sizing(stages, simulate_arrivals(stages, self.rate, router=self.router))
         return self._done[key]
 
+    def at_load(self, load: float) -> Sizing:
+        """Return what the fewest replicas do with which no stage has more than a load."""
+        return self.of(least_counts(self.stages, self.rate, load))
+
 
 def least_counts(stages: Sequence[PlannedStage], rate: float, load: float = MOST_LOAD) -> list[int]:
     """Return the fewest replicas with which no stage has more than a load at a rate.
@@ -80,14 +84,13 @@ def least_counts(stages: Sequence[PlannedStage], rate: float, load: float = MOST
     Raises ConfigError where that is beyond all reason.
     """
     one_each = loads(with_replicas(stages, [1] * len(stages)), rate)
-    needed = np.maximum(1.0, np.ceil(one_each / load * ROUNDED))
-    most = int(np.argmax(needed))
-    if needed[most] > MOST_REPLICAS:
+    most = int(np.argmax(one_each))
+    if (n := one_each[most] / MOST_LOAD) > MOST_REPLICAS:
         raise ConfigError(
-            f"{rate:g} requests a second need {needed[most]:.3g} replicas of stage {stages[most].name!r}, more than "
+            f"{rate:g} requests a second need {n:.3g} replicas of stage {stages[most].name!r}, more than "
             f"{MOST_REPLICAS:,}; plan for a share of the rate"
         )
-    return [int(n) for n in needed]
+    return [int(n) for n in np.clip(np.ceil(one_each / load * ROUNDED), 1, MOST_REPLICAS)]
 
 
 def sized(trials: Trials, slo_p99_s: float | None) -> Sizing:
@@ -95,20 +98,15 @@ def sized(trials: Trials, slo_p99_s: float | None) -> Sizing:
 
     Where no number meets the goal, those that sustain the rate, and why.
     """
-    least = trials.of(least_counts(trials.stages, trials.rate))
+    sizing = least = trials.at_load(MOST_LOAD)
     if slo_p99_s is None or least.holds(slo_p99_s):
         return least
-    met, missed = SPARE_LOAD, MOST_LOAD
-    sizing = trials.of(least_counts(trials.stages, trials.rate, met))
-    if not sizing.holds(slo_p99_s):
-        return replace(least, out_of_reach=_out_of_reach(sizing, slo_p99_s))
-    while missed > STEP * met:
-        load = math.sqrt(met * missed)
-        trial = trials.of(least_counts(trials.stages, trials.rate, load))
-        if trial.holds(slo_p99_s):
-            sizing, met = trial, load
-        else:
-            missed = load
+    if not (spare := trials.at_load(SPARE_LOAD)).holds(slo_p99_s):
+        return replace(least, out_of_reach=_out_of_reach(spare, slo_p99_s))
+    load = MOST_LOAD
+    while not sizing.holds(slo_p99_s):
+        load = max(SPARE_LOAD, load / STEP)
+        sizing = trials.at_load(load)
     return _trimmed(trials, sizing, least.counts, slo_p99_s)
 
 

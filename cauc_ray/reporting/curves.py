@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -42,9 +43,13 @@ _NOTICED = 0.99
 
 @dataclass(frozen=True, slots=True)
 class BudgetPoint:
-    """A threshold with its figures.   cost, quality: on validation; quality is of the objective.
+    """A threshold with its figures.
 
-    figures: by what they are, in the order of the table.   test: its measures on test.
+    Attributes:
+        cost: Mean cost on validation.
+        quality: The objective on validation.
+        figures: Figures by label, in the order of the table.
+        test: Its measures on test.
     """
 
     cost: float
@@ -55,21 +60,26 @@ class BudgetPoint:
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """All operating points that any budget can choose, by rising cost.
+    """All operating points that any budget can choose.
 
-    start: the policy's own budget, or what it costs on validation.   own: the policy as it is.   better: the cheapest
-    point that is as good on validation as that, None unless it is noticeably cheaper.
+    Attributes:
+        objective: What is chosen for.
+        unit: The unit of costs.
+        points: The points, by rising cost.
+        start: The policy's own budget, or its cost on validation.
+        current: The policy as it is.
+        better: The cheapest point that is as good on validation as that, None unless it is noticeably cheaper.
     """
 
     objective: str
     unit: str
     points: tuple[BudgetPoint, ...]
     start: float
-    own: BudgetPoint
+    current: BudgetPoint
     better: BudgetPoint | None
 
-    def as_json(self) -> dict[str, Any]:
-        """Return what the slider's script reads."""
+    def as_json(self, places: Sequence[Sequence[float]]) -> dict[str, Any]:
+        """Return what the slider's script reads.   places: of the points in the figure of the curves."""
         low, high = _shown(self.points[0].cost), _shown(self.points[-1].cost)
         step = (high - low) / N_STEPS
         return {
@@ -81,14 +91,14 @@ class Budgets:
             "steps": N_STEPS,
             "digits": max(0, -math.floor(math.log10(step))) if step > 0 else 0,
             "points": [
-                {"cost": point.cost, "figures": list(point.figures.values()), "answered": point.test.answered}
-                for point in self.points
+                {"cost": of.cost, "figures": list(of.figures.values()), "answered": of.test.answered, "at": place}
+                for of, place in zip(self.points, places, strict=True)
             ],
         }
 
 
 def find_budgets(measured: Measured) -> Budgets | None:
-    """Find every budget's operating point, None where there is no labelled validation split to choose on.
+    """Find every budget's operating point, None without a labelled validation split to choose on.
 
     The points are all that validation tells apart, not the thinned curve in the policy's file.
     """
@@ -101,25 +111,25 @@ def find_budgets(measured: Measured) -> Budgets | None:
     halves = Halves.of(policy, on_validation, validation, objective)
 
     def point(threshold: float, cost: float, quality: float) -> BudgetPoint:
-        own = measure(on_validation.at(threshold, validation), validation, "", with_f1=False)
+        fitted = measure(on_validation.at(threshold, validation), validation, "", with_f1=False)
         held_out = None if halves is None else halves.thresholds(cost, threshold)
-        expected = without_optimism(own, on_validation, validation, held_out)
-        found = measure(on_test.at(threshold, test), test, "")
-        return BudgetPoint(cost, quality, _figures(threshold, expected, found, measured), found)
+        expected = without_optimism(fitted, on_validation, validation, held_out)
+        measures = measure(on_test.at(threshold, test), test, "")
+        return BudgetPoint(cost, quality, _figures(threshold, expected, measures, measured), measures)
 
     frontier = on_validation.frontier(validation, objective)
     best = frontier.pareto(max(2, len(frontier.settings)))
     points = tuple(map(point, best.settings.tolist(), best.cost.tolist(), best.quality.tolist()))
-    at_own = frontier.at(policy.setting)
-    own = point(policy.setting, at_own.cost, at_own.quality)
-    as_good = next((point for point in points if point.quality >= own.quality - _ROUNDING), None)
+    now = frontier.at(policy.setting)
+    current = point(policy.setting, now.cost, now.quality)
+    as_good = next((point for point in points if point.quality >= current.quality - _ROUNDING), None)
     return Budgets(
         objective=objective,
         unit=policy.cost_unit,
         points=points,
-        start=_shown(own.cost if policy.budget is None else policy.budget),
-        own=own,
-        better=as_good if as_good is not None and as_good.cost < _NOTICED * own.cost else None,
+        start=_shown(current.cost if policy.budget is None else policy.budget),
+        current=current,
+        better=as_good if as_good is not None and as_good.cost < _NOTICED * current.cost else None,
     )
 
 
@@ -155,11 +165,11 @@ def _thresholds(policy: Policy, setting: float) -> dict[str, Figure]:
         return {"threshold": (setting, f"{setting:.6g}")}
     row = min(max(math.ceil(setting), 0), len(policy.schedule) - 1)
     of_stages = zip(policy.answering, policy.schedule[row].tolist(), strict=False)
-    return {f"threshold of {stage.name}": (own, f"{own:.6g}") for stage, own in of_stages}
+    return {f"threshold of {stage.name}": (threshold, f"{threshold:.6g}") for stage, threshold in of_stages}
 
 
 def share_text(share: Share | None) -> str:
-    """Return a share with its interval, in percent; a dash where there are no rows to measure it on."""
+    """Return a share with its interval, in percent; a dash without rows to measure it on."""
     if share is None or not share.n:
         return "–"
     return f"{percent(share.value)} ({100 * share.low:.1f} – {100 * share.high:.1f})"
@@ -184,9 +194,13 @@ _COLUMNS = ("method", "validation_accuracy", "validation_cost", "accuracy", "cos
 class MethodCurve:
     """A method's test accuracy over its test cost, by rising validation cost.
 
-    title: the name in legends and tables.   cost: float64 (P,).   accuracy: P shares of the test examples.
-    matched: cost and accuracy where validation chooses for what the policy costs there; None where no point is so
-    cheap.   source: the comparison that it was read from, None where it was fitted here.
+    Attributes:
+        name: The method.
+        title: Its name in legends and tables.
+        cost: Test costs, float64 (P,).
+        accuracy: Test accuracies, P.
+        matched: Cost and accuracy where validation chooses for the policy's cost there; None if all points cost more.
+        source: The comparison that it was read from, None if it was fitted for the report.
     """
 
     name: str
@@ -222,11 +236,11 @@ def trace_methods(measured: Measured) -> tuple[MethodCurve, ...]:
     if measured.validation is None:
         return ()
     validation, test = _examples(measured, measured.validation), _examples(measured, measured.test)
-    own_method, threshold = measured.policy.method, measured.policy.setting
-    fitted = {own_method: Family([Control(cascade_of(measured.policy), threshold)], validation)}
+    method, threshold = measured.policy.method, measured.policy.setting
+    fitted = {method: Family([Control(cascade_of(measured.policy), threshold)], validation)}
     if len(test.chain.models) > 1:
         fitting = Fitting(_examples(measured, measured.calibration), validation)
-        fitted |= {name: METHODS[name].family(fitting) for name in FITTED_HERE if name != own_method}
+        fitted |= {name: METHODS[name].family(fitting) for name in FITTED_HERE if name != method}
     curves = []
     for name, of_fit in fitted.items():
         at = of_fit.curve(test, of_fit.points.settings)
@@ -245,15 +259,15 @@ def _curve(
     """Return a curve thinned to what validation would choose.   cost, accuracy: float64 (P,), on test, as points."""
     n, budget = len(measured.test), measured.expected_cost
     assert budget is not None
-    kept = replace(points, settings=np.arange(len(cost), dtype=np.float64)).pareto(_MOST_POINTS).settings.astype(int)
+    indices = replace(points, settings=np.arange(len(cost), dtype=np.float64)).pareto(_MOST_POINTS).settings.astype(int)
     at = None
     if points.cost.min() <= most_within(budget):
         spends = name in METHODS and METHODS[name].spends_budget
         choose = points.index_of_most_expensive if spends else points.index_of_best
         chosen = choose(budget)
         at = float(cost[chosen]), share(round(n * float(accuracy[chosen])), n)
-    shares = tuple(share(round(n * value), n) for value in accuracy[kept].tolist())
-    return MethodCurve(name, title_of(name), cost[kept], shares, at, source)
+    shares = tuple(share(round(n * value), n) for value in accuracy[indices].tolist())
+    return MethodCurve(name, title_of(name), cost[indices], shares, at, source)
 
 
 def read_curves(path: AnyPath, measured: Measured) -> tuple[MethodCurve, ...]:

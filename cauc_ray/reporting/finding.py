@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -13,7 +12,7 @@ from cauc_ray.api.sources import option_names
 from cauc_ray.errors import CaucError, ConfigError, DataError
 from cauc_ray.files.documents import read_json
 from cauc_ray.files.parquet import parquet_below, read_parquet
-from cauc_ray.files.paths import AnyPath, path_of
+from cauc_ray.files.paths import AnyPath, path_of, visible
 from cauc_ray.policies.policy import Policy
 
 # Of a run's summary, and of each of its stages, what is shown.
@@ -27,8 +26,14 @@ _Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A policy and the table it was fitted on.   policy_file: None for a policy that is not from a file."""
+class Inputs:
+    """What a report must have.
+
+    Attributes:
+        policy: The policy.
+        policy_file: Its file, None for a policy that is not from a file.
+        logits: The table that it was fitted on.
+    """
 
     policy: Policy
     policy_file: AnyPath | None
@@ -42,34 +47,41 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of the policy.   summary: its summary.json.   used: by stage, how many replicas and nodes answered."""
+    """A run of the policy.
+
+    Attributes:
+        path: Its folder.
+        summary: Its summary.json.
+        used: By stage, how many replicas and nodes answered.
+    """
 
     path: AnyPath
     summary: dict[str, Any]
     used: dict[str, tuple[int, int]]
 
 
-def find(folder: Path, policy: str | AnyPath | Policy | None, logits: str | AnyPath | None) -> Found:
+def find(folder: AnyPath, policy: str | AnyPath | Policy | None, logits: str | AnyPath | None) -> Inputs:
     """Find a policy and its table: what is named, else FOLDER/policy.json and FOLDER/logits or LOGITS.
 
     Without FOLDER/policy.json the only policy in FOLDER/policies counts, or of several the one that FOLDER/run is of.
     Raises DataError where the folder, a policy or a table is missing, ConfigError where a policy must be named.
     """
     if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}")
+        raise DataError(f"folder {folder} does not exist")
     file = None if isinstance(policy, Policy) else path_of(policy) if policy is not None else _policy_file(folder)
     if logits is None:
         logits = next((folder / name for name in ("logits", "LOGITS") if (folder / name).is_dir()), None)
     chosen = policy if isinstance(policy, Policy) else Policy.load(file or "")
     if logits is None:
         raise DataError(f"{folder} has no logit table in logits or LOGITS; name the policy's with --logits")
-    return Found(chosen, file, path_of(logits))
+    return Inputs(chosen, file, path_of(logits))
 
 
-def _policy_file(folder: Path) -> Path:
+def _policy_file(folder: AnyPath) -> AnyPath:
     if (folder / "policy.json").is_file():
         return folder / "policy.json"
-    files = sorted((folder / "policies").glob("*.json"))
+    policies = folder / "policies"
+    files = [file for file in visible(policies) if file.suffix == ".json"] if policies.is_dir() else []
     if not files:
         raise DataError(f"{folder} has no policy.json; make one with cauc fit, or name the policy with --policy")
     if len(files) > 1 and (folder / "run").is_dir():
@@ -82,12 +94,18 @@ def _policy_file(folder: Path) -> Path:
 
 
 def read_part(
-    named: str | AnyPath | None, usual: Path, read: Callable[[AnyPath], _Read], left_out: list[str]
+    named: str | AnyPath | None, usual: AnyPath, read: Callable[[AnyPath], _Read], left_out: list[str]
 ) -> _Read | None:
     """Read a part that a report may lack.
 
-    named: the path that the caller gave; an error is raised where it cannot be used.   usual: where it may be
-    otherwise; where it cannot be used, a line is added to left_out.   Returns None where there is none.
+    Args:
+        named: The path that the caller gave; an error is raised where it cannot be used.
+        usual: Its path otherwise; where it cannot be used, a line is added to left_out.
+        read: Reads it.
+        left_out: Lines on parts that are left out.
+
+    Returns:
+        The part, None without one.
     """
     if named is not None:
         return read(path_of(named))

@@ -20,7 +20,7 @@ from cauc_ray.numbers.types import Bools, Floats
 from cauc_ray.policies.policy import Policy, Stage
 from cauc_ray.policies.routers import ChoosingPolicy
 from cauc_ray.policies.trace import own_answers, replay
-from cauc_ray.reporting.finding import Found
+from cauc_ray.reporting.finding import Inputs
 
 _MOST_PAIRS = 6
 _MOST_EXAMPLES = 5
@@ -41,9 +41,16 @@ class SingleModel:
 class Measured:
     """A policy on its splits.
 
-    validation: None where the policy had none, or one without all labels.   expected_cost: mean of the policy there.
-    split: what test is called.   alone: bool (N, M), which models' own answers are right on test.   singles: M. An
-    encoder is not among these models.
+    Attributes:
+        policy: The policy.
+        calibration: Its calibration split.
+        validation: Its validation split, None without one that has all labels.
+        expected_cost: Mean cost of the policy there.
+        test: The split of the report.
+        evaluation: The policy's evaluation on it.
+        split: Its name.
+        alone: Whether models' own answers are right on it, bool (N, M); an encoder is not among the models.
+        singles: The models, M.
     """
 
     policy: Policy
@@ -66,35 +73,30 @@ class Measured:
         """Return whether the policy chooses one model for each example."""
         return isinstance(self.policy, ChoosingPolicy)
 
-    @property
-    def fuses(self) -> bool:
-        """Return whether its answers may be others than those of its models."""
-        return self.policy.fuses
 
-
-def measure_policy(found: Found, split: str) -> Measured:
+def measure_policy(inputs: Inputs, split: str) -> Measured:
     """Read the splits of the policy's table, check that they are the policy's, and replay the policy on one of them.
 
     Raises DataError where the table lacks a split or labels, or is not what the policy was fitted on; ConfigError
     where the split is one that the policy was fitted or chosen on.
     """
-    policy = found.policy
+    policy = inputs.policy
     fitted_on = [at for at in (policy.calibration, policy.validation) if at is not None]
     if split in [at.split for at in fitted_on]:
         raise ConfigError(f"split {split!r} is what the policy was fitted or chosen on; measure it on another")
-    chains = [labelled_examples(read_policy_chain(found.logits, policy, at.split)) for at in fitted_on]
+    chains = [labelled_examples(read_policy_chain(inputs.logits, policy, at.split)) for at in fitted_on]
     for chain, at in zip(chains, fitted_on, strict=True):
-        _require_same(f"split {at.split!r}", at.examples_fingerprint, chain.examples_fingerprint(), found)
+        _require_same(f"split {at.split!r}", at.examples_fingerprint, chain.examples_fingerprint(), inputs)
     for place, stage in enumerate(policy.stages):
         if stage.diagnostics is not None:
-            here = chains[0].logits_fingerprint(place)
-            _require_same(f"model {stage.name!r}", stage.diagnostics.logits_fingerprint, here, found)
-    test = read_policy_chain(found.logits, policy, split)
+            fingerprint = chains[0].logits_fingerprint(place)
+            _require_same(f"model {stage.name!r}", stage.diagnostics.logits_fingerprint, fingerprint, inputs)
+    test = read_policy_chain(inputs.logits, policy, split)
     test.require_labels("a report")
     models = range(len(policy.stages) - len(policy.answering), len(policy.stages))
     alone = own_answers(test, models) == test.labels[:, None]
     costs = test.costs.means[models.start :].tolist()
-    shares = [share(int(own.sum()), len(test)) for own in alone.T]
+    shares = [share(int(is_right.sum()), len(test)) for is_right in alone.T]
     validation = chains[1] if len(chains) > 1 and chains[1].labelled.all() else None
     return Measured(
         policy=policy,
@@ -109,10 +111,10 @@ def measure_policy(found: Found, split: str) -> Measured:
     )
 
 
-def _require_same(what: str, fitted_on: str, here: str, found: Found) -> None:
-    if here != fitted_on:
+def _require_same(what: str, fitted_on: str, fingerprint: str, inputs: Inputs) -> None:
+    if fingerprint != fitted_on:
         raise DataError(
-            f"{what} in {found.logits} is not what {found.policy_name} was fitted on (fingerprint {here}, not "
+            f"{what} in {inputs.logits} is not what {inputs.policy_name} was fitted on (fingerprint {fingerprint}, not "
             f"{fitted_on}); name the right table with --logits, or fit again"
         )
 
@@ -138,11 +140,17 @@ def measure_calibration(measured: Measured, stage: Stage, logits: Floats) -> Mod
 
 @dataclass(frozen=True, slots=True)
 class StageMistakes:
-    """What went wrong among the n examples that a stage answered.
+    """What went wrong among the examples that a stage answered.
 
-    counts: of these examples, by what they are.   quartiles: of the wrong answers' confidences, None without any.
-    bars: of the wrong ones, how many in each tenth of [0, 1].   pairs: label, answer and how often, most frequent
-    first.   surest: id, label, answer and confidence of the most confident wrong answers.
+    Attributes:
+        name: The stage.
+        n: Number of the examples.
+        accuracy: Share of right answers.
+        counts: Numbers of examples by kind.
+        quartiles: Quartiles of the wrong answers' confidences, None without any.
+        bars: Wrong answers in each tenth of confidence.
+        pairs: Label, answer and frequency of confusions, most frequent first.
+        surest: Id, label, answer and confidence of the most confident wrong answers.
     """
 
     name: str
@@ -158,7 +166,7 @@ class StageMistakes:
 def find_mistakes(measured: Measured, stage: int) -> StageMistakes:
     """Find what went wrong on test among a stage's answers."""
     chain, replay, alone = measured.test, measured.evaluation.replay, measured.alone
-    rows, own = np.flatnonzero(replay.stages == stage), stage - measured.n_encoders
+    rows, model = np.flatnonzero(replay.stages == stage), stage - measured.n_encoders
     right = replay.predictions[rows] == chain.labels[rows]
     wrong = rows[~right]
     labels, answers, confidences = (of[wrong] for of in (chain.labels, replay.predictions, replay.confidences))
@@ -171,8 +179,8 @@ def find_mistakes(measured: Measured, stage: int) -> StageMistakes:
         "another right": by_any & ~by_last,
         "no model right": ~by_any,
     }
-    if measured.fuses:
-        counted |= {"broken by fusion": alone[wrong, own], "fixed by fusion": ~alone[rows[right], own]}
+    if measured.policy.fuses:
+        counted |= {"broken by fusion": alone[wrong, model], "fixed by fusion": ~alone[rows[right], model]}
     return StageMistakes(
         name=chain.models[stage],
         n=len(rows),
@@ -184,7 +192,9 @@ def find_mistakes(measured: Measured, stage: int) -> StageMistakes:
             :_MOST_PAIRS
         ],
         # Among equals by id: nothing depends on the order of the files.
-        surest=tuple(sorted(zip(*columns, strict=True), key=lambda each: (-each[3], each[0])))[:_MOST_EXAMPLES],
+        surest=tuple(sorted(zip(*columns, strict=True), key=lambda mistake: (-mistake[3], mistake[0])))[
+            :_MOST_EXAMPLES
+        ],
     )
 
 
@@ -197,8 +207,12 @@ Tone: TypeAlias = Literal["good", "trade", "bad", "same"]
 class Verdict:
     """What the policy is worth on test, at its own threshold.
 
-    gain: in accuracy, against the last model on the same examples.   better: single models that are as accurate or
-    more, and cost no more, cheapest first.
+    Attributes:
+        tone: The kind of verdict.
+        sentence: The result.
+        consequence: What to do.
+        gain: Gain in accuracy over the last model on the same examples.
+        better: Single models that are as accurate or more, and cost no more, cheapest first.
     """
 
     tone: Tone
@@ -215,9 +229,9 @@ def judge(measured: Measured) -> Verdict:
     assert accuracy is not None
     right = measured.evaluation.replay.predictions == measured.test.labels
     gain = paired_difference(right, measured.alone[:, -1])
-    cheaper = sorted((each for each in singles if each.cost <= measures.cost), key=lambda each: each.cost)
-    better = tuple(each for each in cheaper if each.accuracy.value >= accuracy.value)
-    tone, consequence = _consequence(gain, relative is not None and relative < 1, better, singles)
+    better = [at for at in singles if at.cost <= measures.cost and at.accuracy.value >= accuracy.value]
+    better.sort(key=lambda at: at.cost)
+    tone, consequence = _consequence(gain, relative is not None and relative < 1, tuple(better), singles)
     against = f"as right as {last} alone on every example"
     if gain.low or gain.high:
         interval = f"95 % interval {_signed(gain.low)} to {_signed(gain.high)}"
@@ -227,7 +241,7 @@ def judge(measured: Measured) -> Verdict:
         f"{percent(accuracy.value)} of the answers are right at {number(measures.cost)} {measured.policy.cost_unit} "
         f"per example{share_of_last}; {against}."
     )
-    return Verdict(tone, sentence, consequence, gain, better)
+    return Verdict(tone, sentence, consequence, gain, tuple(better))
 
 
 def _consequence(

@@ -8,18 +8,17 @@ import re
 import shlex
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cauc_ray import __version__
 from cauc_ray.api.evaluated import evaluation_summary
 from cauc_ray.api.offline import require_apart
 from cauc_ray.api.options import FitOptions
-from cauc_ray.api.tables import amount, number, percent
+from cauc_ray.api.tables import amount, decimals, number, percent
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import ConfigError, require_packages
 from cauc_ray.files.documents import write_text
-from cauc_ray.files.paths import AnyPath
+from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.policies.evidence import Guard
 from cauc_ray.policies.policy import Policy
 from cauc_ray.reporting.curves import (
@@ -31,8 +30,8 @@ from cauc_ray.reporting.curves import (
     title_of,
     trace_methods,
 )
-from cauc_ray.reporting.drawing import SIZES, draw_confidences, draw_curves, draw_reliability, shortened
-from cauc_ray.reporting.finding import Found, Run, class_names, find, read_part, read_run
+from cauc_ray.reporting.drawing import draw_confidences, draw_curves, draw_reliability, shortened
+from cauc_ray.reporting.finding import Inputs, Run, class_names, find, read_part, read_run
 from cauc_ray.reporting.measured import Measured, Verdict, find_mistakes, judge, measure_calibration, measure_policy
 
 if TYPE_CHECKING:
@@ -44,17 +43,27 @@ PAGE, CARD = "report.html", "policy-card.md"
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A report that was written.   page: the HTML file.   card: the policy card, Markdown, in the same folder.
+    """A report that was written.
 
-    checks: those made when the policy was fitted, and of its costs on test; those that fired are warnings.
-    run: None where there is none.   labels: names of classes by index, where known.   left_out: why what lies in the
-    folder is not shown.
+    Attributes:
+        page: The HTML file.
+        card: The policy card, Markdown, in the same folder.
+        folder: The folder of the parts that were not named.
+        inputs: The policy and its table.
+        measured: The policy on its splits.
+        verdict: The verdict.
+        checks: Checks of the fit, and of the costs on test; those that fired are warnings.
+        curves: Curves of methods, the policy's first.
+        budgets: All operating points, None without a labelled validation split.
+        run: A run of the policy, if there is one.
+        labels: Names of classes by index, where known.
+        left_out: Reasons for which parts in the folder are not shown.
     """
 
-    page: Path
-    card: Path
-    folder: Path
-    found: Found
+    page: AnyPath
+    card: AnyPath
+    folder: AnyPath
+    inputs: Inputs
     measured: Measured
     verdict: Verdict
     checks: tuple[Guard, ...]
@@ -75,12 +84,12 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return what `cauc report --json` prints: where the files are, the verdict, and what `evaluate` prints."""
-        file, verdict = self.found.policy_file, self.verdict
+        file, verdict = self.inputs.policy_file, self.verdict
         return {
             "page": str(self.page),
             "card": str(self.card),
             "policy": None if file is None else str(file),
-            "logits": str(self.found.logits),
+            "logits": str(self.inputs.logits),
             "split": self.measured.split,
             "run": None if self.run is None else str(self.run.path),
             "comparison": None if self.comparison is None else str(self.comparison),
@@ -95,55 +104,55 @@ class Report:
 
 
 def report(
-    folder: str | Path = ".",
+    folder: str | AnyPath = ".",
     *,
     policy: str | AnyPath | Policy | None = None,
     logits: str | AnyPath | None = None,
     run: str | AnyPath | None = None,
     comparison: str | AnyPath | None = None,
     split: str = "test",
-    output: str | Path | None = None,
+    output: str | AnyPath | None = None,
 ) -> Report:
     """Write one self-contained HTML page on a policy, and its policy card in the same folder.
 
     Args:
-        folder: where the parts are that are not named, under the names that cauc's verbs and documents give them.
-        policy: or its file; without it FOLDER/policy.json, or of FOLDER/policies the one that the run is of.
-        logits: the table that it was fitted on; without it FOLDER/logits.
-        run: the output of `cauc run` with this policy; without it FOLDER/run, where there is one.
-        comparison: the output of `cauc compare -o` on this table; without it FOLDER/comparison, where there is one.
-        split: where final figures are measured.
-        output: the page; without it FOLDER/report.html.
+        folder: The folder of parts that are not named, under the names that cauc's verbs and documents give them.
+        policy: A policy, or its file (default: FOLDER/policy.json, or of FOLDER/policies the one of the run).
+        logits: The table that it was fitted on (default: FOLDER/logits).
+        run: The output of `cauc run` with this policy (default: FOLDER/run, if it exists).
+        comparison: The output of `cauc compare -o` on this table (default: FOLDER/comparison, if it exists).
+        split: The split to measure on.
+        output: The page to write (default: FOLDER/report.html).
 
     Raises:
-        CaucError: DataError where a part is missing or does not belong to the policy, ConfigError where something
-            must be named or a package is missing. What lies in the folder and is not named is left out instead.
+        CaucError: DataError if a part is missing or does not belong to the policy, ConfigError if something must be
+            named or a package is missing. Parts in the folder that do not belong to the policy are left out instead.
     """
     require_packages("a report", "reports", "jinja2", "matplotlib")
-    root = Path(folder)
-    page = Path(output) if output is not None else root / PAGE
-    card = page.with_name(CARD)
+    root = path_of(folder)
+    page = root / PAGE if output is None else path_of(output)
+    card = page.parent / CARD
     if page.name == CARD:
         raise ConfigError(f"the policy card is written as {CARD} in the page's folder; give the page another name")
-    found, left_out = find(root, policy, logits), list[str]()
-    used = [found.policy_file, found.logits, run or root / "run", comparison or root / "comparison"]
+    inputs, left_out = find(root, policy, logits), list[str]()
+    sources = [inputs.policy_file, inputs.logits, run or root / "run", comparison or root / "comparison"]
     for path in (page, card):
-        require_apart(path, *(each for each in used if each is not None))
-    measured = measure_policy(found, split)
-    own_run = read_part(run, root / "run", lambda path: read_run(path, found.policy), left_out)
+        require_apart(path, *(source for source in sources if source is not None))
+    measured = measure_policy(inputs, split)
+    policy_run = read_part(run, root / "run", lambda path: read_run(path, inputs.policy), left_out)
     compared = read_part(comparison, root / "comparison", lambda path: read_curves(path, measured), left_out)
     written = Report(
         page=page,
         card=card,
         folder=root,
-        found=found,
+        inputs=inputs,
         measured=measured,
         verdict=judge(measured),
-        checks=(*found.policy.guards, *measured.evaluation.guards),
+        checks=(*inputs.policy.guards, *measured.evaluation.guards),
         curves=(*trace_methods(measured), *(compared or ())),
         budgets=find_budgets(measured),
-        run=own_run,
-        labels=class_names(found.logits, own_run),
+        run=policy_run,
+        labels=class_names(inputs.logits, policy_run),
         left_out=tuple(left_out),
     )
     for path, text in zip((page, card), render(written), strict=True):
@@ -153,37 +162,42 @@ def report(
 
 def render(report: Report) -> tuple[str, str]:
     """Return the page, one HTML file that needs nothing else, and the policy card, in Markdown as GitHub has it."""
-    found, measured, split = report.found, report.measured, report.measured.split
-    models = list(enumerate(zip(found.policy.stages, measured.test.logits, strict=True)))[measured.n_encoders :]
+    inputs, measured, split = report.inputs, report.measured, report.measured.split
+    policy, test = inputs.policy, measured.test
+    models = list(enumerate(zip(policy.stages, test.logits, strict=True)))[measured.n_encoders :]
     calibration = [measure_calibration(measured, *model) for _, model in models]
     mistakes = [find_mistakes(measured, stage) for stage, _ in models]
-    policy = ["--policy", found.policy_name, *([] if split == "test" else ["--split", split])]
+    flags = ["--policy", inputs.policy_name, *([] if split == "test" else ["--split", split])]
     commands = [
-        _fit_command(found, for_budget=False),
-        ["cauc", "evaluate", str(found.logits), *policy],
-        ["cauc", "report", str(report.folder), "--logits", str(found.logits), *policy],
+        _fit_command(inputs, for_budget=False),
+        ["cauc", "evaluate", str(inputs.logits), *flags],
+        ["cauc", "report", str(report.folder), "--logits", str(inputs.logits), *flags],
     ]
-    known = {
+    uses = [(policy.calibration, "temperatures and fusion"), (policy.validation, "thresholds")]
+    splits = [(of.split, of.n, use, of.examples_fingerprint) for of, use in uses if of is not None]
+    contents = {
         "report": report,
-        "method": title_of(found.policy.method),
+        "method": title_of(policy.method),
         "calibration": calibration,
         "mistakes": mistakes,
+        "splits": [*splits, (split, len(test), "these figures", test.examples_fingerprint())],
         "version": __version__,
-        "fit_at_budget": shlex.join([*_fit_command(found, for_budget=True), "--budget"]),
+        "fit_at_budget": shlex.join([*_fit_command(inputs, for_budget=True), "--budget"]),
         "commands": "\n".join(map(shlex.join, commands)),
     }
-    drawn = {size: draw_curves(measured, report.curves, report.budgets, size) for size in SIZES}
-    texts = {name: _read(f"{name}.{ending}") for name, ending in (("style", "css"), ("script", "js"))}
+    curves, places = draw_curves(measured, report.curves, report.budgets)
+    script = _read("script.js")
     page = _template("page.html", autoescape=True).render(
-        **known,
-        **texts,
-        **{f"{name}_hash": _hash(text) for name, text in texts.items()},
-        curves=[svg for svg, _ in drawn.values()],
-        reliability=[draw_reliability(each, place) for place, each in enumerate(calibration)],
+        **contents,
+        style=_read("style.css"),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        curves=curves,
+        reliability=[draw_reliability(model, place) for place, model in enumerate(calibration)],
         confidences=[draw_confidences(stage.bars, place) for place, stage in enumerate(mistakes)],
-        budgets=report.budgets and report.budgets.as_json() | {"at": {size: at for size, (_, at) in drawn.items()}},
+        budgets=report.budgets and report.budgets.as_json(places),
     )
-    return page, _template("card.md", autoescape=False, finalize=_escape_markdown).render(**known)
+    return page, _template("card.md", autoescape=False, finalize=_escape_markdown).render(**contents)
 
 
 def _template(name: str, **options: Any) -> Any:
@@ -198,6 +212,7 @@ def _template(name: str, **options: Any) -> Any:
         "interval": share_text,
         "number": number,
         "percent": percent,
+        "ratio": decimals,
         "short": shortened,
     }
     return environment.get_template(name)
@@ -205,11 +220,6 @@ def _template(name: str, **options: Any) -> Any:
 
 def _read(name: str) -> str:
     return files("cauc_ray.reporting").joinpath("templates", name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    """Return the name of a text in a content security policy."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _escape_markdown(value: Any) -> Any:
@@ -220,11 +230,11 @@ def _escape_markdown(value: Any) -> Any:
     return re.sub(r"([\\`*_\[\]{}|~#!$@])", r"\\\1", text)
 
 
-def _fit_command(found: Found, *, for_budget: bool) -> list[str]:
+def _fit_command(inputs: Inputs, *, for_budget: bool) -> list[str]:
     """Return the command that fits the policy.   for_budget: its chain for another budget, which is to be added."""
-    policy, choice = found.policy, found.policy.threshold_choice
-    declared = LogitTable(found.logits).declared_costs
-    given: dict[str, Any] = {
+    policy, choice = inputs.policy, inputs.policy.threshold_choice
+    declared = LogitTable(inputs.logits).declared_costs
+    options: dict[str, Any] = {
         "models": tuple(stage.name for stage in sorted(policy.answering, key=lambda stage: stage.cost)),
         "method": f"single:{policy.models[0]}" if policy.method == "single" else policy.method,
         "embedding": policy.encoder,
@@ -235,26 +245,28 @@ def _fit_command(found: Found, *, for_budget: bool) -> list[str]:
         "objective": choice.objective,
     }
     if not policy.scored:
-        given["models"] = policy.models
+        options["models"] = policy.models
     if policy.method == "rf" and policy.schedule is not None:
-        given["rule"] = "gain"
-    if policy.costs == "per-model" and any(declared.get(stage.name, 0.0) != stage.cost for stage in policy.stages):
-        given["costs"] = tuple(f"{stage.name}={stage.cost!r}" for stage in policy.stages)
+        options["rule"] = "gain"
     if not for_budget:
         if policy.search is not None:
-            given |= {"models": policy.search.pool, "costs": None}
-            given |= {"search": True} if policy.encoder is None else {"method": "auto"}
+            options["models"] = policy.search.pool
+            options |= {"search": True} if policy.encoder is None else {"method": "auto"}
         elif policy.safe is not None:
-            given |= {"models": policy.safe.models, "safe": True, "costs": None}
+            options |= {"models": policy.safe.models, "safe": True}
         if (at := choice.certificate) is not None:
-            given["certify"] = f"risk<={at.risk:g}@{at.confidence:g}"
+            options["certify"] = f"risk<={at.risk:g}@{at.confidence:g}"
         elif choice.price is not None:
-            given["price"] = choice.price
+            options["price"] = choice.price
         else:
             same = policy.threshold if isinstance(policy.threshold, float) else max(policy.threshold, default=0.0)
-            given |= {"threshold": same} if choice.rule == "given" else {"budget": policy.budget}
-    words = ["cauc", "fit", str(found.logits), "-o", "policy.json" if for_budget else found.policy_name]
-    for name, value in given.items():
+            options |= {"threshold": same} if choice.rule == "given" else {"budget": policy.budget}
+    costs = declared | {stage.name: stage.cost for stage in policy.stages}
+    if policy.costs == "per-model" and any(declared.get(name, 0.0) != costs[name] for name in policy.models):
+        names = dict.fromkeys((*policy.models, *options["models"]))
+        options["costs"] = tuple(f"{name}={costs[name]!r}" for name in names if name in costs)
+    words = ["cauc", "fit", str(inputs.logits), "-o", "policy.json" if for_budget else inputs.policy_name]
+    for name, value in options.items():
         if value is not None and value != FitOptions.model_fields[name].get_default():
             flag = f"--{name.replace('_', '-')}"
             words += [flag] if value is True else [flag, ",".join(value) if isinstance(value, tuple) else str(value)]

@@ -76,18 +76,22 @@ def plan(
     requests. Where these two differ, it is by chance; where the second differs from what was measured, the plan is
     wrong, or the machine was busy with something else.
 
-    seconds: of a run, as predicted, and of a service's turn.   turns: of a service at each load.   pools: which to plan
-    for.   services: what is served after the run: "local", by one process; "serve", by Ray Serve, whose processes take
-    both cores at the rates of these pools; or "none".   slower: stages take this many times as long.
+    Args:
+        seconds: Seconds of a run, as predicted, and of a service's turn.
+        turns: Turns of a service at each load.
+        pools: The pools to plan for.
+        services: What is served after the run: "local", by one process; "serve", by Ray Serve, whose processes take
+            both cores at the rates of these pools; or "none".
+        slower: Stages take this many times as long.
     """
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for name in pools:
         stages = [replace(at, per_call=at.per_call * slower, per_row=at.per_row * slower) for at in POOLS[name]]
         with scratch() as folder:
-            found[name] = planned_and_run(folder, stages, seconds)
+            results[name] = planned_and_run(folder, stages, seconds)
             if services != "none":
-                found[name]["services"] = planned_and_served(folder, stages, services == "local", seconds, turns)
-    return {"pools": found}
+                results[name]["services"] = planned_and_served(folder, stages, services == "local", seconds, turns)
+    return {"pools": results}
 
 
 def planned_and_run(folder: Path, stages: Sequence[SleepingStage], seconds: float) -> dict[str, Any]:
@@ -115,14 +119,14 @@ def planned_and_run(folder: Path, stages: Sequence[SleepingStage], seconds: floa
         # Pairs of what was predicted, or configured, and what was measured.
         "stages": {
             at.name: {
-                "calls": [of.calls, own["calls"]],
-                "fill": [of.fill, own["batch_fill"]],
-                "computed_s": [of.busy * predicted.window_s * at.replicas, own["compute_s"]],
-                "busy_share": own["compute_s"] / (at.replicas * span_s),
+                "calls": [of.calls, summed["calls"]],
+                "fill": [of.fill, summed["batch_fill"]],
+                "computed_s": [of.busy * predicted.window_s * at.replicas, summed["compute_s"]],
+                "busy_share": summed["compute_s"] / (at.replicas * span_s),
                 "per_call_s": [at.per_call, fitted[at.name].seconds.per_call],
                 "per_row_s": [at.per_row, fitted[at.name].seconds.per_row],
             }
-            for at, of, own in zip(stages, predicted.stages, summary["stages"], strict=True)
+            for at, of, summed in zip(stages, predicted.stages, summary["stages"], strict=True)
         },
     }
 
@@ -183,25 +187,25 @@ def planned_and_served(
             assert simulated is not None
             return measured, simulated
 
-        found = []
+        services = []
         for load in LOADS:
             rate = load * most_rate(planned, 1.0)[0]
             plan = simulate_arrivals(planned, rate, router=ROUTER).latency
             assert plan is not None
-            found.append({"load": load, "rate": rate, **against(plan, [turn(rate, seed) for seed in range(turns)])})
-    return found
+            services.append({"load": load, "rate": rate, **against(plan, [turn(rate, seed) for seed in range(turns)])})
+    return services
 
 
 def against(plan: Latency, turns: Sequence[tuple[Latency, Latency]]) -> dict[str, Any]:
     """Return the medians over the turns, and the ratios of the plan and of the simulation to what was measured."""
     return {
         "plan": {what: getattr(plan, what) for what in WHAT},
-        "measured": {what: median(getattr(own, what) for own, _ in turns) for what in WHAT},
-        "n_measured": sum(own.n for own, _ in turns),
+        "measured": {what: median(getattr(measured, what) for measured, _ in turns) for what in WHAT},
+        "n_measured": sum(measured.n for measured, _ in turns),
         "plan_to_measured": {
-            what: getattr(plan, what) / median(getattr(own, what) for own, _ in turns) for what in WHAT
+            what: getattr(plan, what) / median(getattr(measured, what) for measured, _ in turns) for what in WHAT
         },
         "simulated_to_measured": {
-            what: median(getattr(same, what) / getattr(own, what) for own, same in turns) for what in WHAT
+            what: median(getattr(same, what) / getattr(measured, what) for measured, same in turns) for what in WHAT
         },
     }

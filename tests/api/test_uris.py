@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import yaml
 from earlier_runs import call, write_run
+from reported import write_run as write_summary
 from runs import MODELS, saved_model
 from synthetic import write_table
 
 import cauc_ray
 from cauc_ray.errors import CaucError
+from cauc_ray.files.documents import make_folder
 from cauc_ray.files.parquet import read_parquet
 from cauc_ray.files.paths import path_of
 from cauc_ray.models.pool import load_pool
@@ -79,3 +81,20 @@ def test_what_is_not_there_is_named_by_its_uri(s3, command):
     code, _, err = command("fit", cauc_ray.sample_logits(), "-o", "s3://no-such-bucket/policy.json")
     assert (code, err.count("\n")) == (2, 1)
     assert "s3://no-such-bucket/policy.json" in err
+
+
+def test_a_report_of_a_folder_by_uri_is_that_by_path(places, command):
+    reports = []
+    for folder in places:
+        make_folder(folder / "policies")
+        policy = cauc_ray.fit(f"{folder}/LOGITS", models=MODELS, method="rf", budget=9)
+        for name, model in (("one", policy), ("two", cauc_ray.fit(f"{folder}/LOGITS", models=MODELS, budget=6))):
+            model.save(folder / "policies" / f"{name}.json")
+        write_summary(folder / "run", policy)
+        code, out, _ = command("report", folder, "--json")
+        assert code == 0
+        report = json.loads(out.replace(str(folder), "HOME"))
+        assert (report["policy"], report["run"]) == ("HOME/policies/one.json", "HOME/run")
+        pages = [(folder / name).read_text().replace(str(folder), "HOME") for name in ("report.html", "policy-card.md")]
+        reports.append((report, pages))
+    assert reports[0] == reports[1]

@@ -260,7 +260,6 @@ def test_show_names_a_file_that_is_absent_by_its_uri(cauc):
     assert "s3://no-such-bucket/x" in cauc("show", "s3://no-such-bucket/x")[2]
 
 
-@pytest.mark.xfail(strict=True, reason="issue 35: report writes to no URI")
 def test_a_report_is_written_to_a_uri(cauc, s3):
     cauc("fit", "LOGITS", *CHAIN, "-o", "policy.json")
     assert cauc("report", ".", "-o", f"{s3}/page.html")[0] == 0

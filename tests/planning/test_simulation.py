@@ -93,56 +93,56 @@ def test_a_trace_is_served_as_by_the_real_cascade():
     times = np.cumsum(rng.exponential(float(loads(THREE, 1.0).max()) / load, n))
     answered_by = rng.choice(3, n, p=[0.4, 0.3, 0.3]).astype(np.int8)
     latency, sizes = served(THREE, times, answered_by)
-    found = simulate_trace(THREE, times, answered_by, Window(0.0, times[-1] + 100.0))
-    assert found.latency.n == n
-    assert found.latency.mean == pytest.approx(latency.mean(), rel=rel)
-    assert found.latency.p99 == pytest.approx(np.percentile(latency, 99), rel=rel)
-    for of, own in zip(found.stages, sizes, strict=True):
-        assert of.calls == pytest.approx(len(own), rel=rel)
-        assert of.rows == sum(own)
+    result = simulate_trace(THREE, times, answered_by, Window(0.0, times[-1] + 100.0))
+    assert result.latency.n == n
+    assert result.latency.mean == pytest.approx(latency.mean(), rel=rel)
+    assert result.latency.p99 == pytest.approx(np.percentile(latency, 99), rel=rel)
+    for use, batches in zip(result.stages, sizes, strict=True):
+        assert use.calls == pytest.approx(len(batches), rel=rel)
+        assert use.rows == sum(batches)
 
 
 @settings(max_examples=25)
 @given(stages=chains, rate=st.floats(0.5, 200.0), seed=st.integers(0, 99))
 def test_no_row_is_lost_and_no_replica_computes_two_calls_at_once(stages, rate, seed):
-    found = simulate_arrivals(stages, rate, seed=seed, window=Window(1.0, 4.0))
-    assert found.n_arrived == found.n_answered + found.n_left
-    assert found.rows_per_s * found.window_s <= found.n_answered + 1e-6
-    for at, of in zip(stages, found.stages, strict=True):
+    result = simulate_arrivals(stages, rate, seed=seed, window=Window(1.0, 4.0))
+    assert result.n_arrived == result.n_answered + result.n_left
+    assert result.rows_per_s * result.window_s <= result.n_answered + 1e-6
+    for at, of in zip(stages, result.stages, strict=True):
         assert 0.0 <= of.busy <= 1.0
         assert of.fill is None or 0.0 < of.fill <= 1.0
         assert of.rows <= of.calls * at.batch_size
-    if found.latency is not None:
+    if result.latency is not None:
         quickest = min(np.cumsum([at.seconds.of(1) for at in stages]))
-        assert found.latency.p50 >= quickest - 1e-9
-        assert found.latency.p50 <= found.latency.p99
-    assert found == simulate_arrivals(stages, rate, seed=seed, window=Window(1.0, 4.0))
+        assert result.latency.p50 >= quickest - 1e-9
+        assert result.latency.p50 <= result.latency.p99
+    assert result == simulate_arrivals(stages, rate, seed=seed, window=Window(1.0, 4.0))
 
 
 @given(stages=chains, n=st.integers(1, 400))
 def test_a_backlog_ends_answered_not_before_any_stage_could_have_done_its_share(stages, n):
-    found = simulate_backlog(stages, n)
-    assert (found.n_answered, found.n_left) == (n, 0)
+    result = simulate_backlog(stages, n)
+    assert (result.n_answered, result.n_left) == (n, 0)
     reached = n
-    for at, of in zip(stages, found.stages, strict=True):
+    for at, of in zip(stages, result.stages, strict=True):
         assert of.rows == reached
         reached = round(at.deferral * reached)
-    for at, of in zip(stages, found.stages, strict=True):
+    for at, of in zip(stages, result.stages, strict=True):
         busy_s = at.seconds.seconds.per_call * of.calls + at.seconds.seconds.per_row * of.rows
-        assert found.window_s >= busy_s / at.replicas - 1e-9
-        assert of.busy == pytest.approx(busy_s / (at.replicas * found.window_s))
+        assert result.window_s >= busy_s / at.replicas - 1e-9
+        assert of.busy == pytest.approx(busy_s / (at.replicas * result.window_s))
 
 
 def test_one_replica_and_single_rows_are_an_m_d_1_queue():
     load, service_s, n = 0.5, 0.02, 16_000
     window = Window(100.0, 100.0 + n * service_s / load)
-    found = simulate_arrivals([stage(per_call=service_s)], load / service_s, window=window)
+    result = simulate_arrivals([stage(per_call=service_s)], load / service_s, window=window)
     # Pollaczek and Khinchine, for a service that does not vary.
     waits_s = load * service_s / (2 * (1 - load))
-    assert found.stages[0].wait_s == pytest.approx(waits_s, rel=0.06)
-    assert found.latency.mean == pytest.approx(service_s + waits_s, rel=0.03)
-    assert found.stages[0].busy == pytest.approx(load, rel=0.02)
-    assert not found.grows
+    assert result.stages[0].wait_s == pytest.approx(waits_s, rel=0.06)
+    assert result.latency.mean == pytest.approx(service_s + waits_s, rel=0.03)
+    assert result.stages[0].busy == pytest.approx(load, rel=0.02)
+    assert not result.grows
 
 
 def test_a_routers_seconds_come_on_top_and_what_comes_meanwhile_waits():
@@ -162,6 +162,6 @@ def test_a_routers_seconds_come_on_top_and_what_comes_meanwhile_waits():
 def test_a_queue_grows_where_the_load_is_more_than_all_capacity(factor):
     chain = [stage(8, 2, per_row=0.01, wait_s=0.01, deferral=0.5), stage(4, 2, per_row=0.02, wait_s=0.01)]
     rate = factor / float(loads(chain, 1.0).max())
-    found = simulate_arrivals(chain, rate)
-    assert found.grows == (factor > 1)
-    assert found.rows_per_s == pytest.approx(min(1.0, 1 / factor) * rate, rel=0.05)
+    result = simulate_arrivals(chain, rate)
+    assert result.grows == (factor > 1)
+    assert result.rows_per_s == pytest.approx(min(1.0, 1 / factor) * rate, rel=0.05)

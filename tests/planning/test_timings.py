@@ -39,22 +39,22 @@ def test_each_replicas_first_call_and_calls_that_were_lost_count_for_nothing(tmp
     rows += [call("small", n % 3, 500.0 + n, n, seconds(n), accepted=n // 2) for n in (8, 4, 8, 2, 6)]
     rows += [call("small", 0, 900.0, 8, None, accepted=0) | {"deferred": 0}]
     rows += [call("large", 7, 0.0, 4, 2.0)]  # its replica's first and only one
-    found = read_earlier_run(write_run(tmp_path / "run", rows), ["small", "large"])
-    small = found.timings["small"]
+    run = read_earlier_run(write_run(tmp_path / "run", rows), ["small", "large"])
+    small = run.timings["small"]
     assert (small.seconds.per_call, small.seconds.per_row) == pytest.approx((0.5, 0.1))
     assert (small.n_calls, small.least_rows, small.most_rows) == (5, 2, 8)
-    assert found.timings["large"].seconds.of(4) == pytest.approx(2.0)
+    assert run.timings["large"].seconds.of(4) == pytest.approx(2.0)
     n_deferred, n = 3 * 8 + 4 + 2 + 4 + 1 + 3, 3 * 8 + 28
-    assert found.deferral == {"small": pytest.approx(n_deferred / n), "large": 0.0}
-    assert found.policy_id == "p"
+    assert run.deferral == {"small": pytest.approx(n_deferred / n), "large": 0.0}
+    assert run.policy_id == "p"
 
 
 def warnings_of(timing, batch_size):
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         timing.check("large", batch_size)
-    assert all(one.category is CaucWarning for one in heard)
-    return [str(one.message) for one in heard]
+    assert all(one.category is CaucWarning for one in caught)
+    return [str(one.message) for one in caught]
 
 
 def test_a_plan_says_where_its_fit_is_off_or_does_not_reach():
@@ -83,9 +83,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_no_run_is_refused_in_one_line(tmp_path, case):
-    break_it, says = BROKEN[case]
+    break_it, words = BROKEN[case]
     folder = write_run(tmp_path / "run", [call("small", 0, 0.0, 4, 1.0)] * 2)
-    other = break_it(folder)
-    with pytest.raises(CaucError, match=says) as told:
-        read_earlier_run(other or folder, ["small", "large"])
-    assert "\n" not in str(told.value)
+    broken = break_it(folder)
+    with pytest.raises(CaucError, match=words) as error:
+        read_earlier_run(broken or folder, ["small", "large"])
+    assert "\n" not in str(error.value)

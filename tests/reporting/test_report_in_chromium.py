@@ -11,7 +11,7 @@ from cauc_ray.policies.policy import Policy
 
 pytestmark = [
     pytest.mark.soak("browser"),
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here"),
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
 ]
 
 
@@ -60,10 +60,10 @@ def require_text(page, report, names):
     assert page.run("[...document.querySelectorAll('h1 .model')].map(m => m.textContent)") == names
     assert page.run("document.querySelectorAll('img, i, u, b').length") == 0
     assert page.run("document.scripts.length") == 2
-    ids = page.run("[...document.querySelectorAll('.example')].map(t => t.textContent)")
+    ids = page.run("[...document.querySelectorAll('.examples tbody th')].map(t => t.textContent)")
     assert ids
     assert all(re.fullmatch(r"</script><img src=x onerror=alert\(test-\d+\)>", id_) for id_ in ids)
-    answers = set(page.run("[...document.querySelectorAll('.stage td.words')].map(t => t.textContent)"))
+    answers = set(page.run("[...document.querySelectorAll('.examples td:nth-child(-n+3)')].map(t => t.textContent)"))
     assert answers
     assert answers <= set(report.labels.values())
 

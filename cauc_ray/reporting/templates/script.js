@@ -1,14 +1,13 @@
 "use strict";
 
-// Which method's interval is drawn.
-for (const button of document.querySelectorAll("button[data-band]")) {
-  button.addEventListener("click", () => {
-    const pressed = button.getAttribute("aria-pressed") !== "true";
-    button.setAttribute("aria-pressed", pressed);
-    for (const band of document.querySelectorAll(`[id$="band-${button.dataset.band}"]`)) band.classList.toggle("drawn", pressed);
-  });
+// Which methods' intervals are drawn, at first that of the policy's own.
+for (const button of document.querySelectorAll("[data-band]")) {
+  button.onclick = () => {
+    const isDrawn = document.getElementById(button.dataset.band).classList.toggle("drawn");
+    button.setAttribute("aria-pressed", isDrawn);
+  };
 }
-document.querySelector("button[data-band]")?.click();
+document.querySelector("[data-band]")?.click();
 
 // A narrow screen shows each row as a list, where every cell has its column's name.
 for (const table of document.querySelectorAll("table")) {
@@ -16,72 +15,47 @@ for (const table of document.querySelectorAll("table")) {
   for (const row of table.tBodies[0].rows) {
     [...row.cells].forEach((cell, column) => { cell.dataset.column = names[column]; });
   }
-  if (names.length > 4) table.classList.add("reflows");
+  table.classList.toggle("reflows", names.length > 4);
 }
 
 // Each point is the best that validation has within some budgets. They rise in cost, and with it in quality.
 function follow(data) {
-  const slider = document.getElementById("budget");
-  const field = document.getElementById("budget-number");
-  const says = document.getElementById("budget-says");
-  const cells = document.querySelectorAll("data.shown");
-
-  // As in the library: a mean cost equal to the budget must not miss it by rounding.
-  function bestWithin(budget) {
-    const most = budget + data.tolerance * Math.abs(budget);
-    return data.points.findLastIndex((point) => point.cost <= most);
-  }
+  const [slider, field, says, mark] = ["budget", "budget-number", "budget-says", "mark"]
+    .map((id) => document.getElementById(id));
 
   function show(budget) {
-    const place = Number.isFinite(budget) ? bestWithin(budget) : -1;
-    const point = data.points[place];
-    cells.forEach((cell, row) => {
-      const [value, text] = point ? point.figures[row] : [null, "–"];
+    // As in the library: a mean cost equal to the budget must not miss it by rounding.
+    const point = data.points.findLast((of) => of.cost <= budget + data.tolerance * Math.abs(budget));
+    document.querySelectorAll("data.shown").forEach((cell, row) => {
+      const [value, text] = point?.figures[row] ?? [null, "–"];
       cell.value = value ?? "";
       cell.textContent = text;
     });
-    const total = point ? point.answered.reduce((sum, n) => sum + n) : 1;
-    let x = 0;
-    document.querySelectorAll(".stack rect").forEach((bar, stage) => {
-      const width = point ? (100 * point.answered[stage]) / total : 0;
-      bar.setAttribute("x", x);
-      bar.setAttribute("width", width);
-      x += width;
-    });
-    for (const mark of document.querySelectorAll("[data-mark]")) {
-      mark.toggleAttribute("hidden", !point);
-      if (point) mark.setAttribute("transform", `translate(${data.at[mark.dataset.mark][place].join(" ")})`);
-    }
+    document.querySelectorAll(".stack span").forEach((bar, stage) => { bar.style.flexGrow = point?.answered[stage] ?? 0; });
+    mark.toggleAttribute("hidden", !point);
+    if (point) mark.setAttribute("transform", `translate(${point.at.join(" ")})`);
     for (const word of document.querySelectorAll("[data-budget]")) word.textContent = point ? budget : "B";
-    says.textContent = point ? "" : refusal(budget);
+    says.textContent = point ? "" : Number.isFinite(budget)
+      ? `${budget} ${data.unit} is below the cheapest operating point, ${data.low} ${data.unit}, where the first stage answers everything.`
+      : "A budget is a number: the mean cost per example.";
     field.setAttribute("aria-invalid", !point);
     slider.setAttribute("aria-valuetext", `${field.value} ${data.unit}`);
   }
 
-  function refusal(budget) {
-    if (!Number.isFinite(budget)) return "A budget is a number: the mean cost per example.";
-    return `${budget} ${data.unit} is below the cheapest operating point, ${data.low} ${data.unit}, ` +
-      "where the first stage answers everything.";
-  }
-
-  slider.addEventListener("input", () => {
+  slider.oninput = () => {
     const budget = data.low + ((data.high - data.low) * slider.value) / data.steps;
     field.value = Math.min(data.high, Math.max(data.low, Number(budget.toFixed(data.digits))));
     show(Number(field.value));
-  });
+  };
 
-  function typed() {
+  field.oninput = () => {
     const budget = field.value.trim() === "" ? NaN : Number(field.value);
-    if (Number.isFinite(budget) && data.high > data.low) {
-      slider.value = ((budget - data.low) / (data.high - data.low)) * data.steps;
-    }
+    if (data.high > data.low) slider.value = ((budget - data.low) / (data.high - data.low)) * data.steps || 0;
     show(budget);
-  }
-  field.addEventListener("input", typed);
+  };
 
-  // A browser that goes back to the page may have kept what was typed.
-  field.value = data.start;
-  typed();
+  field.value = data.start; // a browser that goes back to the page may have kept what was typed
+  field.oninput();
 }
 
 const points = document.getElementById("points");
