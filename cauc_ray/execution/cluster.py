@@ -82,8 +82,13 @@ class _Node:
             self.free[name] = self.free.get(name, 0.0) + amount
 
 
-def _nodes() -> list[_Node]:
-    return [_Node(dict(node.get("Labels") or {}), dict(node["Resources"])) for node in live_nodes().values()]
+def _nodes(free: bool = False) -> dict[str, _Node]:
+    """Return the live nodes by id, with all that they have, or with what is free on them now."""
+    left = ray._private.state.available_resources_per_node() if free else {}  # Ray 2.60 has no public function for it
+    return {
+        id: _Node(dict(node.get("Labels") or {}), dict(left.get(id, {}) if free else node["Resources"]))
+        for id, node in live_nodes().items()
+    }
 
 
 def in_the_way(waiting: Resources, placed: Sequence[tuple[Resources, str]]) -> int | None:
@@ -91,8 +96,7 @@ def in_the_way(waiting: Resources, placed: Sequence[tuple[Resources, str]]) -> i
 
     placed: what each occupies, and the id of its node.   None where the one that waits fits as it is, or no move helps.
     """
-    free = ray._private.state.available_resources_per_node()  # Ray 2.60 has no public function for it
-    nodes = {id: _Node(dict(node.get("Labels") or {}), dict(free.get(id, {}))) for id, node in live_nodes().items()}
+    nodes = _nodes(free=True)
     if any(node.takes(waiting) for node in nodes.values()):
         return None
     for number, (needs, id) in enumerate(placed):
@@ -106,7 +110,7 @@ def in_the_way(waiting: Resources, placed: Sequence[tuple[Resources, str]]) -> i
 
 def room_for(needs: Resources, most: int) -> int:
     """Return how many actors that need so much fit on the live nodes, at most so many."""
-    return _placed([(needs, 0, most)])[0][0]
+    return _placed([(needs, 0, most)], _nodes())[0][0]
 
 
 def require_fit(stages: Sequence[StageSpec]) -> None:
@@ -115,9 +119,22 @@ def require_fit(stages: Sequence[StageSpec]) -> None:
     An actor that cannot be placed waits in Ray without end or a word, so this asks beforehand. Where an autoscaler
     starts nodes, they are waited for.
     """
-    _, unfit, nodes = _placed([(stage.resources, stage.replicas.min, stage.replicas.min) for stage in stages])
+    asked = [(f"stage {stage.name!r}", stage.resources, stage.replicas.min) for stage in stages]
+    _require_placed(asked, _nodes(), "lower its resources or replicas, or add nodes")
+
+
+def require_room(asked: Sequence[tuple[str, Resources, int]], remedy: str) -> None:
+    """Raise ExecutionError naming the first actors that do not fit next to all that runs now, as require_fit does.
+
+    asked: what they are, what each needs, and how many there are.   remedy: what else can be done.
+    """
+    _require_placed(asked, _nodes(free=True), f"free it, or {remedy}")
+
+
+def _require_placed(asked: Sequence[tuple[str, Resources, int]], nodes: dict[str, _Node], remedy: str) -> None:
+    _, unfit = _placed([(needs, n, n) for _, needs, n in asked], nodes)
     if unfit is not None:
-        wait_for_nodes(_does_not_fit(stages[unfit], nodes), "lower its resources or replicas, or add nodes")
+        wait_for_nodes(_does_not_fit(*asked[unfit], nodes), remedy)
 
 
 def wait_for_nodes(what: str, remedy: str) -> None:
@@ -135,28 +152,31 @@ def replicas_that_fit(stages: Sequence[StageSpec]) -> list[int]:
 
     Raises ExecutionError naming the first stage whose minimum does not fit, with what it asks and what there is.
     """
-    counts, unfit, nodes = _placed([(stage.resources, stage.replicas.min, stage.replicas.max) for stage in stages])
+    nodes = _nodes()
+    counts, unfit = _placed([(stage.resources, stage.replicas.min, stage.replicas.max) for stage in stages], nodes)
     if unfit is not None:
-        raise ExecutionError(_does_not_fit(stages[unfit], nodes))
+        stage = stages[unfit]
+        raise ExecutionError(_does_not_fit(f"stage {stage.name!r}", stage.resources, stage.replicas.min, nodes))
     return counts
 
 
-def _placed(requests: Sequence[tuple[Resources, int, int]]) -> tuple[list[int], int | None, list[_Node]]:
-    """Place actors on the live nodes: the least number of each, then more in turn up to the most.
+def _placed(requests: Sequence[tuple[Resources, int, int]], nodes: dict[str, _Node]) -> tuple[list[int], int | None]:
+    """Place actors on nodes: the least number of each, then more in turn up to the most.
 
     Args:
         requests: The resources of each kind of actor, and its least and greatest number.
+        nodes: The nodes; what is placed is taken from what is free.
 
     Returns:
-        How many of each are placed, the number of the first kind whose least number does not fit (no others are tried
-        then), and the nodes as that leaves them.
+        How many of each are placed, and the number of the first kind whose least number does not fit; no others are
+        tried then.
     """
-    nodes, counts = _nodes(), [0] * len(requests)
+    counts = [0] * len(requests)
     asked = {name for needs, _, _ in requests for name, amount in needs.amounts.items() if amount} - {"CPU"}
 
     def place(index: int) -> bool:
         needs = requests[index][0]
-        fitting = [node for node in nodes if node.takes(needs)]
+        fitting = [node for node in nodes.values() if node.takes(needs)]
         if not fitting:
             return False
         # The node with the least that others ask for: first GPUs and custom resources, then free CPUs.
@@ -172,11 +192,11 @@ def _placed(requests: Sequence[tuple[Resources, int, int]]) -> tuple[list[int], 
     for index in hardest_first([needs for needs, _, _ in requests]):
         while counts[index] < requests[index][1]:
             if not place(index):
-                return counts, index, nodes
+                return counts, index
     growing = list(range(len(requests)))
     while growing:
         growing = [index for index in growing if counts[index] < requests[index][2] and place(index)]
-    return counts, None, nodes
+    return counts, None
 
 
 def hardest_first(requests: Sequence[Resources]) -> list[int]:
@@ -184,15 +204,15 @@ def hardest_first(requests: Sequence[Resources]) -> list[int]:
 
     Others would fill the only nodes that it has; Ray, too, places actors in the order in which they are asked for.
     """
-    nodes = _nodes()
+    nodes = _nodes().values()
     n_nodes = [sum(node.takes(needs) for node in nodes) for needs in requests]
     return sorted(range(len(requests)), key=lambda index: (n_nodes[index], -requests[index].num_cpus))
 
 
-def _does_not_fit(stage: StageSpec, nodes: Sequence[_Node]) -> str:
-    n, names = stage.replicas.min, [name for name, amount in stage.resources.amounts.items() if amount]
-    free = "; ".join(amounts_text({name: node.free.get(name, 0.0) for name in names}) for node in nodes)
+def _does_not_fit(what: str, needs: Resources, n: int, nodes: dict[str, _Node]) -> str:
+    names = [name for name, amount in needs.amounts.items() if amount]
+    free = "; ".join(amounts_text({name: node.free.get(name, 0.0) for name in names}) for node in nodes.values())
     return (
-        f"stage {stage.name!r} with at least {n} replica{'s' * (n > 1)} of {stage.resources} does not fit next to the "
-        f"others (left on the nodes: {free})"
+        f"{what} with at least {n} replica{'s' * (n > 1)} of {needs} does not fit next to the others (left on the "
+        f"nodes: {free})"
     )

@@ -84,6 +84,9 @@ class SklearnModel(Model):
         self._fitted_names: Sequence[str] = [str(name) for name in getattr(estimator, "feature_names_in_", ())]
         if self._fitted_names:
             spec.require("sklearn", "pandas")
+            import pandas as pd  # here, since the first call would take the longer
+
+            self._frame = pd.DataFrame
         if self._fitted_names and spec.columns and len(spec.columns) != len(self._fitted_names):
             raise ConfigError(
                 f"{spec.path} was fitted on {len(self._fitted_names)} columns ({', '.join(self._fitted_names)}), "
@@ -142,10 +145,8 @@ class SklearnModel(Model):
         names = self._columns(batch)
         require_columns(batch, *names)
         if self._fitted_names:
-            import pandas as pd
-
             frame = {fitted: batch[name] for fitted, name in zip(self._fitted_names, names, strict=True)}
-            return pd.DataFrame(frame).infer_objects()
+            return self._frame(frame).infer_objects()
         columns = [batch[name] for name in names]
         try:
             return np.column_stack([np.stack(list(column)) for column in columns])

@@ -8,7 +8,8 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ray.serve.exceptions import RayServeException
 
 from cauc_ray.errors import ConfigError, ExecutionError, printable
 from cauc_ray.execution.actors import placement
-from cauc_ray.execution.cluster import require_fit
+from cauc_ray.execution.cluster import require_fit, require_room
 from cauc_ray.execution.session import ray_session
 from cauc_ray.models.pool import Pool, Replicas, StageSpec, load_pool, pool_of
 from cauc_ray.policies.policy import Policy
@@ -37,8 +38,6 @@ GRACE_S = 4.0
 SENT_S = 0.1
 # Has Serve's proxies answer gRPC: what `grpc_options.grpc_servicer_functions` names.
 ADD_TO_PROXY = "cauc_ray.serving.over_grpc:add_to_proxy"
-# A changed application has all of its new replicas before the old ones stop.
-SURGE_PERCENT = 100
 # Each line of a replica's log is JSON; that of a request has its fields under `cauc`.
 LOGGING = {"encoding": "JSON"}
 # The router refuses early by itself; these only keep Serve from refusing before it.
@@ -54,12 +53,15 @@ class ServingArgs(BaseModel):
         pool: Path of the pool file, or its content.
         policy: Path of the policy file, or its content.
         name: Name of the model in URLs; by default the pool's.
+        surge: Whether a changed application has all of its new replicas before the old ones stop; false where nodes
+            have no room for both: requests fail meanwhile.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     pool: str | dict[str, Any]
     policy: str | dict[str, Any]
     name: str | None = None
+    surge: bool = True
 
 
 def build_app(args: ServingArgs) -> Application:
@@ -67,14 +69,15 @@ def build_app(args: ServingArgs) -> Application:
 
     Paths are of the node where Serve builds the application, relative ones from its working directory.
     Raises ConfigError, PolicyError or ExecutionError in one line where `cauc serve` would: pool, policy and chain do
-    not fit together, or the stages do not fit on the cluster. What ran before goes on.
+    not fit together, or the stages do not fit on the cluster; also where its new replicas do not fit next to those that
+    they replace. What ran before goes on.
     """
     pool = load_pool(args.pool) if isinstance(args.pool, str) else pool_of(args.pool, Path.cwd())
     policy = Policy.load(args.policy) if isinstance(args.policy, str) else Policy.of(args.policy)
-    return application(pool, policy, args.name)
+    return application(pool, policy, args.name, surge=args.surge)
 
 
-def application(pool: Pool, policy: Policy, name: str | None = None) -> Application:
+def application(pool: Pool, policy: Policy, name: str | None = None, *, surge: bool = True) -> Application:
     """Return a pool's cascade with a policy as a Serve application."""
     model = require_name(pool.name if name is None else name)
     stages = require_servable(pool, policy, local=False)
@@ -82,16 +85,35 @@ def application(pool: Pool, policy: Policy, name: str | None = None) -> Applicat
         raise ConfigError("serving.policy_every_s is for a local service; start it with --local")
     if ray.is_initialized():
         require_fit(stages)
+        if surge:
+            _require_room(pool, stages)
     degrades = pool.on_failure == "degrade"
     # A policy that was set in an earlier version of this application is not this one's.
     version = AppVersion(uuid.uuid4().hex, len(stages))
     deployments = [
-        _stage(spec).bind(spec, stage, version, can_wait=degrades and stage > 0) for stage, spec in enumerate(stages)
+        _stage(spec, surge).bind(spec, stage, version, can_wait=degrades and stage > 0)
+        for stage, spec in enumerate(stages)
     ]
-    return _router(pool).bind(model, pool, policies_at_start(pool, policy), deployments, version)
+    return _router(pool, surge).bind(model, pool, policies_at_start(pool, policy), deployments, version)
 
 
-def _stage(spec: StageSpec) -> Any:
+def _require_room(pool: Pool, stages: Sequence[StageSpec]) -> None:
+    """Raise ExecutionError if an application like this one runs, and leaves no room for as many new replicas.
+
+    Its routers would lose their stages to the new ones, and no new router could start.
+    """
+    # By their actors' names, SERVE_REPLICA::app#deployment#id: Serve's status lacks them while it builds a new version.
+    names = [actor["name"].split("#") for actor in ray.util.list_named_actors(all_namespaces=True)]
+    running = Counter(parts[1] for parts in names if len(parts) == 3)
+    if running[ROUTER]:
+        asked = [("the router", pool.serving.router.resources, max(pool.serving.router.replicas.min, running[ROUTER]))]
+        for spec in stages:
+            n = max(spec.replicas.min, running[stage_deployment(spec.name)])
+            asked.append((f"stage {spec.name!r}", spec.resources, n))
+        require_room(asked, "add nodes, or set surge: false (old replicas stop first)")
+
+
+def _stage(spec: StageSpec, surge: bool) -> Any:
     serving = spec.serving
     return serve.deployment(
         StageServer,
@@ -103,7 +125,7 @@ def _stage(spec: StageSpec) -> Any:
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=STOP_S,
-        max_surge_percent=SURGE_PERCENT,
+        max_surge_percent=100 if surge else 0,
         **_scale(
             spec.replicas,
             policy=AutoscalingPolicy(policy_function=replicas_for),
@@ -113,7 +135,7 @@ def _stage(spec: StageSpec) -> Any:
     )
 
 
-def _router(pool: Pool) -> Any:
+def _router(pool: Pool, surge: bool) -> Any:
     router = pool.serving.router
     return serve.deployment(
         serve.ingress()(Router),
@@ -123,7 +145,7 @@ def _router(pool: Pool) -> Any:
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=10.0,
-        max_surge_percent=SURGE_PERCENT,
+        max_surge_percent=100 if surge else 0,
         **_scale(router.replicas, target_ongoing_requests=100, upscale_delay_s=10.0, downscale_delay_s=300.0),
     )
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import poisoned
 import pytest
+import ray
 import yaml
 from asking import Chain, ask, in_force, infer, put_policy, until
 from ray.serve.exceptions import RayServeException
@@ -49,6 +50,17 @@ def test_what_a_service_would_refuse_is_refused_before_any_replica_stops(tmp_pat
     policy = two_model_policy().model_dump(mode="json")
     with pytest.raises(error, match=reason):
         build_app(ServingArgs(pool=content, policy=policy))
+
+
+@FAULTS
+def test_a_version_that_has_no_room_next_to_the_running_one_is_refused(tmp_path):
+    pool = python_pool(tmp_path, resources={"num_cpus": 0.3 * ray.cluster_resources()["CPU"]})
+    content, policy = yaml.safe_load(pool.read_text()), two_model_policy().model_dump(mode="json")
+    build_app(ServingArgs(pool=content, policy=policy))
+    with serve(pool):
+        with pytest.raises(ExecutionError, match="surge: false"):
+            build_app(ServingArgs(pool=content, policy=policy))
+        build_app(ServingArgs(pool=content, policy=policy, surge=False))
 
 
 @FAULTS
