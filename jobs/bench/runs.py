@@ -1,38 +1,25 @@
-"""What a run carries and what memory it takes: its controller, its processes, its sink."""
+"""The throughput of a run's controller, and the memory of its processes."""
 
 from __future__ import annotations
 
-import resource
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-import pyarrow as pa
 import ray
 
 import cauc_ray
-from cauc_ray.api.online import summarise
-from cauc_ray.cascade.rows import Call, CallResult, Owner, Rows
-from cauc_ray.execution.commits import Committer
-from cauc_ray.execution.ledger import RunTables, new_record, parts_of
 from cauc_ray.execution.progress import RunProgress
-from cauc_ray.execution.runner import BLOCK_ROWS
-from jobs.bench.planted import Columns, SleepingStage, planted_rows, write_cascade, write_input, write_table
+from jobs.bench.planted import Columns, SleepingStage, planted_rows, write_cascade, write_input
 from jobs.bench.processes import own_session, processes, scratch
 
 DEFERRAL = 0.3
 ROWS_PER_MAKE = 1024
 # How the titles of Ray's actors and tasks begin, by what they do in a run; the driver is this process.
 ROLES = {"controller": "RunController", "reader": "read_blocks", "worker": "StageWorker"}
-STAGES = {"small": 1.0, "large": 8.0}
-BATCH = 256
-# Of the rows, answered by the second stage.
-DEFERRED = 0.25
 
 
 def controller(
@@ -43,35 +30,40 @@ def controller(
     call_seconds: float = 0.25,
     calls: int = 40,
 ) -> dict[str, Any]:
-    """Measure what a run's controller can carry: rows a second of stages that take no time, and replicas kept busy.
+    """Measure a run's controller: its rows a second with stages that take no time, and how busy it keeps replicas.
 
-    The rate is of three stages that do next to nothing, in batches of 256. The replicas are 64 of sleeping stages, 16
-    and 48, with batches such that both stages have the same work when half of the rows are deferred. A rate is rows
-    over the run's time without starting the stages.
+    The rate is of three stages that do next to nothing. The busy share is of two sleeping stages, with batches such
+    that both have the same work when half of the rows are deferred. A rate is rows over the run's time without
+    starting the stages.
 
-    rows, batch, stage_replicas: of the stages that take no time.   sleepers: replicas of each sleeping stage.
-    call_seconds: of a sleeping call.   calls: of each sleeping replica.
+    Args:
+        rows: Rows of the stages that take no time.
+        batch: Rows of their batches.
+        stage_replicas: Replicas of each of them.
+        sleepers: Replicas of the first and of the second sleeping stage.
+        call_seconds: Seconds of a sleeping call.
+        calls: Calls of each sleeping replica.
     """
     instant = [
         SleepingStage("first", batch, replicas=stage_replicas, cost=1.0, deferral=0.5),
         SleepingStage("second", batch, replicas=stage_replicas, cost=4.0, deferral=0.4),
         SleepingStage("third", batch, replicas=stage_replicas, cost=20.0),
     ]
-    few, many = sleepers
+    n_first, n_second = sleepers
     # Both stages answer the same share of the rows in a second: the second sees half of them.
     sleeping = [
-        SleepingStage("first", 4 * many, call_seconds, replicas=few, deferral=0.5),
-        SleepingStage("second", 2 * few, call_seconds, replicas=many, cost=4.0),
+        SleepingStage("first", 4 * n_second, call_seconds, replicas=n_first, deferral=0.5),
+        SleepingStage("second", 2 * n_first, call_seconds, replicas=n_second, cost=4.0),
     ]
     carried = run(instant, rows)
-    slept = run(sleeping, few * sleeping[0].batch * calls)
+    slept = run(sleeping, n_first * sleeping[0].batch * calls)
     n_calls = sum(stage["calls"] for stage in carried["stages"])
     return {
         "rows": rows,
         "rows_per_s": rows / carried["run_s"],
         "calls_per_s": n_calls / carried["run_s"],
         "sleepers": {
-            "replicas": few + many,
+            "replicas": n_first + n_second,
             "rows": slept["n"],
             "busy_share": {stage["name"]: stage["busy_share"] for stage in slept["stages"]},
             "batch_fill": {stage["name"]: stage["batch_fill"] for stage in slept["stages"]},
@@ -100,15 +92,18 @@ def memory(
 ) -> dict[str, Any]:
     """Measure the memory of a run over an input far larger than the object store.
 
-    A million rows of 12 KB are made on the fly by a ray.data.Dataset, through an object store of 500 MB. Two stages
-    that take no time read the payload's rows. The most that any process of the driver, the controller, the reading
-    tasks and the replicas holds is set against the input; what they share with the object store counts in each. What
-    the controller grows by is the most that it holds in the last third of the run over what it held after 5 % of the
-    rows. With --parquet the rows are written to files first, which reading tasks then read. The part starts a Ray
-    session of its own, for the size of its store.
+    The rows are made on the fly by a ray.data.Dataset. Two stages that take no time read the payload. The most that any
+    process of the driver, the controller, the reading tasks and the replicas holds is set against the input; memory
+    shared with the object store counts in each. The controller's growth is the most that it holds in the last third of
+    the run less what it held after 5 % of the rows.
 
-    rows, row_bytes: of the input.   store_mb: size of the object store.   batch: rows of one.   every: seconds between
-    two looks at the memory.   parquet: write the rows to Parquet first and run over that.
+    Args:
+        rows: Rows of the input.
+        row_bytes: Bytes of a row.
+        store_mb: Size of the object store, which takes a Ray session of its own.
+        batch: Rows of a batch.
+        every: Seconds between two looks at the memory.
+        parquet: Write the rows to Parquet files first, and run over these.
     """
     stages = [SleepingStage("small", batch, deferral=DEFERRAL), SleepingStage("large", batch, cost=4.0)]
     looks: list[dict[str, int]] = []
@@ -153,13 +148,13 @@ def memory(
 
 def rss_by_role() -> dict[str, int]:
     """Return the most bytes in memory of any process of each role in a run."""
-    found = {"driver": psutil.Process().memory_info().rss}
+    rss = {"driver": psutil.Process().memory_info().rss}
     for role, title in ROLES.items():
-        found[role] = 0
+        rss[role] = 0
         for process in processes(title):
             with suppress(psutil.Error):  # it has ended since it was listed
-                found[role] = max(found[role], process.memory_info().rss)
-    return found
+                rss[role] = max(rss[role], process.memory_info().rss)
+    return rss
 
 
 def object_store() -> dict[str, int]:
@@ -184,85 +179,3 @@ def dataset(n: int, row_bytes: int) -> Any:
 
     ray.data.DataContext.get_current().enable_progress_bars = False
     return ray.data.range(n).map_batches(make, batch_size=ROWS_PER_MAKE, batch_format="numpy")
-
-
-def sink(rows: int = 1_000_000_000) -> dict[str, Any]:
-    """Measure the memory that a run's sink, manifest and summary take over a billion rows, without models and input.
-
-    Blocks of made answers go through a run's own committer, as the controller hands them over, with the calls that led
-    there. What the parts hold is emptied once it is committed, so that a small disk is enough; the manifest and the
-    ledger stay. Then the run is opened to be resumed, and summarised.
-
-    rows: of the run.
-    """
-    n_blocks = -(-rows // BLOCK_ROWS)
-    with scratch(1) as folder:
-        out, policy = folder / "out", write_table(folder / "LOGITS", STAGES, (DEFERRED,))
-        parts, record = parts_of(out), new_record(policy.id, BLOCK_ROWS, {"made": rows})
-        committer = Committer(RunTables(out, record, tuple(STAGES), degrade=False))
-        held, started = [], time.perf_counter()
-        for number in range(n_blocks):
-            _hand_over(committer, number, min(BLOCK_ROWS, rows - number * BLOCK_ROWS))
-            if number % max(1, n_blocks // 20) == 0:
-                held.append(psutil.Process().memory_info().rss / 1e6)
-                _empty(out / "predictions")
-        committer.close()
-        commit_s, commit_mb = time.perf_counter() - started, _peak_mb()
-        started = time.perf_counter()
-        there = parts.committed()
-        parts.clean()
-        resume_s, resume_mb = time.perf_counter() - started, _peak_mb()
-        started = time.perf_counter()
-        summary = summarise(out, policy, dict.fromkeys(STAGES, BATCH))
-        summary_s, summary_mb = time.perf_counter() - started, _peak_mb()
-        entries = [file.stat().st_size for file in out.glob("manifest/*.json")]
-    if not summary["n"] == sum(there.rows.values()) == rows:
-        raise AssertionError(f"{summary['n']} rows were counted, {sum(there.rows.values())} are in the manifest")
-    return {
-        "rows": rows,
-        "blocks": n_blocks,
-        "parts": len(entries),
-        "commit_s": commit_s,
-        "rows_per_s": rows / commit_s,
-        "commit_peak_mb": commit_mb,
-        "held_mb": held,
-        "manifest_mb": sum(entries) / 1e6,
-        "resume_s": resume_s,
-        "resume_peak_mb": resume_mb,
-        "summary_s": summary_s,
-        "summary_peak_mb": summary_mb,
-        "answered": {stage["name"]: stage["answered"] for stage in summary["stages"]},
-    }
-
-
-def _hand_over(committer: Committer, number: int, n: int) -> None:
-    """Give the committer a block of n answers, and the calls that they came of."""
-    rng = np.random.default_rng(number)
-    labels = rng.integers(0, 10, n).astype(np.int32)
-    ids = pa.array([f"{number:08d}-{row:04d}" for row in range(n)])
-    block = Owner(number, n)
-    block.stages[:] = rng.random(n) < DEFERRED
-    block.predictions[:], block.confidences[:] = rng.integers(0, 10, n), rng.random(n)
-    block.costs[:] = np.cumsum(list(STAGES.values()))[block.stages]
-    n_deferred = int(block.stages.sum())
-    for stage, rows in enumerate((n, n_deferred)):
-        for start in range(0, rows, BATCH):
-            size = min(BATCH, rows - start)
-            accepted = np.arange(size) >= (n_deferred * size // n if stage == 0 else 0)
-            at = Rows(block, np.arange(size), None, np.arange(size), time.time(), 0.0)
-            cost = np.full(size, list(STAGES.values())[stage])
-            result = CallResult(block.predictions[:size], cost, accepted, cost, time.time(), 0.01, 0.0, None, "node")
-            committer.add_call(Call(stage, [at], 0.0, replica=stage), result, None)
-    committer.add_block(block, ids, labels)
-
-
-def _empty(folder: Path) -> None:
-    """Empty the files in a folder."""
-    for file in folder.glob("*.parquet"):
-        if file.stat().st_size:
-            file.write_bytes(b"")
-
-
-def _peak_mb() -> float:
-    """Return the most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3

@@ -21,9 +21,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", metavar="FILE", required=True, help="tables, figures and their logit tables")
     parser.add_argument("-o", "--output", metavar="DIR", help="a folder, new or of an earlier attempt")
     parser.add_argument("--address", help="of a Ray cluster, or local (default: RAY_ADDRESS, else this process)")
-    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    flags = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     try:
-        config = PaperConfig.read(given.pop("config"), given)
+        config = PaperConfig.read(flags.pop("config"), flags)
         config = config.model_copy(update={"address": config.address or os.environ.get("RAY_ADDRESS") or None})
         with warnings_on_stderr("paper"), live.progress("paper", "cells") as on_cell:
             paper = make_paper(config, on_cell)

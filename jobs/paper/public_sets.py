@@ -130,9 +130,9 @@ def write_priced(clone: Path, output: Path) -> None:
             for name, answers in saved["model_answers"].items():
                 p = np.exp(np.minimum(np.array(saved["raw_confidences"][name], np.float64), -1e-6))
                 logits = np.repeat(np.log((1 - p) / 3)[:, None], 4, axis=1)
-                given = np.array([LETTERS.find(answer) for answer in answers])
-                rows = np.flatnonzero(given >= 0)
-                logits[rows, given[rows]] = np.log(p)[rows]
+                chosen = np.array([LETTERS.find(answer) for answer in answers])
+                rows = np.flatnonzero(chosen >= 0)
+                logits[rows, chosen[rows]] = np.log(p)[rows]
                 costs = 1000 * np.array(saved["model_costs"][name])
                 models[name] = PublicModel(logits.astype(np.float32), float(costs.mean()), costs)
         write_set(output / f"priced_{task}", "USD per 1,000 questions", "surrogate", labels, models)

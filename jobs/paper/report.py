@@ -101,7 +101,7 @@ def make_paper(config: PaperConfig, on_cell: OnCell = lambda outcome, index, of:
     """
     started = time.perf_counter()
     if not config.logits.is_dir():
-        raise ConfigError(f"there is no folder {config.logits} with sets of logits; name it with logits:")
+        raise ConfigError(f"{config.logits} is not a folder of logit tables; name one with logits:")
     require_packages("a plot", "reports", "matplotlib")
     require_methods(config.methods)
     require_apart(config.output, config.logits)
@@ -173,11 +173,11 @@ def _columns_not_run(
 ) -> Iterator[tuple[str, str]]:
     """Yield the columns of the paper's table that no chain is compared with, and why."""
     configured = {entry.published: entry for entry in entries if isinstance(entry, Chain)}
-    shown = {e.published for e in present if isinstance(e, Chain) and not e.surrogates(config.logits)}
+    compared = {e.published for e in present if isinstance(e, Chain) and not e.surrogates(config.logits)}
     for column in published_columns(part):
         if column not in configured:
             yield f"{part} / {column}", "no logit table of it is configured"
-        elif column not in shown and configured[column] in present:
+        elif column not in compared and configured[column] in present:
             yield f"{part} / {column}", "the only logits of it here are surrogates"
 
 

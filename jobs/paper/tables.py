@@ -31,7 +31,7 @@ CONTENTS: Mapping[str, Any] = tomllib.loads((Path(__file__).parent / "contents.t
 _ORDER = ("single-model", "router", "cascade", "ensemble", "ours", "recalibrated", "control")
 # What a paradigm's row shows, where not its best within the budget: routers choose by quality first, cascades are at
 # about the cost of Base.
-_SHOWN = {"router": "default", "cascade": "matched"}
+_POINT_OF = {"router": "default", "cascade": "matched"}
 # Columns that a grid has where some of its rows have a value for a key.
 _OPTIONAL = {"published": "published_column", "encoder": "with_encoder_s"}
 
@@ -113,7 +113,7 @@ def _comparable(chain: Chain, root: AnyPath) -> dict[str, Any]:
 
 def _compared(name: str, measured: Sequence[MeasuredChain], config: PaperConfig) -> Made:
     """Make a table of comparisons, one after the other, with an overview of all of them first."""
-    by_chain = [(each.chain, _compared_rows(name, each, config.logits)) for each in measured]
+    by_chain = [(of.chain, _compared_rows(name, of, config.logits)) for of in measured]
     grids = [_overview(by_chain)] if len(by_chain) > 1 else []
     table, columns = published_tables()[name], published_columns(name)
     for index, (chain, rows) in enumerate(by_chain, start=1):
@@ -146,17 +146,17 @@ def _compared_rows(table: str, measured: MeasuredChain, root: AnyPath) -> list[d
     for row in _in_order(measured.rows):
         plain = row["method"].removeprefix(f"{RECALIBRATED}+")
         paradigm = METHODS[plain].paradigm if plain in METHODS else row["paradigm"]
-        shown = row.get("default" if plain == "base" else _SHOWN.get(paradigm, ""), row)
+        point = row.get("default" if plain == "base" else _POINT_OF.get(paradigm, ""), row)
         quoted = quoted_figures(table, comparable["published_column"], row["method"], chain.models)
         rows.append(
             chain.keys
             | comparable
             | {"n": facts["n"], "cost_unit": facts["cost_unit"], "budget": row["budget_cost"]}
             | {key: row[key] for key in ("method", "paradigm", "note")}
-            | {key: shown[key] for key in ("accuracy", "macro_f1", "cost", "relative_cost", "avoided")}
-            | {"quality": shown[quality], "quality_at_budget": row[quality]}
+            | {key: point[key] for key in ("accuracy", "macro_f1", "cost", "relative_cost", "avoided")}
+            | {"quality": point[quality], "quality_at_budget": row[quality]}
             | {f"{key}_at_budget": row[key] for key in ("cost", "relative_cost", "gain", "random_mix")}
-            | _named(("accuracy_low", "accuracy_high"), shown["accuracy_interval"])
+            | _named(("accuracy_low", "accuracy_high"), point["accuracy_interval"])
             | _named(("gain_low", "gain_high"), row["gain_interval"])
             | _named(("published_quality", "published_cost", "published_relative_cost"), quoted)
         )
@@ -304,10 +304,10 @@ def _grid(
     optional = [group for group, key in _OPTIONAL.items() if any(row.get(key) for row in rows)]
     columns = list(joined(spec["columns"], *(spec.get(group, []) for group in optional)))
     columns = [(heading.format(**named), *rest) for heading, *rest in columns]
-    shown = [{**row, "shown": paper_name(row.get("method", ""))} for row in rows]
+    lines = [{**row, "shown": paper_name(row.get("method", ""))} for row in rows]
     notes = [*(note.format(**named) for note in spec.get("notes", ())), *filter(None, notes)]
     notes += surrogate_notes(joined(*(row.get("surrogates", ()) for row in rows)))
-    return Grid.of(title, shown, columns, marks or {}, notes, spec.get("n_left", 1))
+    return Grid.of(title, lines, columns, marks or {}, notes, spec.get("n_left", 1))
 
 
 def surrogate_notes(models: Iterable[str]) -> list[str]:

@@ -162,7 +162,7 @@ def test_surrogates_are_named_splits_followed_and_failures_leave_the_rest(home, 
     ("changes", "words"),
     [
         ({"outptu": "x"}, "did you mean 'output'"),
-        ({"logits": "absent"}, "no folder"),
+        ({"logits": "absent"}, "is not a folder of logit tables"),
         ({"methods": ["bse"]}, "did you mean 'base'"),
         ({"tables": {"two-model-image": [{**TWO, "name": "a", "models": ["m0"]}]}}, "needs 2 models, got 1"),
         ({"tables": {"two-model-image": [{**TWO, "name": "a", "published": "IMDB"}]}}, "published column"),
