@@ -1,8 +1,8 @@
 """Write logit tables from files that are public, for jobs/paper/public.yaml.
 
-    git clone --depth 1 https://github.com/colts661/LLM-Uncertainty-Bench
-    git clone --depth 1 https://github.com/EFS-OpenSource/calibration-framework
-    git clone --depth 1 https://github.com/mzelling/early-abstention-in-llm-cascades
+    git clone https://github.com/colts661/LLM-Uncertainty-Bench
+    git clone https://github.com/EFS-OpenSource/calibration-framework
+    git clone https://github.com/mzelling/early-abstention-in-llm-cascades
     python -m jobs.paper.public_sets . out/paper-logits
 
 The networks of CIFAR-10 are the exception: `cauc collect` runs four of them by examples/cifar10.yaml.
