@@ -75,8 +75,8 @@ def test_tables_hold_the_numbers_of_the_library(made, home):
     comparison = cauc_ray.compare(near, models=["m0", "m1"], methods=METHODS)
     for expected in comparison.rows:
         row = rows["near", expected["method"]]
-        shown = expected.get({"base": "default", "margin": "matched"}.get(row["method"]), expected)
-        assert (row["quality"], row["cost"]) == (shown["accuracy"], shown["cost"])
+        point = expected.get({"base": "default", "margin": "matched"}.get(row["method"]), expected)
+        assert (row["quality"], row["cost"]) == (point["accuracy"], point["cost"])
         assert (row["quality_at_budget"], row["cost_at_budget"]) == (expected["accuracy"], expected["cost"])
     assert {chain for chain, _ in rows} == {"near", "far"}
     assert all(row["quality"] == row["macro_f1"] for (chain, _), row in rows.items() if chain == "far")
@@ -127,9 +127,9 @@ def test_what_is_missing_is_named_and_everything_is_written_once(made, home):
     for figure in made["figures"]:
         assert f"]({figure['image']})" in report
         assert (out / figure["image"]).read_bytes()[:4] == b"\x89PNG"
-    kept = {path: path.stat().st_mtime_ns for path in out.glob("comparisons/*/tasks/*.json")}
+    written = {path: path.stat().st_mtime_ns for path in out.glob("comparisons/*/tasks/*.json")}
     assert main(["--config", str(home / "paper.yaml")]) == 0
-    assert {path: path.stat().st_mtime_ns for path in out.glob("comparisons/*/tasks/*.json")} == kept
+    assert {path: path.stat().st_mtime_ns for path in out.glob("comparisons/*/tasks/*.json")} == written
     assert json.loads((out / "paper.json").read_text())["tables"] == made["tables"]
 
 
