@@ -27,7 +27,7 @@ from cauc_ray.numbers.sweep import sweep
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
 from jobs.bench.planted import planted_logits
-from jobs.bench.processes import own_session, printed, scratch
+from jobs.bench.processes import printed, scratch
 
 SWEEP_STAGES = 7
 GRID_POINTS = 1001
@@ -205,7 +205,7 @@ def shards(
         shards: Processes that hold the rows, a CPU each.
         methods: Methods to fit.
     """
-    with scratch() as folder:
+    with scratch(shards) as folder:
         table = write_table(folder, options, calibration=rows, validation=max(2, rows // 10))
         size = {"gigabytes": 4e-9 * rows * options * len(MODELS), "shards": shards}
         return size | {method: sharded_fit(table, method, shards) for method in methods}
@@ -244,10 +244,9 @@ def sharded_fit(table: Path, method: str, n_shards: int) -> dict[str, Any]:
     """Fit once by shards and once in one process."""
     [alone] = printed(sys.executable, "-c", ALONE, table, json.dumps(list(MODELS)), method, BUDGET)
     options = FitOptions(models=tuple(MODELS), method=method, budget=BUDGET, shards=n_shards)
-    with own_session(n_shards):
-        started = time.perf_counter()
-        fitted = fit_shards(table, options)
-        sharded_s = time.perf_counter() - started - fitted.shards.start_s
+    started = time.perf_counter()
+    fitted = fit_shards(table, options)
+    sharded_s = time.perf_counter() - started - fitted.shards.start_s
     return {
         "alone_s": alone["seconds"],
         "alone_peak_mb": alone["peak_bytes"] / 1e6,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import socket
@@ -18,7 +17,6 @@ from typing import IO, Any
 import psutil
 
 from cauc_ray.errors import ExecutionError
-from jobs.bench.part import LeftOut
 
 ROOT = Path(__file__).parents[2]
 # A service has ended this many seconds after it was asked to.
@@ -34,28 +32,6 @@ def scratch(n_cpus: float | None = None) -> Iterator[Path]:
 
             resources.enter_context(ray_session(None, n_cpus))
         yield Path(folder)
-
-
-@contextmanager
-def own_session(n_cpus: int, store_mb: float | None = None) -> Iterator[None]:
-    """Start a Ray session with this many CPUs and such an object store, for the length of the block.
-
-    Raises LeftOut where a session is up.
-    """
-    import ray
-
-    from cauc_ray.execution.session import keep_store_free
-
-    if ray.is_initialized():
-        raise LeftOut("a Ray session is up, and this needs one of its own")
-    keep_store_free()
-    store = None if store_mb is None else int(store_mb * 1e6)
-    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-    ray.init(address="local", num_cpus=n_cpus, object_store_memory=store, **quiet)
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def processes(*titles: str) -> list[psutil.Process]:

@@ -26,12 +26,10 @@ SMOKES = {
     "numbers --rows 300 --options 20 --repeats 1 doors --rows 300 --options 4 --repeats 1":
         lambda r: r["numbers"]["temperature"]["apart_from_sklearn"] < 1e-3
         and abs(r["numbers"]["pair"]["nll_above_lbfgsb"]) < 1e-5,
-    "controller --rows 6000 --sleepers 1 3 --calls 20 --call-seconds 0.1 memory --rows 3000 --every 0.1 --store-mb 100 "
+    "controller --rows 6000 --sleepers 1 3 --calls 20 --call-seconds 0.1 "
     "ray_data --rows 1500 --batch 64 --repeats 1 --cases fixed":
-        lambda r: r["memory"]["rows"] == 3000 and r["ray_data"]["fixed"]["rows"] == 1500,
+        lambda r: r["controller"]["rows"] == 6000 and r["ray_data"]["fixed"]["rows"] == 1500,
     "shards --rows 400 --options 5 --shards 2 --methods rf": lambda r: r["shards"]["rf"]["largest_difference"] < 1e-9,
-    "saving --small mnasnet0_5 --large squeezenet1_1 --rows 32 --calibration-rows 32 --batch 8 --repeats 1":
-        lambda r: 0 < r["saving"]["cascade"]["deferral"] < 1,
     "serving --few-clients 2 --many-clients 4 --seconds 0.6 --warm-up 0.2 --turns 1 --rows 60 --cases sleeping":
         lambda r: all(
             set(of[side]["counts"]) == {"small", "large"}  # nothing was wrong, nothing refused
