@@ -14,7 +14,7 @@ import json
 import pickle
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,13 +52,19 @@ class PublicModel:
     costs: Floats | None = None
 
 
+class _Record:
+    """Stands for an object of another program."""
+
+    def __init__(self, *arguments: object) -> None: ...
+
+
 class _NumbersOnly(pickle.Unpickler):
-    """Reads pickled numbers and texts; objects of other programs come out as empty records, and run no code."""
+    """Reads pickled numbers and texts; objects of other programs become records, and none of their code runs."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what a name of the file stands for."""
         is_number = module.startswith("numpy") and name in ("_reconstruct", "ndarray", "dtype", "scalar")
-        return super().find_class(module, name) if is_number else type(name, (), {})
+        return super().find_class(module, name) if is_number else _Record
 
 
 def unpickled(path: Path) -> Any:
@@ -138,9 +144,9 @@ def write_priced(clone: Path, output: Path) -> None:
         write_set(output / f"priced_{task}", "USD per 1,000 questions", "surrogate", labels, models)
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Write the tables of those clones that are in a folder."""
-    clones, output = map(Path, sys.argv[1:])
+    clones, output = map(Path, arguments)
     writers = {
         "LLM-Uncertainty-Bench": write_emotions,
         "calibration-framework": write_cifar100,
@@ -154,4 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
