@@ -24,7 +24,7 @@ from cauc_ray.files.documents import make_folder, read_json, require_new, write_
 from cauc_ray.files.parquet import read_parquet, write_parquet
 from cauc_ray.files.paths import AnyPath
 
-# In an output folder: what it is of, and the values of its tasks.
+# In an output folder: its kind, and the values of its tasks.
 RECORD, TASKS = "tasks.json", "tasks"
 KIND = {"kind": "comparison"}
 
