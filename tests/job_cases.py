@@ -67,14 +67,6 @@ SHARDS = {"shards": 2, "resources": {"num_cpus": 0.25}, "deadline_s": 120}
 FIT = {"logits": "sets/planted", "models": MODELS, "method": "rf", "budget": 8.0, **SHARDS}
 EVALUATE = {"logits": "sets/planted", "policy": "policy.json", **SHARDS}
 COLLECT = {"pool": "python.yaml", "dataset": "questions.jsonl", "seed": 1}
-PAPER = {
-    "logits": "sets",
-    "methods": ["single", "base", "rf"],
-    "tables": {
-        "two-model-image": [{"name": "planted", "set": "planted", "models": ["m0", "m2"]}],
-        "complementarity": [{"name": "planted", "set": "planted", "models": ["m0", "m1"]}],
-    },
-}
 
 # By the verb: its config without the output, and what of its results is known beforehand.
 CASES = {
@@ -84,6 +76,5 @@ CASES = {
     ),
     "fit": (FIT, lambda results: results["method"] == "rf"),
     "run": (RUN, lambda results: (results["n"], results["n_failed"]) == (600, 0)),
-    "paper": (PAPER, lambda results: set(results["tables"]) == {"two-model-image", "complementarity"}),
     "compare": (SWEEP, lambda results: (len(results["rows"]), results["not_run"]) == (N_ROWS, [])),
 }

@@ -42,12 +42,12 @@ VERBS: Mapping[str, str] = {
     "check": "check whether a policy is still valid on saved logits; exit code 3 where it is not",
     "plan": "plan the replicas of each stage for a rate of requests",
     "report": "write an HTML page on a policy, and its policy card",
-    "paper": "make the paper's tables and figures from saved logits",
     "show": "show what a file or folder of cauc-ray holds",
 }
 # For one release.
 REMOVED = {
     "inspect": "cauc show",
+    "paper": "python -m jobs.paper, in a checkout",
     "sweep": "cauc compare, which takes budgets, seeds and chains",
     "submit": "Ray's own command: ray job submit -- cauc VERB --config FILE",
 }

@@ -59,7 +59,7 @@ _MOST = 50
 def contents(path: str | Path) -> dict[str, Any]:
     """Return what a file or folder holds: its kind, its path, and what there is to know of that kind.
 
-    Kinds: policy, pool, logit table, run, comparison, paper, the tables of these, and a folder with any of them.
+    Kinds: policy, pool, logit table, run, comparison, the tables of these, and a folder with any of them.
     Raises CaucError for anything else.
     """
     path = Path(path)
@@ -88,7 +88,7 @@ def contents(path: str | Path) -> dict[str, Any]:
 
 
 def _folder(path: Path) -> dict[str, Any]:
-    for name in ("summary.json", "comparison.json", "paper.json"):
+    for name in ("summary.json", "comparison.json"):
         if (path / name).is_file():
             return _document(path / name)
     if any(path.glob("model=*")) or any(path.glob("embedding=*")):
@@ -118,8 +118,6 @@ def _document(path: Path) -> dict[str, Any]:
     if keys >= {"rows", "conventions", "summary"}:
         about = {key: content[key] for key in ("budget", "seeds") if key in content}
         return {"kind": "comparison", **about, "n_rows": len(content["rows"])}
-    if keys >= {"tables", "figures", "failed"}:
-        return {"kind": "paper", "tables": sorted(content["tables"]), "failed": content["failed"]}
     if path.name == "pool.json" and "models" in keys:
         return {**_logit_table(path.parent), "path": str(path.parent)}
     if path.name == "summary.json":

@@ -21,7 +21,6 @@ from cauc_ray.api.tables import (
 if TYPE_CHECKING:
     from cauc_ray.api.serving import Service
     from cauc_ray.comparison.result import Comparison
-    from cauc_ray.paper.run import Paper
 
 # What is promised of a stage's answers, by its key in an evaluation.
 _PROMISED = {
@@ -128,18 +127,6 @@ def grids(title: str, tables: Sequence[Grid]) -> None:
         print_table(table.rich())
         for note in table.notes:
             line(note)
-
-
-def paper(made: Paper, output: str) -> None:
-    """Show the paper's tables, and what is missing."""
-    for table in made.tables:
-        grids(f"\n== {table.title}", table.grids)
-    for each in made.figures:
-        line(f"\n== {each.title}: {output}/figures/{each.name}.png\n{each.caption}")
-    line("")
-    for what, why in made.not_run.items():
-        line(f"not run here: {what}: {why}")
-    line(f"everything is in {output}, see report.md; {made.seconds:.0f} s")
 
 
 def comparison(compared: Comparison) -> None:

@@ -20,7 +20,6 @@ from cauc_ray.api import array_files, live
 from cauc_ray.api.array_files import LabelsFile, LogitFiles
 from cauc_ray.api.options import (
     CheckOptions,
-    ClusterOptions,
     CollectOptions,
     CompareOptions,
     EvaluateOptions,
@@ -38,7 +37,6 @@ from cauc_ray.api.options import (
 )
 from cauc_ray.api.samples import sample_logits
 from cauc_ray.cli import show
-from cauc_ray.paper.config import PaperConfig
 from cauc_ray.policies.policy import Policy
 
 # The exit code of a check whose policy is not valid any more, and of work of which a part failed.
@@ -330,22 +328,6 @@ def report(options: Report, say: Say) -> None:
     say(result, lambda: show.report(result))
 
 
-class Paper(PaperConfig, ClusterOptions):
-    """Options of `cauc paper`."""
-
-    output: OutFolder = option("a folder, new or of an earlier attempt", Path("paper"))
-
-
-def paper(options: Paper, say: Say) -> int:
-    """Measure all that a config names, task by task, and write tables, figures and a report."""
-    from cauc_ray.paper.run import run_paper
-
-    with live.progress("paper", "tasks") as on_outcome:
-        made = run_paper(options, options.output, address=options.address, on_outcome=on_outcome)
-    say(made.as_json(), lambda: show.paper(made, str(options.output)))
-    return _incomplete(made.failed)
-
-
 def _incomplete(failed: tuple[str, ...]) -> int:
     """Return the exit code of work that may have failed in parts, which are named on standard error."""
     for each in failed:
@@ -387,6 +369,5 @@ VERBS: Mapping[str, Verb] = {
     "check": Verb(Check, "cauc check new-logits --policy policy.json", check),
     "plan": Verb(Plan, "cauc plan pool.yaml --policy policy.json --rate 200 --slo-p99 0.5", plan),
     "report": Verb(Report, "cauc report demo", report),
-    "paper": Verb(Paper, "cauc paper --config jobs/paper.yaml", paper),
     "show": Verb(Show, "cauc show policy.json", show_file),
 }

@@ -20,7 +20,7 @@ from cauc_ray.comparison.differences import with_differences
 from cauc_ray.comparison.measuring import CONVENTIONS, Bench
 from cauc_ray.comparison.result import Comparison, is_file
 from cauc_ray.comparison.selection import choose_methods, require_trainable
-from cauc_ray.comparison.tasks import require_folder_of, run_stored
+from cauc_ray.comparison.tasks import require_comparison_folder, run_stored
 from cauc_ray.data.logits import LogitKinds, LogitTable, encoders
 from cauc_ray.errors import BudgetError, ConfigError, DataError, require_packages, unknown_name
 from cauc_ray.execution.outcomes import Outcome, Task
@@ -151,8 +151,7 @@ def _compared(
     cells = [cell for bench in benches for cell in _cells(bench, on_ray=on_ray, is_stored=folder is not None)]
     outcomes = run_stored(
         folder,
-        "comparison",
-        [[task for _, task in cells]],
+        [task for _, task in cells],
         on_ray=on_ray,
         deadline_s=options.deadline_s,
         address=options.address,
@@ -334,5 +333,5 @@ def _require_output(output: str | AnyPath | None, inputs: Sequence[Any]) -> AnyP
         require_output_file(path, *inputs)
         return None
     require_apart(path, *inputs)
-    require_folder_of(path, "comparison")
+    require_comparison_folder(path)
     return path

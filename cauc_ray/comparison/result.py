@@ -163,9 +163,10 @@ class Comparison(Shown):
             ConfigError: Matplotlib is missing.
         """
         objective = objective or self.about["objective"]
+        quality = "accuracy" if objective == "accuracy" else "macro_f1"
         if axes is not None or len(self.chains) == 1:
             axes = accuracy_over_cost(self.chains[0]["cost_unit"], axes, objective)
-            self._draw(axes, self.chains[0], "accuracy" if objective == "accuracy" else "macro_f1")
+            self._draw(axes, self.chains[0], quality)
             return axes
         accuracy_over_cost("", None, objective).remove()  # raises where matplotlib is missing
         from matplotlib.pyplot import subplots
@@ -174,7 +175,7 @@ class Comparison(Shown):
             len(self.chains), figsize=(6.4, 4.2 * len(self.chains)), layout="constrained", squeeze=False
         )
         for panel, chain in zip(panels[:, 0], self.chains, strict=True):
-            self._draw(accuracy_over_cost(chain["cost_unit"], panel, objective), chain, "accuracy")
+            self._draw(accuracy_over_cost(chain["cost_unit"], panel, objective), chain, quality)
             panel.set_title(f"{chain['set']}: {' → '.join(chain['models'])}", parse_math=False)
         return list(panels[:, 0])
 

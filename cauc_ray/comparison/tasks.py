@@ -1,4 +1,4 @@
-"""Tasks whose values a folder keeps as they end: comparisons, the paper's tables."""
+"""Tasks of a comparison, whose values a folder keeps as they end."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from cauc_ray.files.documents import make_folder, read_json, require_new, write_
 from cauc_ray.files.parquet import read_parquet, write_parquet
 from cauc_ray.files.paths import AnyPath
 
-# In an output folder: whose it is, and the values of its tasks.
+# In an output folder: its kind, and the values of its tasks.
 RECORD, TASKS = "tasks.json", "tasks"
+KIND = {"kind": "comparison"}
 
 
 class MethodError(CaucError):
@@ -93,8 +94,7 @@ class StoredOutcomes:
 
 def run_stored(
     folder: AnyPath | None,
-    kind: str,
-    rounds: Sequence[Sequence[Task]],
+    tasks: Sequence[Task],
     *,
     on_ray: bool,
     deadline_s: float,
@@ -105,8 +105,7 @@ def run_stored(
 
     Args:
         folder: The output, with values in tasks/; None to store nothing.
-        kind: Of the folder, such as "comparison".
-        rounds: Tasks that may run at the same time, one round after the other.
+        tasks: The tasks, which may run at the same time.
         on_ray: Whether they run on Ray, or in this process, where only a MethodError is an outcome.
         deadline_s: Of each task on Ray.
         address: Of a Ray cluster, as ray_session() takes it.
@@ -120,21 +119,17 @@ def run_stored(
         ConfigError: Another process writes into the folder, or it holds anything else.
     """
     outcomes: dict[Task, Outcome] = {}
-    tasks = [task for of_round in rounds for task in of_round]
     with ExitStack() as stack:
-        stored = None if folder is None else stack.enter_context(_opened(folder, kind))
+        stored = None if folder is None else stack.enter_context(_opened(folder))
         run = stack.enter_context(_on_ray(address, deadline_s)) if on_ray else _run_here
-        for of_round in rounds:
-            finished = [
-                outcome for task in of_round if stored is not None and (outcome := stored.get(task)) is not None
-            ]
-            left = [task for task in of_round if task not in {outcome.task for outcome in finished}]
-            new = run(left) if left else iter(())
-            for outcome in chain(finished, new if stored is None else map(stored.put, new)):
-                for warning in outcome.warnings:
-                    warnings.warn(f"{outcome.task.part}: {warning}", CaucWarning, stacklevel=2)
-                outcomes[outcome.task] = outcome
-                on_outcome(outcome, len(outcomes), len(tasks))
+        finished = [outcome for task in tasks if stored is not None and (outcome := stored.get(task)) is not None]
+        left = [task for task in tasks if task not in {outcome.task for outcome in finished}]
+        new = run(left) if left else iter(())
+        for outcome in chain(finished, new if stored is None else map(stored.put, new)):
+            for warning in outcome.warnings:
+                warnings.warn(f"{outcome.task.part}: {warning}", CaucWarning, stacklevel=2)
+            outcomes[outcome.task] = outcome
+            on_outcome(outcome, len(outcomes), len(tasks))
     return [outcomes[task] for task in tasks]
 
 
@@ -158,21 +153,21 @@ def _on_ray(address: str | None, deadline_s: float) -> Iterator[Callable[[Sequen
 
 
 @contextmanager
-def _opened(folder: AnyPath, kind: str) -> Iterator[StoredOutcomes]:
+def _opened(folder: AnyPath) -> Iterator[StoredOutcomes]:
     """Make an output folder, held for this process where it is local, and yield what it stores."""
-    require_folder_of(folder, kind)
+    require_comparison_folder(folder)
     make_folder(folder)
     with _held(folder):
-        write_json(folder / RECORD, {"kind": kind})
+        write_json(folder / RECORD, KIND)
         yield StoredOutcomes(folder / TASKS)
 
 
-def require_folder_of(folder: AnyPath, kind: str) -> None:
-    """Raise ConfigError where a folder holds anything but stored tasks of a kind, such as "comparison"."""
+def require_comparison_folder(folder: AnyPath) -> None:
+    """Raise ConfigError where a folder holds anything but stored tasks of a comparison."""
     if not (folder / RECORD).is_file():
         require_new(folder)
-    elif read_json(folder / RECORD) != {"kind": kind}:
-        raise ConfigError(f"output {folder} is not the folder of a {kind}; choose another path or remove it")
+    elif read_json(folder / RECORD) != KIND:
+        raise ConfigError(f"output {folder} is not the folder of a comparison; choose another path or remove it")
 
 
 @contextmanager

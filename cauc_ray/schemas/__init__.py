@@ -24,7 +24,7 @@ from cauc_ray.serving.http_app import OPENAPI
 from cauc_ray.serving.policies_live import PolicyChange
 
 # The verbs that people give a config file (`--config`).
-CONFIGS = ("collect", "fit", "evaluate", "compare", "run", "serve", "plan", "paper")
+CONFIGS = ("collect", "fit", "evaluate", "compare", "run", "serve", "plan")
 
 
 def _policy() -> dict[str, Any]:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from cauc_ray.errors import unknown_name
 from jobs.bench.part import PARTS, measured
 
-# Run only where they are named: many hours, half an hour, and some minutes.
-LONG = ("faults", "sink", "canary")
+# Runs for hours, and only where it is named.
+LONG = ("faults",)
 
 USAGE = f"""usage: python -m jobs.bench [PART [OPTIONS]] ...
 
-Parts: {", ".join(PARTS)}. Without one, all run whose needs are met here, but for {", ".join(LONG)}.
+Parts: {", ".join(PARTS)}. Without a name, all but {", ".join(LONG)} run that have what they need here.
 python -m jobs.bench PART --help lists a part's options; each default is the full size.
 What people read is printed first; the last line is one JSON object, {{part: figures}}."""
 

@@ -1,4 +1,4 @@
-"""Models of each kind, and their work as one would write it by hand."""
+"""Models of each kind as a pool file has them, and by hand."""
 
 from __future__ import annotations
 
@@ -35,17 +35,24 @@ from jobs.bench.processes import listening
 LETTERS = "ABCD"
 LABELS = ("bill", "fault", "praise", "other")
 OPTIONS = "Options:\n" + "".join(f"{letter}. {label}\n" for letter, label in zip(LETTERS, LABELS, strict=True)) + "\n"
-# Rows with their labels, which precede every question.
+# Labelled rows that precede every question.
 EXAMPLES = [{"text": text, "label": label} for text, label in zip(random_texts(8, seed=0), 2 * LABELS, strict=True)]
 CONCURRENCY = 32
 
-# Answers rows by hand: logits (n, K).
+# A model by hand: returns the logits of rows, (n, K).
 Bare: TypeAlias = Callable[[Batch], Floats]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model as a pool file has it, the same by hand, and the column that it reads with rows by number and seed."""
+    """A model of a kind.
+
+    Attributes:
+        model: As a pool file has it.
+        bare: The same by hand.
+        column: The column that it reads.
+        rows: Returns rows of that column by number and seed.
+    """
 
     model: Mapping[str, Any]
     bare: Bare
@@ -57,7 +64,11 @@ class Case:
 class Maker:
     """Makes cases; its methods are named after the kinds.
 
-    folder: an empty one.   device: cpu or cuda.   batch: rows of one.   resources: what ends with the case.
+    Attributes:
+        folder: An empty folder.
+        device: cpu or cuda.
+        batch: Rows of a batch.
+        resources: Resources that end with the case.
     """
 
     folder: Path
@@ -128,9 +139,9 @@ class Maker:
         pool = self.resources.enter_context(ThreadPoolExecutor(threads))
 
         def bare(columns: Batch) -> Floats:
-            reading = [[pool.submit(_cut_out, one) for one in own] for own in self._batches(columns["image"])]
-            pixels = (np.stack([one.result() for one in own]) for own in reading)
-            return np.concatenate([session.run(["logits"], {"pixels": own})[0] for own in pixels])
+            batches = [[pool.submit(_cut_out, image) for image in rows] for rows in self._batches(columns["image"])]
+            pixels = (np.stack([image.result() for image in batch]) for batch in batches)
+            return np.concatenate([session.run(["logits"], {"pixels": batch})[0] for batch in pixels])
 
         model = {"kind": "onnx", "model": str(path), "image": {"size": SIDE}, "device": self.device}
         return Case(model, bare, "image", random_pictures)
@@ -138,7 +149,9 @@ class Maker:
     def transformers_classifier(self) -> Case:
         """Return a classifier of texts."""
         folder = self._saved("BertForSequenceClassification", (), 384, 1024, num_labels=4)
-        bare = self._padded(folder, "AutoModelForSequenceClassification", lambda network, own: network(**own).logits)
+        bare = self._padded(
+            folder, "AutoModelForSequenceClassification", lambda network, tokens: network(**tokens).logits
+        )
         model = {"kind": "transformers-classifier", "model": str(folder), "device": self.device}
         return Case(model, lambda columns: bare([*columns["text"]]), "text", random_texts)
 
@@ -147,8 +160,8 @@ class Maker:
         folder = self.language_model()
         letters = _letter_tokens(folder)
 
-        def forward(network: Any, own: Any) -> Any:
-            return network(**own, logits_to_keep=1, use_cache=False).logits[:, -1, letters]
+        def forward(network: Any, tokens: Any) -> Any:
+            return network(**tokens, logits_to_keep=1, use_cache=False).logits[:, -1, letters]
 
         bare = self._padded(folder, "AutoModelForCausalLM", forward)
         model = language(folder, kind="transformers-choice", device=self.device, examples=examples)
@@ -171,15 +184,14 @@ class Maker:
         sampling = SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=letters, detokenize=False)
 
         def bare(columns: Batch) -> Floats:
-            said = [
-                output.outputs[0].logprobs[0] for output in engine.generate(prompts(columns), sampling, use_tqdm=False)
-            ]
-            return np.array([[one[token].logprob for token in letters] for one in said])
+            outputs = engine.generate(prompts(columns), sampling, use_tqdm=False)
+            logprobs = [output.outputs[0].logprobs[0] for output in outputs]
+            return np.array([[of_row[token].logprob for token in letters] for of_row in logprobs])
 
         return Case(language(folder, kind="vllm", engine=settings), bare, "text", random_texts)
 
     def openai(self) -> Case:
-        """Return a server of chat completions that takes its time."""
+        """Return a slow server of chat completions."""
         settings: Any = {"model": "m", "max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 20}
 
         async def ask(client: Any, text: str) -> dict[str, float]:
@@ -191,7 +203,7 @@ class Maker:
         return self._served("openai", ask, LETTERS)
 
     def decisions(self) -> Case:
-        """Return a server of decisions that takes its time."""
+        """Return a slow server of decisions."""
         question = {"type": "choice", "instructions": "Choose the right option."}
         settings: Any = {"model": "m", "questions": [{**question, "choices": [{"value": label} for label in LABELS]}]}
 
@@ -206,7 +218,7 @@ class Maker:
         function = perceptron(self.device)
 
         def bare(columns: Batch) -> Floats:
-            return np.concatenate([function({"x": own}) for own in self._batches(columns["x"])])
+            return np.concatenate([function({"x": rows}) for rows in self._batches(columns["x"])])
 
         model = {"kind": "python", "factory": "jobs.bench.cases:perceptron", "kwargs": {"device": self.device}}
         return Case(model, bare, "x", lambda n, seed: np.random.default_rng(seed).standard_normal((n, 512), np.float32))
@@ -216,7 +228,10 @@ class Maker:
     ) -> Case:
         """Return a kind that asks a server, next to openai's client with as many requests at a time.
 
-        ask: returns the number of each option by its name, for a text.
+        Args:
+            kind: The kind.
+            ask: Returns the number of each option by its name, for a text.
+            options: The names of the options.
         """
         from openai import AsyncOpenAI
 
@@ -225,14 +240,14 @@ class Maker:
         self.resources.callback(loop.close)
         self.resources.callback(lambda: loop.run_until_complete(client.close()))
 
-        async def one(gate: asyncio.Semaphore, text: str) -> list[float]:
+        async def answer(gate: asyncio.Semaphore, text: str) -> list[float]:
             async with gate:
-                said = await ask(client, text)
-            return [said[option] for option in options]
+                numbers = await ask(client, text)
+            return [numbers[option] for option in options]
 
         async def ask_all(texts: Iterable[str]) -> list[list[float]]:
             gate = asyncio.Semaphore(CONCURRENCY)
-            return await asyncio.gather(*(one(gate, text) for text in texts))
+            return await asyncio.gather(*(answer(gate, text) for text in texts))
 
         def bare(columns: Batch) -> Floats:
             return np.array(loop.run_until_complete(ask_all(columns["text"])))
@@ -241,7 +256,7 @@ class Maker:
         return Case(model, bare, "text", random_texts)
 
     def language_model(self, cpu: int = 384, gpu: int = 1536) -> Path:
-        """Save a Llama with random weights.   cpu, gpu: its hidden size where it computes there."""
+        """Save a Llama with random weights, whose hidden size depends on the device."""
         texts = prompts({"text": np.array([""], object)}, EXAMPLES)
         return self._saved("LlamaForCausalLM", texts, cpu, gpu, max_position_embeddings=2048)
 
@@ -249,7 +264,7 @@ class Maker:
         return network_folder(kind, self.folder, reads, **sizes, **self._sizes(cpu, gpu))
 
     def _sizes(self, cpu: int, gpu: int) -> dict[str, int]:
-        """Return sizes of a network that make a row enough work for the device.   cpu, gpu: its hidden size there."""
+        """Return sizes of a network that make a row enough work for the device, from its hidden size there."""
         if self.on_gpu:
             return {"hidden_size": gpu, "num_hidden_layers": 24, "num_attention_heads": 16}
         return {"hidden_size": cpu}
@@ -263,12 +278,12 @@ class Maker:
         from torch.utils.data import DataLoader
 
         of_cores: dict[str, Any] = {"num_workers": os.cpu_count(), "pin_memory": True} if self.on_gpu else {}
-        found = []
+        batches = []
         with torch.inference_mode(), torch.autocast(self.device, torch.bfloat16, enabled=self.on_gpu):
             for pixels in DataLoader(_Pictures(columns["image"], preprocess), self.batch, **of_cores):
                 output = network(pixels.to(self.device, non_blocking=True))
-                found.append(getattr(output, "logits", output).float())
-            logits: Floats = torch.cat(found).cpu().numpy()
+                batches.append(getattr(output, "logits", output).float())
+            logits: Floats = torch.cat(batches).cpu().numpy()
         return logits
 
     def _padded(self, folder: Path, factory: str, forward: Callable[[Any, Any], Any]) -> Callable[[list[str]], Floats]:
@@ -284,14 +299,14 @@ class Maker:
 
         def answer(texts: list[str]) -> Floats:
             encoded = tokenizer(texts)
-            order = np.argsort([len(own) for own in encoded["input_ids"]])
-            found = []
+            order = np.argsort([len(tokens) for tokens in encoded["input_ids"]])
+            batches = []
             with torch.inference_mode():
                 for rows in self._batches(order):
-                    own = {key: [values[row] for row in rows] for key, values in encoded.items()}
-                    given = tokenizer.pad(own, return_tensors="pt").to(self.device)
-                    found.append(forward(network, given).float())
-                logits: Floats = torch.cat(found).cpu().numpy()
+                    batch = {key: [values[row] for row in rows] for key, values in encoded.items()}
+                    padded = tokenizer.pad(batch, return_tensors="pt").to(self.device)
+                    batches.append(forward(network, padded).float())
+                logits: Floats = torch.cat(batches).cpu().numpy()
             return logits[np.argsort(order)]
 
         return answer

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 SIDE = 224
-# Of texts: so many words of random letters, the frequent ones short; from a phrase to a paragraph.
+# Words of the vocabulary, the frequent ones short; least and most words of a text.
 N_WORDS = 3000
 FEWEST, MOST = 4, 60
 
 
 def network_model(arch: str, folder: Path, **options: Any) -> dict[str, Any]:
-    """Write a TorchVision network's random weights; return it as a model of a pool file.   options: of that model."""
+    """Write a TorchVision network's random weights; return it as a model of a pool file, with more options."""
     import torch
     from torchvision.models import get_model
 
@@ -47,8 +47,11 @@ def onnx_file(arch: str, folder: Path) -> Path:
 def network_folder(kind: str, folder: Path, reads: str | Sequence[str], **sizes: Any) -> Path:
     """Save a network of Transformers with random weights, and return its folder.
 
-    kind: its class.   reads: the class of its processor of images, or texts that its tokenizer is trained on.   sizes:
-    of its config.
+    Args:
+        kind: Its class.
+        folder: A folder that gets one of the kind's name.
+        reads: The class of its processor of images, or texts that its tokenizer is trained on.
+        sizes: Sizes of its config.
     """
     import torch
     import transformers
@@ -69,7 +72,7 @@ def network_folder(kind: str, folder: Path, reads: str | Sequence[str], **sizes:
 
 
 def clip_folder(folder: Path, texts: Sequence[str], **sizes: Any) -> Path:
-    """Save a CLIP with random weights and return its folder.   texts: of its tokenizer.   sizes: of both towers."""
+    """Save a CLIP with random weights, from texts of its tokenizer and sizes of both towers; return its folder."""
     import torch
     from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
     from transformers.utils import logging
@@ -86,7 +89,7 @@ def clip_folder(folder: Path, texts: Sequence[str], **sizes: Any) -> Path:
 
 
 def _settings(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a transformer's config, with the sizes that are given."""
+    """Return the settings of a transformer's config with some sizes."""
     settings = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "initializer_range": 0.1, **sizes}
     return {**settings, "intermediate_size": 4 * settings["hidden_size"]}
 

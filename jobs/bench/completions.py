@@ -10,7 +10,7 @@ import zlib
 
 from aiohttp import web
 
-# What an answer takes, in seconds, by chance.
+# Least and most seconds of an answer.
 ANSWER_S = (0.02, 0.06)
 
 
@@ -43,8 +43,8 @@ async def decide(request: web.Request) -> web.Response:
     asked = await request.json()
     of_text, choices = await thought(asked["input"]), [one["value"] for one in asked["questions"][0]["choices"]]
     weights = [of_text.random() for _ in choices]
-    listed = [{"value": one, "probability": own / sum(weights)} for one, own in zip(choices, weights, strict=True)]
-    best = max(listed, key=lambda one: one["probability"])
+    listed = [{"value": c, "probability": weight / sum(weights)} for c, weight in zip(choices, weights, strict=True)]
+    best = max(listed, key=lambda choice: choice["probability"])
     answer = {"type": "choice", "choice": best["value"], "confidence": best["probability"], "probabilities": listed}
     usage = {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2}
     return web.json_response({"id": "1", "object": "decision", "model": "m", "answers": [answer], "usage": usage})

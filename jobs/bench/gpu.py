@@ -1,4 +1,4 @@
-"""What is to be measured on a GPU, on one machine without Ray and without a network."""
+"""Measurements on a GPU, on one machine without Ray and without a network."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = ("small", "large")
 # Hidden sizes on a CPU and on a GPU.
 SIZES = {"small": (96, 768), "large": (384, 2048)}
 COSTS = {"small": 1.0, "large": 10.0}
-# What a call has come to: the call, and its batches' results with what goes on.
+# A call, and the results of its batches with the deferred rows.
 Ending: TypeAlias = tuple[Call, "Future[tuple[list[CallResult], Bundle]]"]
 
 
@@ -47,7 +47,7 @@ def gpu(
     kinds: tuple[str, ...] = KINDS,
     device: str = "cuda",
 ) -> dict[str, Any]:
-    """Measure what needs a GPU: how busy a cascade keeps it, what a policy's step takes, and each kind's stage.
+    """Measure on a GPU how busy a cascade keeps it, the time of a policy's step, and each kind's stage.
 
     The cascade is of two language models with random weights, of 0.2 and 1.6 billion parameters, on one GPU. They are a
     run's workers under a run's scheduler, in threads of this one process. busy_share is the large one's share of the
@@ -58,13 +58,19 @@ def gpu(
     It needs neither Ray nor a network, but numpy, scipy, pyarrow, pydantic, pyyaml, jinja2, psutil, torch, torchvision,
     transformers and pillow. --device cpu runs the same with small models.
 
-    rows: that the cascade answers.   batch: rows of one.   deferral: share of the rows that the large one answers.
-    turns: of each side of a stage, and of the cascade.   stage_rows, kinds: of `stages`.   device: cuda or cpu.
+    Args:
+        rows: Rows that the cascade answers.
+        batch: Rows of a batch.
+        deferral: Share of the rows that the large model answers.
+        turns: Turns of each side of a stage, and of the cascade.
+        stage_rows: Rows of `stages`.
+        kinds: Kinds of `stages`.
+        device: cuda or cpu.
     """
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
-        raise LeftOut("there is no GPU here; --device cpu runs the same on the CPU")
+        raise LeftOut("no GPU found; --device cpu runs the same on the CPU")
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         # First: a DataLoader's processes are forked, best before there are many threads.
@@ -78,8 +84,8 @@ def cascade(rows: int, batch: int, deferral: float, turns: int, device: str) -> 
     with scratch() as folder, ExitStack() as resources:
         specs = []
         for name in NAMES:
-            own = Maker(folder / name, device, batch, resources).language_model(*SIZES[name])
-            settings = stage(name, language(own, kind="transformers-choice", device=device), batch)
+            saved = Maker(folder / name, device, batch, resources).language_model(*SIZES[name])
+            settings = stage(name, language(saved, kind="transformers-choice", device=device), batch)
             settings["resources"]["num_gpus"] = 0.5 if device == "cuda" else 0
             specs.append(StageSpec.model_validate(settings))
         prepare_process(specs[0])
@@ -95,8 +101,8 @@ def cascade(rows: int, batch: int, deferral: float, turns: int, device: str) -> 
         def turn(number: int) -> dict[str, Any]:
             return figures(answered(workers, policy, {"text": random_texts(rows, seed=1 + number)}, batch), rows)
 
-        found = by_turns({"cascade": turn}, turns, lambda of: f"{of['rows_per_s']:.1f} rows/s")["cascade"]
-    return {what: median(of[what] for of in found) for what in found[0] if found[0][what] is not None}
+        runs = by_turns({"cascade": turn}, turns, lambda run: f"{run['rows_per_s']:.1f} rows/s")["cascade"]
+    return {name: median(run[name] for run in runs) for name in runs[0] if runs[0][name] is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +114,10 @@ class Answered:
 
 
 def figures(run: Answered, rows: int) -> dict[str, float | None]:
-    """Return what a run of two stages over so many rows shows."""
+    """Return the figures of a run of two stages over a number of rows."""
     large = run.results[-1]
     of_gpu = [result.device_s for result in large if result.device_s is not None]
-    compute_s, policy_s = (sum(getattr(result, what) or 0.0 for result in large) for what in ("compute_s", "policy_s"))
+    compute_s, policy_s = (sum(getattr(result, name) or 0.0 for result in large) for name in ("compute_s", "policy_s"))
     on_gpu_s = sum(of_gpu) if of_gpu else None
     return {
         "rows_per_s": rows / run.run_s,

@@ -1,4 +1,4 @@
-"""A light load on an HTTP service: prepared bodies that clients post in turn, or that are posted when they are due."""
+"""A light load on an HTTP service: clients that post prepared bodies in turn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cauc_ray.errors import ExecutionError
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 OK = 200
-# The status of a request that got no answer, and what such a request met.
+# The status of a request without an answer, and its kinds.
 NO_ANSWER = 0
 REFUSED, RESET, TIMEOUT = "refused", "reset", "timeout"
 # How long a client waits after it: a port that nobody listens on would be asked thousands of times a second.
@@ -30,25 +30,28 @@ Judge: TypeAlias = Callable[[int, int, bytes], str]
 
 
 def by_status(row: int, status: int, body: bytes) -> str:
-    """Tell answers from errors."""
+    """Return answered or error."""
     return "answered" if status == OK else "error"
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is posted, by how many clients or when, for how long.
+    """A load of closed-loop clients.
 
-    bodies: taken in turn by all clients together, again from the first after the last.   n_clients: that post, and
-    wait for the answer before the next.   due_s: in place of clients, when requests are posted, whatever has become of
-    others, in seconds since the load began, float (n,), rising; latencies count from there.   timeout_s: of a request.
-    seconds: how long after the warm-up is measured; requests that are under way at its end are waited for.
+    Attributes:
+        url: Address that bodies are posted to.
+        bodies: Taken in turn by all clients together, again from the first after the last.
+        seconds: Seconds that are measured after the warm-up; requests under way at the end are waited for.
+        n_clients: Clients that post and wait for the answer before the next.
+        warm_up_s: Seconds before the measurement.
+        timeout_s: Seconds until a request is given up.
+        judge: Names the kind of an answer.
     """
 
     url: str
     bodies: Sequence[bytes]
     seconds: float
     n_clients: int = 1
-    due_s: Floats | None = None
     warm_up_s: float = 1.0
     timeout_s: float = 30.0
     judge: Judge = by_status
@@ -56,15 +59,19 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What became of every request, those of the warm-up included; arrays (n,), in the order of the ends.
+    """All requests of a load, the warm-up's included, in the order of their ends.
 
-    began: when the load did, by time.perf_counter().   started_s: since then.   latency_s: until the whole answer was
-    read, or until it was given up.   statuses: 0 without an answer.   kinds: as judged, without an answer what was met.
+    Attributes:
+        warm_up_s: As of the load.
+        seconds: As of the load.
+        started_s: Start of each request in seconds since the load began, shape (n,).
+        latency_s: Seconds until its answer was read, or it was given up, shape (n,).
+        statuses: Its status, 0 without an answer, shape (n,).
+        kinds: Its kind, shape (n,).
     """
 
     warm_up_s: float
     seconds: float
-    began: float
     started_s: Floats
     latency_s: Floats
     statuses: Ints
@@ -74,14 +81,10 @@ class LoadResult:
         return len(self.statuses)
 
     @property
-    def ended_s(self) -> Floats:
-        """Return when each request ended, in seconds since the load began."""
-        return self.started_s + self.latency_s
-
-    @property
     def measured_mask(self) -> Bools:
         """Return which requests were answered with 200 between the warm-up's end and the measurement's."""
-        within = (self.ended_s >= self.warm_up_s) & (self.ended_s < self.warm_up_s + self.seconds)
+        ended_s = self.started_s + self.latency_s
+        within = (ended_s >= self.warm_up_s) & (ended_s < self.warm_up_s + self.seconds)
         mask: Bools = within & (self.statuses == OK)
         return mask
 
@@ -104,7 +107,7 @@ class LoadResult:
 
 
 def body_of(columns: Mapping[str, Any], outputs: Sequence[str] = ("prediction",)) -> bytes:
-    """Return rows as the body of an inference request.   columns: texts or numbers of the rows, (n,) or (n, …)."""
+    """Return rows as the body of an inference request, from columns of texts or numbers, shape (n,) or (n, …)."""
     inputs = [
         {
             "name": name,
@@ -136,7 +139,6 @@ async def _drive(load: Load) -> LoadResult:
     return LoadResult(
         warm_up_s=load.warm_up_s,
         seconds=load.seconds,
-        began=clients.began,
         started_s=np.array(started) - clients.began,
         latency_s=np.array(ended) - np.array(started),
         statuses=np.array(statuses),
@@ -157,30 +159,22 @@ class _Clients:
     async def run(self) -> None:
         """Make the load, and wait for the last answer."""
         async with asyncio.TaskGroup() as clients:
-            if self._load.due_s is None:
-                for _ in range(self._load.n_clients):
-                    clients.create_task(self._ask_in_turn())
-                return
-            for due in (self.began + self._load.due_s).tolist():
-                await asyncio.sleep(due - time.perf_counter())
-                clients.create_task(self._ask(due))
+            for _ in range(self._load.n_clients):
+                clients.create_task(self._ask_in_turn())
 
     async def _ask_in_turn(self) -> None:
-        while (now := time.perf_counter()) < self._until:
-            if await self._ask(now) == NO_ANSWER:
+        """Post bodies one after the other, and record the end of each request."""
+        while (started := time.perf_counter()) < self._until:
+            row = next(self._rows) % len(self._load.bodies)
+            status, body = await self._post(self._load.bodies[row])
+            ended = time.perf_counter()
+            kind = body if isinstance(body, str) else self._load.judge(row, status, body)
+            self.records.append((started, ended, status, kind))
+            if status == NO_ANSWER:
                 await asyncio.sleep(PAUSE_S)
 
-    async def _ask(self, started: float) -> int:
-        """Post the next body, record what came of it and return the status."""
-        row = next(self._rows) % len(self._load.bodies)
-        status, met = await self._post(self._load.bodies[row])
-        ended = time.perf_counter()
-        kind = met if isinstance(met, str) else self._load.judge(row, status, met)
-        self.records.append((started, ended, status, kind))
-        return status
-
     async def _post(self, body: bytes) -> tuple[int, bytes | str]:
-        """Return the status and the answer's body; 0 and what was met instead."""
+        """Return the status and the answer's body; 0 and a kind without an answer."""
         try:
             async with self._session.post(self._load.url, data=body) as response:
                 return response.status, await response.read()

@@ -11,25 +11,19 @@ from typing import Any, TypeAlias, TypeVar
 
 from cauc_ray.errors import CaucError
 
-# The module that measures each part, in the order in which they run: its function of the part's name takes the part's
-# options as keyword arguments and returns the figures, ratios included. Each option is a number, a text, a flag, or a
-# tuple of one or more numbers or names, and its default the full size; a tuple of names has all that there are.
+# The module of each part, in the order in which they run. Its function of the part's name takes the part's options as
+# keyword arguments and returns the figures. An option is a number, a text, a flag, or a tuple of numbers or names; its
+# default is the full size, and a tuple of names lists all choices.
 PARTS = {
     "numbers": "bench.fitting",
     "doors": "bench.fitting",
     "shards": "bench.fitting",
-    "collect": "bench.networks",
     "plan": "bench.plan",
     "ray_data": "bench.ray_data",
-    "saving": "bench.networks",
     "controller": "bench.runs",
-    "memory": "bench.runs",
-    "sink": "bench.runs",
     "stages": "bench.stages",
     "gpu": "bench.gpu",
     "serving": "bench.serving",
-    "bodies": "bench.serving",
-    "canary": "bench.canary",
     "faults": "faults.trial",
 }
 OFFLINE = "or without a network `pip download -d wheels` elsewhere and `pip install --no-index -f wheels` here"
@@ -59,11 +53,11 @@ def parser_of(name: str, measure: Measure) -> argparse.ArgumentParser:
         if default is False:
             parser.add_argument(flag, action="store_true")
         elif isinstance(default, tuple):
-            kind, shown = type(default[0]), ", ".join(map(str, default))
+            kind, choices = type(default[0]), ", ".join(map(str, default))
             several: dict[str, Any] = {"nargs": "+", "type": kind, "metavar": kind.__name__.upper()}
             if kind is str:
                 several |= {"choices": default, "metavar": "NAME"}
-            parser.add_argument(flag, **several, default=default, help=f"default: {shown}")
+            parser.add_argument(flag, **several, default=default, help=f"default: {choices}")
         else:
             kind = str if default is None else type(default)
             parser.add_argument(flag, type=kind, default=default, help=f"default: {default}")
@@ -71,7 +65,7 @@ def parser_of(name: str, measure: Measure) -> argparse.ArgumentParser:
 
 
 def measured(name: str, words: Sequence[str]) -> dict[str, Any]:
-    """Return a part's figures, or why there are none: it is left out here, or it failed.   words: its options."""
+    """Return a part's figures for the words of its options, or why there are none: it was left out, or it failed."""
     try:
         measure = load(name)
         options = vars(parser_of(name, measure).parse_args(words))
@@ -87,17 +81,17 @@ def measured(name: str, words: Sequence[str]) -> dict[str, Any]:
     return figures
 
 
-def by_turns(sides: Mapping[str, Callable[[int], T]], turns: int, shown: Callable[[T], str]) -> dict[str, list[T]]:
-    """Have all sides take turns, and return what each has measured.   shown: what is printed of a turn.
+def by_turns(sides: Mapping[str, Callable[[int], T]], turns: int, text: Callable[[T], str]) -> dict[str, list[T]]:
+    """Have all sides take turns, and return the measurements of each; a text of each turn is printed.
 
-    The second of a pair has the other's heat and garbage: each side is it in its turn.
+    The second of a pair inherits the first's heat and garbage, so that the order changes from turn to turn.
     """
-    found: dict[str, list[T]] = {side: [] for side in sides}
+    measurements: dict[str, list[T]] = {side: [] for side in sides}
     for turn in range(turns):
         for side in list(sides)[:: 1 if turn % 2 == 0 else -1]:
-            found[side].append(sides[side](turn))
-            print(f"{side:>9}: {shown(found[side][-1])}", flush=True)
-    return found
+            measurements[side].append(sides[side](turn))
+            print(f"{side:>9}: {text(measurements[side][-1])}", flush=True)
+    return measurements
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -106,13 +100,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def show(figures: Mapping[str, Any], indent: str = "") -> None:
-    """Print figures, a line each, four digits of numbers; those of a mapping or of several below its name."""
+    """Print figures, a line each, in four digits; those of a long or nested mapping below its name."""
     for name, value in figures.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            value = {str(number): each for number, each in enumerate(value, 1)}
-        if isinstance(value, dict) and (
-            len(value) > 4 or any(isinstance(each, dict | list) for each in value.values())
-        ):
+        if isinstance(value, dict) and (len(value) > 4 or any(isinstance(v, dict | list) for v in value.values())):
             print(f"{indent}{name}:")
             show(value, f"{indent}  ")
         else:
@@ -121,7 +111,7 @@ def show(figures: Mapping[str, Any], indent: str = "") -> None:
 
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
+        return ", ".join(f"{name} {_shown(figure)}" for name, figure in value.items())
     if isinstance(value, list):
         return ", ".join(map(_shown, value))
     return f"{value:,.4g}" if isinstance(value, float) else str(value)

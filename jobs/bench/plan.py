@@ -1,11 +1,10 @@
-"""What a plan predicts of runs and services, held against them."""
+"""Runs against the plans of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -13,29 +12,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import cauc_ray
-from cauc_ray.errors import ExecutionError
 from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.models.pool import load_pool
-from cauc_ray.planning.plan import ROUTER, expected_deferral, run_stages, served_stages
-from cauc_ray.planning.simulation import (
-    Latency,
-    Simulation,
-    Window,
-    settled_window,
-    simulate_arrivals,
-    simulate_backlog,
-    simulate_trace,
-)
-from cauc_ray.planning.sizing import MOST_LOAD, most_rate
-from cauc_ray.planning.stages import with_replicas
+from cauc_ray.planning.plan import expected_deferral, run_stages
+from cauc_ray.planning.simulation import Simulation, simulate_backlog
 from cauc_ray.planning.timings import declared_timing, read_earlier_run
 from cauc_ray.policies.policy import Policy
-from jobs.bench.load import Load, body_of, run_load
 from jobs.bench.planted import SleepingStage, planted_rows, write_cascade, write_input, write_table
-from jobs.bench.processes import scratch, served
+from jobs.bench.processes import scratch
 
-LOADS = (0.5, MOST_LOAD)
-WHAT = ("mean", "p99")
 POOLS = {
     # A call's own seconds weigh most; the first stage is the bottleneck.
     "two": (
@@ -57,48 +42,28 @@ POOLS = {
 }
 
 
-def plan(
-    seconds: float = 60.0,
-    turns: int = 3,
-    pools: tuple[str, ...] = tuple(POOLS),
-    services: str = "local",
-    slower: float = 1.0,
-) -> dict[str, Any]:
-    """Hold what a plan predicts of runs and services against them: rows a second, and latencies at two loads.
+def plan(seconds: float = 60.0, pools: tuple[str, ...] = tuple(POOLS), slower: float = 1.0) -> dict[str, Any]:
+    """Compare runs with their plans: rows a second, and how busy the stages were.
 
     Three pools of `saved` stages, which sleep, so that the machine's cores are not the bottleneck: a plan is about
     stages. Each has another bottleneck. A run is predicted from the seconds in the pool file; measured are its rows
-    over the time from the start of its first call to the end of its last, by its ledger, and how busy its stages were.
-    A service is predicted as by `cauc plan --ledger` of that run, with the pool's replicas, at half of the rate that
-    they can carry in full batches, and at four fifths, the most that a plan ever gives them. Requests of one row are
-    posted at random times (Poisson) by one process, and latencies count from when they were due. A turn has times of
-    its own: the median over the turns is given, and next to the plan what its simulation says of the turn's very
-    requests. Where these two differ, it is by chance; where the second differs from what was measured, the plan is
-    wrong, or the machine was busy with something else.
+    over the time from the start of its first call to the end of its last, by its ledger.
 
     Args:
-        seconds: Seconds of a run, as predicted, and of a service's turn.
-        turns: Turns of a service at each load.
-        pools: The pools to plan for.
-        services: What is served after the run: "local", by one process; "serve", by Ray Serve, whose processes take
-            both cores at the rates of these pools; or "none".
-        slower: Stages take this many times as long.
+        seconds: Predicted seconds of a run.
+        pools: Pools to plan for.
+        slower: Factor of the stages' seconds.
     """
-    results: dict[str, dict[str, Any]] = {}
+    results = {}
     for name in pools:
         stages = [replace(at, per_call=at.per_call * slower, per_row=at.per_row * slower) for at in POOLS[name]]
         with scratch() as folder:
             results[name] = planned_and_run(folder, stages, seconds)
-            if services != "none":
-                results[name]["services"] = planned_and_served(folder, stages, services == "local", seconds, turns)
-    return {"pools": results}
+    return results
 
 
 def planned_and_run(folder: Path, stages: Sequence[SleepingStage], seconds: float) -> dict[str, Any]:
-    """Return what was predicted of a run that is to take this many seconds, and what was measured.
-
-    folder: an empty one, which is left with pool.yaml, policy.json, and the run's out/.
-    """
+    """Return the prediction of a run of this many seconds, and its measurement."""
     pool, policy = write_cascade(folder, stages, saved_model, on_failure="fail")
     n_rows = int(seconds * predict_run(pool, policy, 20_000).rows_per_s)
     predicted = predict_run(pool, policy, n_rows)
@@ -116,17 +81,17 @@ def planned_and_run(folder: Path, stages: Sequence[SleepingStage], seconds: floa
         "measured_to_predicted": n_rows / span_s / predicted.rows_per_s,
         "predicted_s": predicted.window_s,
         "measured_s": span_s,
-        # Pairs of what was predicted, or configured, and what was measured.
+        # Pairs of a prediction, or a setting, and a measurement.
         "stages": {
             at.name: {
-                "calls": [of.calls, summed["calls"]],
-                "fill": [of.fill, summed["batch_fill"]],
-                "computed_s": [of.busy * predicted.window_s * at.replicas, summed["compute_s"]],
-                "busy_share": summed["compute_s"] / (at.replicas * span_s),
+                "calls": [simulated.calls, measured["calls"]],
+                "fill": [simulated.fill, measured["batch_fill"]],
+                "computed_s": [simulated.busy * predicted.window_s * at.replicas, measured["compute_s"]],
+                "busy_share": measured["compute_s"] / (at.replicas * span_s),
                 "per_call_s": [at.per_call, fitted[at.name].seconds.per_call],
                 "per_row_s": [at.per_row, fitted[at.name].seconds.per_row],
             }
-            for at, of, summed in zip(stages, predicted.stages, summary["stages"], strict=True)
+            for at, simulated, measured in zip(stages, predicted.stages, summary["stages"], strict=True)
         },
     }
 
@@ -149,63 +114,3 @@ def predict_run(pool: Path, policy: Policy, n_rows: int) -> Simulation:
     """Simulate a run over this many rows with the replicas of a pool of saved stages."""
     specs = load_pool(pool).chain(policy.models)
     return simulate_backlog(run_stages(specs, [*map(declared_timing, specs)], expected_deferral(policy)), n_rows)
-
-
-def planned_and_served(
-    folder: Path, stages: Sequence[SleepingStage], local: bool, seconds: float, turns: int
-) -> list[dict[str, Any]]:
-    """Return for each load what was planned from the run's ledger and what was measured of a service.
-
-    folder: as planned_and_run leaves it.
-    """
-    policy = Policy.load(folder / "policy.json")
-    specs = load_pool(folder / "pool.yaml").chain(policy.models)
-    earlier = read_earlier_run(folder / "out", policy.models)
-    timings = [earlier.timings[name] for name in policy.models]
-    served_once = served_stages(specs, timings, expected_deferral(policy))
-    planned = with_replicas(served_once, [at.replicas for at in stages])
-    rows = [read_parquet(file, columns=["example_id", "stage"]) for file in parquet_files(folder / "out/predictions")]
-    answered_by = np.concatenate([part.column("stage").to_numpy() for part in rows])
-    bodies = [body_of({"example_id": [example]}) for part in rows for example in part.column("example_id").to_pylist()]
-    with served(folder, local=local) as url:
-
-        def turn(rate: float, seed: int) -> tuple[Latency, Latency]:
-            """Return what was measured of requests at random times, and what the simulation says of the very same."""
-            warm_up_s = settled_window(planned, rate).first
-            rng, ends_s = np.random.default_rng([7, seed]), warm_up_s + seconds
-            due_s = np.sort(rng.random(round(rate * ends_s))) * ends_s
-            order = np.resize(rng.permutation(len(bodies)), len(due_s))
-            in_order = [bodies[row] for row in order.tolist()]
-            load = Load(f"{url}/v2/models/bench/infer", in_order, seconds, due_s=due_s, warm_up_s=warm_up_s)
-            result = run_load(load)
-            if (result.statuses != 200).any():
-                raise ExecutionError(f"not all requests were answered: {result.counts()}")
-            window = Window(warm_up_s, ends_s)
-            simulated = simulate_trace(planned, due_s, answered_by[order], window, router=ROUTER).latency
-            measured = Latency.of(result.measured_s)
-            assert measured is not None
-            assert simulated is not None
-            return measured, simulated
-
-        services = []
-        for load in LOADS:
-            rate = load * most_rate(planned, 1.0)[0]
-            plan = simulate_arrivals(planned, rate, router=ROUTER).latency
-            assert plan is not None
-            services.append({"load": load, "rate": rate, **against(plan, [turn(rate, seed) for seed in range(turns)])})
-    return services
-
-
-def against(plan: Latency, turns: Sequence[tuple[Latency, Latency]]) -> dict[str, Any]:
-    """Return the medians over the turns, and the ratios of the plan and of the simulation to what was measured."""
-    return {
-        "plan": {what: getattr(plan, what) for what in WHAT},
-        "measured": {what: median(getattr(measured, what) for measured, _ in turns) for what in WHAT},
-        "n_measured": sum(measured.n for measured, _ in turns),
-        "plan_to_measured": {
-            what: getattr(plan, what) / median(getattr(measured, what) for measured, _ in turns) for what in WHAT
-        },
-        "simulated_to_measured": {
-            what: median(getattr(same, what) / getattr(measured, what) for measured, same in turns) for what in WHAT
-        },
-    }

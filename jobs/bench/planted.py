@@ -1,4 +1,4 @@
-"""Synthetic examples, their logit tables, policies fitted on them, pools, inputs, and models that take their time."""
+"""Synthetic examples, their logit tables, policies fitted on them, pools, inputs, and models that sleep."""
 
 from __future__ import annotations
 
@@ -32,15 +32,25 @@ HARD_GAP, HARD_RIGHT = 0.4, 0.6
 THRESHOLD = 0.8
 CALIBRATION_ROWS = 4000
 
-# As a pool file has it.
+# A stage of a pool file.
 Stage: TypeAlias = dict[str, Any]
-# A batch as Ray Data gives it out and takes it back.
+# A batch of Ray Data.
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class SleepingStage:
-    """Rows of a batch, seconds of a call and of a row, replicas, the cost of a row, the share of rows that goes on."""
+    """A stage whose model sleeps.
+
+    Attributes:
+        name: Its name.
+        batch: Rows of a batch.
+        per_call: Seconds of a call.
+        per_row: Seconds of a row.
+        replicas: Number of replicas.
+        cost: Cost of a row.
+        deferral: Share of its rows that it defers.
+    """
 
     name: str
     batch: int
@@ -55,7 +65,9 @@ class SleepingStage:
 class PlantedRows:
     """Rows of which a chain defers planted shares.
 
-    gaps: float32 (N, M), each model's logit of option 0 where option 1 has 0.   labels: int32 (N,), 0 or 1.
+    Attributes:
+        gaps: Each model's logit of option 0 where option 1 has 0, float32 (N, M).
+        labels: 0 or 1, int32 (N,).
     """
 
     gaps: Floats
@@ -100,7 +112,7 @@ def planted_logits(
 def drawn_labels(logits: Mapping[str, Floats]) -> Ints:
     """Draw labels of rows from the models' own answers, (N, K) each: each model is right about as often."""
     rng = np.random.default_rng(1)
-    chosen = np.stack([own.argmax(axis=1) for own in logits.values()])
+    chosen = np.stack([of_model.argmax(axis=1) for of_model in logits.values()])
     n = chosen.shape[1]
     labels: Ints = chosen[rng.integers(0, len(chosen), n), np.arange(n)].astype(np.int32)
     labels[rng.random(n) < 0.1] = 0
@@ -109,7 +121,7 @@ def drawn_labels(logits: Mapping[str, Floats]) -> Ints:
 
 def fit_deferring(logits: Mapping[str, Floats], labels: Ints, costs: Mapping[str, float], deferral: float) -> Policy:
     """Fit CAUC-RF with the threshold at which the first model defers a share of the rows; with none, its least."""
-    with warnings.catch_warnings(action="ignore", category=GuardWarning):  # random models are none to be used
+    with warnings.catch_warnings(action="ignore", category=GuardWarning):  # of random models
         fitted = cauc_ray.fit(logits, labels, costs=costs, method="rf", threshold=0.0)
         if not deferral:
             return fitted
@@ -120,7 +132,11 @@ def fit_deferring(logits: Mapping[str, Floats], labels: Ints, costs: Mapping[str
 def write_table(path: Path, models: Mapping[str, float], deferral: Sequence[float], **splits: PlantedRows) -> Policy:
     """Write planted rows as a logit table and fit CAUC-RF on as many calibration rows of their own.
 
-    models: the cost of each, cheapest first.   splits: further splits of the table, by name.
+    Args:
+        path: The folder of the table.
+        models: The cost of each, cheapest first.
+        deferral: Share that each stage but the last defers.
+        splits: Further splits of the table, by name.
     """
     calibration = planted_rows(np.random.default_rng(1), CALIBRATION_ROWS, deferral)
     for split, rows in {"calibration": calibration, **splits}.items():
@@ -131,15 +147,15 @@ def write_table(path: Path, models: Mapping[str, float], deferral: Sequence[floa
 def write_split(
     path: Path, models: Mapping[str, float], split: str, ids: Sequence[str], labels: Ints, logits: Sequence[Floats]
 ) -> None:
-    """Write a split of a logit table.   logits: of each model, (N, K)."""
-    for model, own in zip(models, logits, strict=True):
-        write_logits(path, model, split, example_ids=ids, labels=labels, logits=own)
+    """Write a split of a logit table, with logits of each model, (N, K)."""
+    for model, of_model in zip(models, logits, strict=True):
+        write_logits(path, model, split, example_ids=ids, labels=labels, logits=of_model)
     listed = [PoolModel(name=name, cost=cost) for name, cost in models.items()]
     write_info(path, TableInfo(cost_unit="s", logit_kind="raw", models=listed))
 
 
 def stage(name: str, model: Mapping[str, Any], batch: int, *, replicas: int = 1, num_cpus: float = 0.1) -> Stage:
-    """Return a stage of a pool file.   model: as the file has it."""
+    """Return a stage of a pool file with a model as the file has it."""
     return {
         "name": name,
         "model": dict(model),
@@ -166,8 +182,13 @@ def write_cascade(
 ) -> tuple[Path, Policy]:
     """Write a cascade's pool.yaml, LOGITS and policy.json; return the pool's path and the policy.
 
-    model: what a stage's model is, by its number.   num_cpus: of a replica.   of_stage: more keys of each
-    stage.   settings: of the pool.
+    Args:
+        folder: An empty folder.
+        stages: The stages.
+        model: Returns a stage's model by its number.
+        num_cpus: CPUs of a replica.
+        of_stage: More keys of each stage.
+        settings: More keys of the pool.
     """
     deferral = [at.deferral for at in stages[:-1]]
     validation = planted_rows(np.random.default_rng(3), CALIBRATION_ROWS, deferral)
@@ -181,7 +202,7 @@ def write_cascade(
 
 
 def write_pool(path: Path, stages: Sequence[Stage], task: str = "multiple-choice", **settings: Any) -> Path:
-    """Write a pool file.   settings: its keys next to its stages."""
+    """Write a pool file of stages and other keys."""
     write_text(path, yaml.safe_dump({"name": "bench", "task": task, "stages": list(stages), **settings}))
     return path
 
@@ -191,7 +212,12 @@ def write_input(
 ) -> Path:
     """Write an input's columns to some Parquet files in a folder, with row groups that a reader can take whole.
 
-    options: of pyarrow.parquet.write_table.
+    Args:
+        path: A folder, which is made.
+        columns: Columns by name.
+        files: Files in the folder.
+        row_group_size: Rows of a row group.
+        options: Of pyarrow.parquet.write_table.
     """
     path.mkdir()
     table = pa.table(dict(columns))
@@ -202,7 +228,7 @@ def write_input(
 
 
 def from_column(column: str, seconds_per_call: float = 0.0, seconds_per_row: float = 0.0) -> Callable[[Batch], Floats]:
-    """Answer with two logits, a column of the input and 0, sleeping for what the call shall take."""
+    """Answer with two logits, a column of the input and 0, sleeping for the rest of the call's seconds."""
 
     def answer(batch: Batch) -> Floats:
         started = time.perf_counter()

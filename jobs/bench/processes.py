@@ -1,9 +1,8 @@
-"""What a part starts and ends: a Ray session and its processes, a command that prints JSON, a service."""
+"""Ray sessions and their processes, commands that print JSON, and services, for the length of a part."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import socket
@@ -18,7 +17,6 @@ from typing import IO, Any
 import psutil
 
 from cauc_ray.errors import ExecutionError
-from jobs.bench.part import LeftOut
 
 ROOT = Path(__file__).parents[2]
 # A service has ended this many seconds after it was asked to.
@@ -27,7 +25,7 @@ END_S = 60.0
 
 @contextmanager
 def scratch(n_cpus: float | None = None) -> Iterator[Path]:
-    """Yield an empty folder for the length of the block, with a Ray session of so many CPUs if they are given."""
+    """Yield an empty folder for the length of the block, with a Ray session if its CPUs are given."""
     with tempfile.TemporaryDirectory(prefix="bench") as folder, ExitStack() as resources:
         if n_cpus is not None:
             from cauc_ray.execution.session import ray_session
@@ -36,37 +34,15 @@ def scratch(n_cpus: float | None = None) -> Iterator[Path]:
         yield Path(folder)
 
 
-@contextmanager
-def own_session(n_cpus: int, store_mb: float | None = None) -> Iterator[None]:
-    """Start a Ray session with this many CPUs and such an object store, for the length of the block.
-
-    Raises LeftOut where a session is up.
-    """
-    import ray
-
-    from cauc_ray.execution.session import keep_store_free
-
-    if ray.is_initialized():
-        raise LeftOut("a Ray session is up, and this needs one of its own")
-    keep_store_free()
-    store = None if store_mb is None else int(store_mb * 1e6)
-    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-    ray.init(address="local", num_cpus=n_cpus, object_store_memory=store, **quiet)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
 def processes(*titles: str) -> list[psutil.Process]:
-    """Return the live processes of Ray, started by this one, whose titles begin so: what an actor or a task is."""
-    wanted = re.compile(f"ray::({'|'.join(titles)})")
-    found = []
+    """Return the live processes of Ray, started by this one, whose titles begin with one of these."""
+    pattern = re.compile(f"ray::({'|'.join(titles)})")
+    live = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            if wanted.match((process.cmdline() or [""])[0]) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+            if pattern.match((process.cmdline() or [""])[0]) and process.status() != psutil.STATUS_ZOMBIE:
+                live.append(process)
+    return live
 
 
 def printed(*words: object, env: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
@@ -85,19 +61,7 @@ def printed(*words: object, env: Mapping[str, str] | None = None) -> Iterator[di
 
 
 @contextmanager
-def served(folder: Path, *, local: bool) -> Iterator[str]:
-    """Serve the pool.yaml of a folder with its policy.json for the length of the block; yield the service's URL.
-
-    local: without Ray. Raises ExecutionError where it does not start.
-    """
-    command = [str(Path(sys.executable).with_name("cauc")), "serve", "pool.yaml", "--policy", "policy.json"]
-    command += ["--port", "0", "--json", *(["--local"] if local else [])]
-    with listening(command, folder) as url:
-        yield url
-
-
-@contextmanager
-def listening(command: Sequence[str], folder: Path = ROOT) -> Iterator[str]:
+def listening(command: Sequence[str]) -> Iterator[str]:
     """Run a service for the length of the block; yield the URL that it prints, in JSON, once it listens.
 
     Raises ExecutionError where it does not start.
@@ -106,7 +70,7 @@ def listening(command: Sequence[str], folder: Path = ROOT) -> Iterator[str]:
     with ExitStack() as resources:
         log = resources.enter_context(tempfile.TemporaryFile("w+"))
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
-        service = resources.enter_context(subprocess.Popen(command, cwd=folder, env=environment, **streams))
+        service = resources.enter_context(subprocess.Popen(command, cwd=ROOT, env=environment, **streams))
         resources.callback(_end, service)
         assert service.stdout is not None
         started = next((line for line in service.stdout if line.startswith("{")), None)

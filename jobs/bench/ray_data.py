@@ -37,7 +37,7 @@ PAYLOAD = 512
 FIXED = ((0.005, 0.0), (0.020, 0.0001))
 CASES = ("fixed", "per_row", "nothing_deferred")
 INPUT_FILES = 8
-# What stays of a row that has its answer: the columns of a cauc-ray run's predictions.
+# The columns of a run's predictions, which stay of an answered row.
 ANSWER = ("example_id", "prediction", "confidence", "stage", "cost", "label")
 
 
@@ -54,8 +54,12 @@ def ray_data(
     batches of the deferred rows in them. Three cases: a fixed cost per call and one per row, the same totals at a full
     batch as a cost per row only, and the first with nothing deferred.
 
-    rows: of the input.   batch: rows in a full batch of either model.   deferral: share of the rows that the large
-    model answers.   repeats: turns of each side.   cases: which costs to measure.
+    Args:
+        rows: Rows of the input.
+        batch: Rows in a full batch of either model.
+        deferral: Share of the rows that the large model answers.
+        repeats: Turns of each side.
+        cases: Costs to measure.
     """
     results: dict[str, Any] = {}
     configure_ray_data()
@@ -109,18 +113,18 @@ def configure_ray_data() -> None:
     logging.getLogger("ray.data").setLevel(logging.WARNING)
 
 
-def require_same(expected: Path, found: Path, side: str) -> None:
+def require_same(expected: Path, written: Path, side: str) -> None:
     """Raise ExecutionError where a side's predictions are not the same, row for row."""
-    own, theirs = (
-        pa.concat_tables(map(read_parquet, parquet_files(path))).sort_by("example_id") for path in (expected, found)
+    ours, theirs = (
+        pa.concat_tables(map(read_parquet, parquet_files(path))).sort_by("example_id") for path in (expected, written)
     )
-    for name in own.column_names:
-        if not pc.all(pc.equal(own.column(name), theirs.column(name))).as_py() or len(own) != len(theirs):
+    for name in ours.column_names:
+        if not pc.all(pc.equal(ours.column(name), theirs.column(name))).as_py() or len(ours) != len(theirs):
             raise ExecutionError(f"{side}: column {name} of the predictions is not what cauc-ray answered")
 
 
 class Small:
-    """The first stage: answers every row, and keeps next to the answer what a deferred row takes along."""
+    """The first stage: answers every row, and adds the policy's state for deferred rows."""
 
     def __init__(self, policy: Policy, kwargs: Mapping[str, Any]) -> None:
         self._policy = policy
@@ -141,7 +145,7 @@ class Small:
 
 
 class Large:
-    """The second stage: answers the deferred rows of a batch, in calls of some, and drops what nobody needs now."""
+    """The second stage: answers the deferred rows of a batch, in full calls."""
 
     def __init__(self, policy: Policy, kwargs: Mapping[str, Any], rows_per_call: int) -> None:
         self._policy = policy
@@ -166,7 +170,14 @@ class Large:
 
 @dataclass(frozen=True, slots=True)
 class DataCascade:
-    """The cascade's parts in Ray Data.   small, large: keyword arguments of from_column.   batch: rows in a call."""
+    """The cascade's parts in Ray Data.
+
+    Attributes:
+        policy: The policy.
+        small: Keyword arguments of from_column for the first model.
+        large: Keyword arguments of from_column for the second model.
+        batch: Rows in a call.
+    """
 
     policy: Policy
     small: Mapping[str, Any]

@@ -1,14 +1,12 @@
-"""The served cascade against a hand-written Ray Serve composition, and what long bodies delay."""
+"""The served cascade against a hand-written Ray Serve composition."""
 
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,7 +39,7 @@ from jobs.bench.planted import (
     planted_rows,
     write_cascade,
 )
-from jobs.bench.processes import free_port, scratch, served
+from jobs.bench.processes import free_port, scratch
 
 # The fixed rule of the hand-written side: a row whose small gap is nearer to 0 goes on.
 SURE_GAP = (EASY_GAP + HARD_GAP) / 2
@@ -66,16 +64,11 @@ _batched: Callable[..., Callable[[Any], Any]] = serve.batch
 in_batches = _batched(max_batch_size=BATCH, batch_wait_timeout_s=WAIT_S, max_concurrent_batches=2)
 # What a request carries: the gaps of the small and of the large model.
 Row: TypeAlias = tuple[float, float]
-STAGES = (SleepingStage("small", 64, deferral=0.3), SleepingStage("large", 64, cost=2.0))
-INFER = "/v2/models/bench/infer"
-ANSWER_S = 60.0
-# By kind: a body and its headers.
-Bodies: TypeAlias = Mapping[str, tuple[bytes, dict[str, str]]]
 
 
 def serving(
-    few: int = 16,
-    many: int = 128,
+    few_clients: int = 16,
+    many_clients: int = 128,
     seconds: float = 4.0,
     warm_up: float = 1.0,
     turns: int = 3,
@@ -87,33 +80,36 @@ def serving(
 
     Both sides of a case are deployed next to each other and take turns under the same load, made by closed-loop clients
     in one process; every answer is checked. A ratio is of one turn of each side, close in time: the median over the
-    turns is given, and the range. Cases: an ordinary cascade, and models of no time, of which what is left is what
-    serving takes.
+    turns is given, and the range. Cases: an ordinary cascade, and models of no time, which show the overhead of
+    serving.
 
-    The other side is the same stages behind Ray Serve as a user would put them there by hand: no policy, a fixed rule
-    for what is deferred. It reads the JSON of the Open Inference Protocol, one row in a request, batches in the router
-    with one array call per batch, and answers in it. It has an ingress that reads the raw request, room for every
-    request, and two batches under way at a stage, so that one waits at its replica while the other computes: better
-    than one or four, and than one batch through both stages. A model runs in a thread of its own, one call at a time,
-    as it would on a device.
+    By hand are the same stages behind Ray Serve as a user would write them: a fixed rule defers rows; the ingress reads
+    and writes the JSON of the Open Inference Protocol, one row in a request; the router batches, one array call a
+    batch, two batches under way at a stage (better than one or four); a model runs in a thread of its own, one call at
+    a time, as it would on a device. With RAY_SERVE_ENABLE_HA_PROXY=1 both sides are behind Ray's HAProxy, else behind
+    its own proxy.
 
-    With RAY_SERVE_ENABLE_HA_PROXY=1 in the environment both sides are behind Ray's HAProxy, else behind its own proxy.
-
-    few, many: clients where latency and where throughput is compared.   seconds: what is measured of each turn.
-    warm_up: seconds of load before that.   turns: of each side.   deferral: share of the rows that the large model
-    answers.   rows: different requests.   cases: which models to measure.
+    Args:
+        few_clients: Clients where latency is compared.
+        many_clients: Clients where throughput is compared.
+        seconds: Measured seconds of each turn.
+        warm_up: Seconds of load before that.
+        turns: Turns of each side.
+        deferral: Share of the rows that the large model answers.
+        rows: Different requests.
+        cases: Models to measure.
     """
     requests = plant_requests(rows, deferral)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     port = free_port()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with ray_session(None, 8):
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
         try:
             for case in cases:
                 with scratch() as folder:
                     deploy(folder, case, requests, deferral)
-                    for n in (few, many) if case == "sleeping" else (1,):
+                    for n in (few_clients, many_clients) if case == "sleeping" else (1,):
 
                         def turn(number: int, side: str, n: int = n) -> Turn:
                             url = f"http://127.0.0.1:{port}/{side}/v2/models/bench/infer"
@@ -121,42 +117,51 @@ def serving(
                             return figures(run_load(asked))
 
                         sides = {side: partial(turn, side=side) for side in (OURS, BY_HAND)}
-                        found.setdefault(case, {})[f"{n} clients"] = compare(by_turns(sides, turns, shown))
+                        results.setdefault(case, {})[f"{n} clients"] = compare(by_turns(sides, turns, text))
                     for side in (OURS, BY_HAND):
                         serve.delete(side)
         finally:
             serve.shutdown()
-    return found
+    return results
 
 
 def figures(result: LoadResult) -> Turn:
-    """Return what a turn measured."""
+    """Return the figures of a turn."""
     p50_s, p99_s = np.quantile(result.measured_s, [0.5, 0.99]).tolist()
     counts = {kind: n for (_, kind), n in result.counts().items()}
     return {"per_s": result.per_s, "p50_s": p50_s, "p99_s": p99_s, "counts": counts}
 
 
-def shown(turn: Turn) -> str:
-    """Return what people see of a turn."""
+def text(turn: Turn) -> str:
+    """Return a turn for people."""
     return ", ".join(f"{name} {turn[name]:.4g}" for name in FIGURES)
 
 
 def compare(turns: dict[str, list[Turn]]) -> dict[str, Any]:
-    """Return each side's medians and the ratios of our turns to the others. Raises ExecutionError for wrong answers."""
-    found: dict[str, Any] = {}
-    for side, own in turns.items():
-        counts = sum((Counter(turn["counts"]) for turn in own), Counter[str]())
+    """Return each side's medians and the ratios of our turns to those by hand.
+
+    Raises:
+        ExecutionError: An answer was wrong.
+    """
+    results: dict[str, Any] = {}
+    for side, of_side in turns.items():
+        counts = sum((Counter(turn["counts"]) for turn in of_side), Counter[str]())
         if counts["wrong"]:
             raise ExecutionError(f"{side}: {counts['wrong']} of {counts.total()} answers were wrong")
-        found[side] = {name: spread([turn[name] for turn in own]) for name in FIGURES} | {"counts": dict(counts)}
+        results[side] = {name: spread([turn[name] for turn in of_side]) for name in FIGURES} | {"counts": dict(counts)}
     pairs = list(zip(turns[OURS], turns[BY_HAND], strict=True))
-    found["ratio"] = {name: spread([own[name] / other[name] for own, other in pairs]) for name in FIGURES}
-    return found
+    results["ratio"] = {name: spread([ours[name] / by_hand[name] for ours, by_hand in pairs]) for name in FIGURES}
+    return results
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """One row a request.   planted: what each carries.   bodies: as JSON."""
+    """Requests of one row each.
+
+    Attributes:
+        planted: Their rows.
+        bodies: Their bodies as JSON.
+    """
 
     planted: PlantedRows
     bodies: tuple[bytes, ...]
@@ -209,7 +214,7 @@ def require_same_answers(policy: Policy, requests: Requests) -> None:
 
 
 class Stage:
-    """A stage that answers arrays.   model: keyword arguments of from_column."""
+    """A stage that answers arrays, from keyword arguments of from_column."""
 
     def __init__(self, model: dict[str, Any]) -> None:
         self._model = from_column(**model)
@@ -268,98 +273,3 @@ def deploy(folder: Path, case: str, requests: Requests, deferral: float) -> None
     router = serve.deployment(Router, name="Router").options(**OPTIONS).bind(*by_hand)
     sides = {OURS: ours, BY_HAND: router}
     serve.run_many([serve.RunTarget(app, side, f"/{side}", logging_config=QUIET) for side, app in sides.items()])
-
-
-def bodies(megabytes: float = 9.0, rows: int = 64, times: int = 15) -> dict[str, Any]:
-    """Measure how long bodies of megabytes, as JSON and as raw bytes, delay the other requests to a local service.
-
-    A client asks for single rows all the time; another sends long bodies, with pauses. A delay is of one long request:
-    the slowest of the first client's answers meanwhile, less the slowest within as long a pause soon after. The median
-    is given, and the range.
-
-    megabytes, rows: of a long body, in 10^6 bytes.   times: long bodies of each kind.
-    """
-    bodies = long_bodies(round(megabytes * 1e6), rows)
-    with scratch() as folder:
-        write_cascade(folder, STAGES)
-        with served(folder, local=True) as url:
-            for kind in bodies:  # what reads them starts with the first
-                _ask(url, *bodies[kind])
-            windows, answers = _sent(url, bodies, times)
-    found: dict[str, Any] = {"quiet_p50_ms": float(np.median(answers[:, 1] - answers[:, 0])) * 1e3}
-    for kind, own in windows.items():
-        found[kind] = {
-            "megabytes": len(bodies[kind][0]) / 1e6,
-            "seconds": spread([ended - began for began, ended in own]),
-            "delay_ms": spread([_slowest_ms(answers, *at) - _slowest_ms(answers, *_after(*at)) for at in own]),
-        }
-    return found
-
-
-def long_bodies(n_bytes: int, n_rows: int) -> Bodies:
-    """Return bodies of about this many bytes by kind, with their headers."""
-    gaps = {name: np.full(n_rows, EASY_GAP, np.float32) for name in ("gap0", "gap1")}
-    digits = len(f"{1 / 3:.6f}, ")
-    n_pixels = max(1, (n_bytes - len(body_of(gaps))) // (digits * n_rows))
-    rng = np.random.default_rng(0)
-    in_json = body_of({**gaps, "pixels": rng.random((n_rows, n_pixels)).round(6)})
-    raw = rng.random((n_rows, n_bytes // (4 * n_rows)), dtype=np.float32)
-    described = json.loads(body_of({**gaps, "pixels": raw[:, :0]}))
-    del described["inputs"][-1]["data"]
-    described["inputs"][-1] |= {"shape": raw.shape, "parameters": {"binary_data_size": raw.nbytes}}
-    head = json.dumps(described).encode()
-    return {
-        "json": (in_json, {}),
-        "binary": (head + raw.tobytes(), {"Inference-Header-Content-Length": str(len(head))}),
-    }
-
-
-def _sent(url: str, bodies: Bodies, times: int) -> tuple[dict[str, list[tuple[float, float]]], Floats]:
-    """Send long bodies while a client asks for single rows.
-
-    Returns when each was sent and answered, by kind; and the same of the single rows, float (n, 2): in seconds by
-    time.perf_counter().
-    """
-    windows: dict[str, list[tuple[float, float]]] = {kind: [] for kind in bodies}
-
-    def send() -> None:
-        for _ in range(times):
-            for kind, (body, headers) in bodies.items():
-                began = time.perf_counter()
-                _ask(url, body, headers)
-                ended = time.perf_counter()
-                windows[kind].append((began, ended))
-                time.sleep(2 * (ended - began) + 0.2)
-
-    single = Load(
-        f"{url}{INFER}", [body_of({"gap0": [EASY_GAP], "gap1": [EASY_GAP], "pixels": [[0.0]]})], 1.0, warm_up_s=0.0
-    )
-    answers = []
-    with ThreadPoolExecutor(1) as other:
-        sending = other.submit(send)
-        while not sending.done():
-            asked = run_load(single)
-            answers.append(asked.began + np.stack([asked.started_s, asked.ended_s], axis=1))
-        sending.result()
-    return windows, np.concatenate(answers)
-
-
-def _ask(url: str, body: bytes, headers: dict[str, str]) -> None:
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=ANSWER_S)
-    connection.request("POST", INFER, body, headers)
-    answer = connection.getresponse()
-    reason = answer.read()
-    connection.close()
-    if answer.status != 200:
-        raise ExecutionError(f"a long body was answered with {answer.status}: {reason[:200]!r}")
-
-
-def _after(began: float, ended: float) -> tuple[float, float]:
-    """Return as long a pause, soon after a long request."""
-    return ended + 0.1, 2 * ended - began + 0.1
-
-
-def _slowest_ms(answers: Floats, began: float, ended: float) -> float:
-    """Return the longest that a request took that was open within a time."""
-    within = (answers[:, 1] > began) & (answers[:, 0] < ended)
-    return float((answers[within, 1] - answers[within, 0]).max()) * 1e3

@@ -38,8 +38,8 @@ KINDS = (
     "decisions",
     "python",
 )
-# Rows that both sides answer before the first turn have this seed.
-WARM = 10**6
+# Seed of the rows that both sides answer before the first turn.
+WARM_UP = 10**6
 
 
 def stages(
@@ -53,24 +53,29 @@ def stages(
     Runtime's session.run, with images read in threads; vLLM's LLM.generate; openai's client with 32 requests at a time,
     to a server that takes 20 to 60 ms; a Python callable. shared-prefix is transformers-choice with eight examples
     before each question. Weights are random, networks such that a row is real work: 3 to 70 million parameters on a
-    CPU, 300 to 900 million on a GPU. Both sides answer the same rows in a turn, which no other turn has. Given are the
-    medians over the turns of the rates and of their ratios; cpu_ratio is the same of the rows in a second of this
+    CPU, 300 to 900 million on a GPU. Both sides answer the same rows in a turn, and new ones in each turn. Results are
+    the medians over the turns of the rates and of their ratios; cpu_ratio is the same of the rows in a second of this
     process's CPU time, which other programs on the machine change less.
 
-    kinds: what to measure.   rows: of a turn.   batch: rows of one.   turns: of each side.   device: cpu or cuda.
+    Args:
+        kinds: Kinds of models.
+        rows: Rows of a turn.
+        batch: Rows of a batch.
+        turns: Turns of each side.
+        device: cpu or cuda.
     """
     return {kind: measured(kind, rows, batch, turns, device) for kind in kinds}
 
 
 def measured(kind: str, rows: int, batch: int, turns: int, device: str) -> dict[str, Any]:
-    """Return the figures of a kind, or why there are none."""
+    """Return the figures of a kind, or why it was left out."""
     print(kind, flush=True)
     try:
         with scratch() as folder, ExitStack() as resources:
             case: Case = getattr(Maker(folder, device, batch, resources), kind.replace("-", "_"))()
-            own = stage("model", case.model, batch)
-            own["resources"]["num_gpus"] = int(device == "cuda")
-            spec = StageSpec.model_validate(own)
+            settings = stage("model", case.model, batch)
+            settings["resources"]["num_gpus"] = int(device == "cuda")
+            spec = StageSpec.model_validate(settings)
             prepare_process(spec)
             worker = PreparingWorker(spec, 0, write_table(folder / "LOGITS", {"model": 1.0}, []))
             worker.load()
@@ -83,18 +88,20 @@ def measured(kind: str, rows: int, batch: int, turns: int, device: str) -> dict[
 
 def compared(case: Case, worker: PreparingWorker, rows: int, batch: int, turns: int) -> dict[str, Any]:
     """Return the rates of a case's two sides, in turns, after both have answered some rows."""
-    columns, found = {seed: {case.column: case.rows(2 * batch, seed)} for seed in [WARM]}, {}
+    columns = {WARM_UP: {case.column: case.rows(2 * batch, WARM_UP)}}
+    predictions: dict[tuple[str, int], Ints] = {}
 
     def timed(side: str, turn: int) -> tuple[float, float]:
         if turn not in columns:
             columns[turn] = {case.column: case.rows(rows, turn)}
-        began, own = (time.perf_counter(), time.process_time()), columns[turn]
-        found[side, turn] = case.bare(own).argmax(axis=1) if side == "bare" else answers(worker, own, batch)
-        return rows / (time.perf_counter() - began[0]), rows / (time.process_time() - began[1])
+        batches, began, cpu_began = columns[turn], time.perf_counter(), time.process_time()
+        by_hand = side == "bare"
+        predictions[side, turn] = case.bare(batches).argmax(axis=1) if by_hand else answers(worker, batches, batch)
+        return rows / (time.perf_counter() - began), rows / (time.process_time() - cpu_began)
 
     sides = ("bare", "stage")
     for side in sides:
-        timed(side, WARM)
+        timed(side, WARM_UP)
     per_s = by_turns({side: partial(timed, side) for side in sides}, turns, lambda rates: f"{rates[0]:.1f} rows/s")
     ratios, of_cpu = np.divide(per_s["stage"], per_s["bare"]).T.tolist()
     return {
@@ -102,7 +109,9 @@ def compared(case: Case, worker: PreparingWorker, rows: int, batch: int, turns: 
         "ratio": median(ratios),
         "ratios": ratios,
         "cpu_ratio": median(of_cpu),
-        "same_answers": float(np.mean([found["bare", turn] == found["stage", turn] for turn in range(turns)])),
+        "same_answers": float(
+            np.mean([predictions["bare", turn] == predictions["stage", turn] for turn in range(turns)])
+        ),
     }
 
 
@@ -112,7 +121,9 @@ def answers(worker: PreparingWorker, columns: Batch, batch: int) -> Ints:
     calls = [[Part(0, np.arange(start, min(start + batch, n)))] for start in range(0, n, batch)]
     with ThreadPoolExecutor(2) as senders:
         results = [
-            one for call in senders.map(lambda own: worker.decide_last(own, None, bundle), calls) for one in call
+            result
+            for call in senders.map(lambda parts: worker.decide_last(parts, None, bundle), calls)
+            for result in call
         ]
     require_answers(results)
     return np.concatenate([result.predictions for result in results])

@@ -14,14 +14,11 @@ import jsonschema
 import psutil
 import pytest
 import yaml
-from in_process import in_process
-from job_cases import CASES, N_TASKS, SWEEP, write_config, write_inputs
+from job_cases import N_TASKS, SWEEP, write_config, write_inputs
 from synthetic import write_table
 
 import cauc_ray
 from cauc_ray.schemas import SCHEMAS
-
-__all__ = ["in_process"]  # a fixture
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path.stem for path in (ROOT / "jobs").glob("*.yaml"))
@@ -37,7 +34,7 @@ def inputs(tmp_path_factory):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_configs_fit_their_schemas_and_read_nothing_outside_the_repository(name):
     content = yaml.safe_load((ROOT / "jobs" / f"{name}.yaml").read_text())
-    schema = SCHEMAS[{"sweep": "compare"}.get(name, name.partition("-")[0])]()
+    schema = SCHEMAS[{"sweep": "compare"}.get(name, name)]()
     jsonschema.validate(content, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**content, "outptu": "x"}, schema)
@@ -86,20 +83,16 @@ def test_what_failed_is_told_by_the_exit_code_and_tried_again(ray_session, tmp_p
     assert (code, json.loads(out)["not_run"]) == (0, [])
 
 
-def test_a_folder_is_of_one_verb_and_of_one_run_at_a_time(inputs, in_process, command):
-    paper = write_config(inputs, "own-paper", {**CASES["paper"][0], "output": "own"})
-    sweep = write_config(inputs, "own-comparison", {**SWEEP, "output": "own"})
-    assert command("paper", "--config", paper)[0] == 0
-    code, out, error = command("compare", "--config", sweep)
-    assert (code, out, error.count("\n")) == (2, "", 1)
-    assert "is not the folder of a comparison" in error
-    held = os.open(inputs / "own", os.O_RDONLY)  # as another process does
+def test_a_folder_is_of_one_run_at_a_time(inputs, command):
+    sweep = write_config(inputs, "once", {**SWEEP, "methods": ["margin"], "seeds": [0], "output": "once"})
+    assert command("compare", "--config", sweep)[0] == 0
+    held = os.open(inputs / "once", os.O_RDONLY)  # as another process does
     fcntl.flock(held, fcntl.LOCK_EX)
-    code, out, error = command("paper", "--config", paper)
+    code, out, error = command("compare", "--config", sweep)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert "is being written by another run" in error
     os.close(held)
-    assert command("paper", "--config", paper)[0] == 0  # its own goes on
+    assert command("compare", "--config", sweep)[0] == 0
 
 
 def test_nothing_that_is_kept_survives_an_upgrade_or_other_logits(tmp_path, command, monkeypatch):

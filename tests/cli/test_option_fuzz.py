@@ -21,7 +21,6 @@ DOCUMENTED = {
     "collect": set(),
     "run": set(),
     "serve": set(),
-    "paper": set(),
     "demo": set(),
 }
 # Each of these starts Ray, waits for a network, or has its own tests with real parts.
@@ -66,7 +65,6 @@ REFUSED = {
     "run": (("pool.yaml", "--policy=absent", "--input=rows.parquet"), ("absent", "--policy=policy.json", "--input=x")),
     "serve": (("pool.yaml", "--policy=absent"), ("text.txt", "--policy=policy.json"), ("logits", "--policy=text.txt")),
     "plan": (("pool.yaml", "--policy=absent"), ("absent", "--policy=policy.json"), ("text.txt", "--policy=text.txt")),
-    "paper": (("--config=absent",), ("--config=text.txt",), ("--config=logits",)),
     "demo": (("--output=logits",), ("--output=text.txt",)),
 }
 

@@ -155,10 +155,9 @@ COMMAND = [
     ("show absent", "absent"),
     ("demo -o report", "not an empty folder"),
 ]
-TWO = {"set": "planted", "models": ["m0", "m1"], "name": "a"}
 # A verb, what differs of its config file, and the words of the line.
 CONFIGS = [
-    *((verb, {"outptu": "x"}, "unknown key 'outptu'; did you mean 'output'") for verb in ("compare", "paper", "fit")),
+    *((verb, {"outptu": "x"}, "unknown key 'outptu'; did you mean 'output'") for verb in ("compare", "fit")),
     ("fit", {"output": 3}, "output: "),
     ("compare", {"output": "sets"}, "exists and is not an empty folder"),
     ("compare", {"output": "_ray_pkg_0123456789abcdef/out"}, "give an absolute path"),
@@ -170,18 +169,10 @@ CONFIGS = [
             ([{"name": "a", "logits": "sets/planted", "chains": [["m0"]]}] * 2, "set 'a' is a duplicate"),
         )
     ),
-    *(
-        ("paper", {"tables": tables}, words)
-        for tables, words in (
-            ({"two-model-image": [{**TWO, "models": ["m0"]}]}, "needs 2 models, got 1"),
-            ({"complementarity": [TWO] * 2}, "two entries are named 'a'"),
-        )
-    ),
 ]
 CONFIG = {
     "compare": {**SWEEP, "output": "out"},
     "fit": {"logits": "sets/planted", "output": "out.json"},
-    "paper": {"logits": "sets", "tables": {"complementarity": [TWO]}, "output": "out"},
 }
 
 

@@ -10,16 +10,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import yaml
 
 from cauc_ray.cli.command import VERBS
 
 ROOT = Path(__file__).parents[2]
-PAPER = {
-    "logits": ".",
-    "methods": ["single", "base", "rf"],
-    "tables": {"two-model-image": [{"name": "digits", "set": "logits", "models": ["small", "large"]}]},
-}
 COMMANDS = {
     "demo": "-o demo",
     "collect": "demo/pool.yaml --dataset demo/inputs --models small,large -o logits",
@@ -30,7 +24,6 @@ COMMANDS = {
     "run": "demo/pool.yaml --policy policy.json --input demo/inputs/test.parquet -o run",
     "plan": "demo/pool.yaml --policy policy.json --rate 5 --ledger run",
     "report": "--policy policy.json --logits logits --run run --comparison comparison -o report.html",
-    "paper": "--config paper.yaml",
     "show": ".",
 }
 
@@ -48,7 +41,6 @@ def home(tmp_path_factory):
     # Not by a virtual environment of its own: its packages would be installed for minutes.
     paths = os.pathsep.join([str(folder / "installed"), packages])
     (folder / "here").mkdir()
-    (folder / "here" / "paper.yaml").write_text(yaml.safe_dump(PAPER))
     return folder / "here", {**os.environ, "PYTHONPATH": paths, "MPLBACKEND": "Agg"}
 
 

@@ -260,3 +260,12 @@ def test_results_are_written_by_suffix_or_all_into_a_folder_that_keeps_cells(com
     written = ("comparison.json", "rows.csv", "curves.parquet", "summary.parquet", "comparison.tex", "tasks")
     assert all((tmp_path / "out" / name).exists() for name in written)
     assert stored[0] in stored[2:]  # the cell of rf, as it was
+
+
+def test_panels_of_several_chains_show_the_objective(table):
+    pytest.importorskip("matplotlib").use("Agg")
+    comparison = compare(table, chains=CHAINS, methods=["base"], objective="macro-f1")
+    values = set(np.round(100 * comparison.curves["macro_f1"].to_numpy(), 9))
+    for panel in comparison.plot():
+        (line,) = (line for line in panel.get_lines() if line.get_label() == "base")
+        assert set(np.round(line.get_ydata(), 9)) <= values

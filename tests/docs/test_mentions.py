@@ -205,14 +205,6 @@ def test_help_texts_mention_only_what_exists():
     assert set(ghosts("\n".join(texts))) == set()
 
 
-@pytest.mark.xfail(strict=True, reason="issue 35: the options of a config have no flags, and -o is listed under Ray")
-def test_the_help_of_paper_groups_its_options():
-    page = (ROOT / "docs" / "reference" / "command.md").read_text()
-    section = page.partition("## cauc paper\n")[2].partition("\n## ")[0]
-    assert "--logits" in section
-    assert section.index("--output") < section.index("| Ray |")
-
-
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_schemas_mention_only_what_exists(name):
     texts = re.findall(r'"description": "((?:[^"\\]|\\.)*)"', json.dumps(SCHEMAS[name]()))

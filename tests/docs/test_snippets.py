@@ -109,7 +109,7 @@ MARKS = {page.name: pytest.mark.soak("pages") for page in (ROOT / "docs" / "road
 MARKS["tutorial.md"] = pytest.mark.soak("pages")
 MARKS |= dict.fromkeys(("jobs.md", "comparing.md", "your-method.md"), pytest.mark.slow)
 NEEDS_RAY = re.compile(
-    r"cauc (?:run|collect|serve(?!.*--local)|demo|plan|paper)|--shards|--config|cauc_ray\.(?:run|serve|collect)\("
+    r"cauc (?:run|collect|serve(?!.*--local)|demo|plan)|--shards|--config|cauc_ray\.(?:run|serve|collect)\("
 )
 
 

@@ -23,24 +23,19 @@ def bench(*words, start=("-m", "jobs.bench")):
 
 # The words of a smoke test, and what holds of its results whatever the machine.
 SMOKES = {
-    "numbers --rows 300 --options 20 --repeats 1 --search-rows 60 --search-models 3 bodies --megabytes 1 --times 2 "
-    "doors --rows 300 --options 4 --repeats 1":
+    "numbers --rows 300 --options 20 --repeats 1 doors --rows 300 --options 4 --repeats 1":
         lambda r: r["numbers"]["temperature"]["apart_from_sklearn"] < 1e-3
         and abs(r["numbers"]["pair"]["nll_above_lbfgsb"]) < 1e-5,
-    "controller --rows 6000 --sleepers 1 3 --calls 20 --call-seconds 0.1 memory --rows 3000 --every 0.1 --store-mb 100 "
-    "sink --rows 20000 ray_data --rows 1500 --batch 64 --repeats 1 --cases fixed":
-        lambda r: sum(r["sink"]["answered"].values()) == 20_000,
-    "canary --runs 1 --rows 2000": lambda r: {r["canary"][kind]["runs"] for kind in ("better", "worse")} == {1},
-    "shards --rows 400 --options 5 --shards 2 --methods rf --sweep-rows 60 --seeds 1 --turns 1":
-        lambda r: r["shards"]["rf"]["furthest"] < 1e-9,
-    "collect --arch mnasnet0_5 --images 32 --batch 16 --repeats 1 "
-    "saving --small mnasnet0_5 --large squeezenet1_1 --rows 32 --calibration-rows 32 --batch 8 --repeats 1":
-        lambda r: r["collect"]["largest_difference"] < 1e-4 and 0 < r["saving"]["cascade"]["deferral"] < 1,
-    "serving --few 2 --many 4 --seconds 0.6 --warm-up 0.2 --turns 1 --rows 60 --cases sleeping":
+    "controller --rows 6000 --sleepers 1 3 --calls 20 --call-seconds 0.1 "
+    "ray_data --rows 1500 --batch 64 --repeats 1 --cases fixed":
+        lambda r: r["controller"]["rows"] == 6000 and r["ray_data"]["fixed"]["rows"] == 1500,
+    "shards --rows 400 --options 5 --shards 2 --methods rf": lambda r: r["shards"]["rf"]["largest_difference"] < 1e-9,
+    "serving --few-clients 2 --many-clients 4 --seconds 0.6 --warm-up 0.2 --turns 1 --rows 60 --cases sleeping":
         lambda r: all(
             set(of[side]["counts"]) == {"small", "large"}  # nothing was wrong, nothing refused
             for of in r["serving"]["sleeping"].values() for side in ("cauc-ray", "by-hand")
         ),
+    "plan --pools two --seconds 5": lambda r: r["plan"]["two"]["measured_to_predicted"] > 0.5,
 }  # fmt: skip
 
 

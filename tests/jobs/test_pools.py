@@ -1,24 +1,21 @@
-"""The pools and the config of the paper's own chains: they load, and fit each other."""
+"""The pools of the paper's models and the configs of its tables: they load, and fit each other."""
 
-import json
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
-from cauc_ray.cli.verbs import VERBS
 from cauc_ray.models.pool import load_pool
-from cauc_ray.paper.config import Chain
+from jobs.paper.config import Chain, PaperConfig, published_tables
 
 ROOT = Path(__file__).parents[2]
 POOLS = sorted((ROOT / "jobs" / "pools").glob("*.yaml"))
-PUBLISHED = json.loads(files("cauc_ray.comparison").joinpath("published.json").read_text())
+PUBLISHED = published_tables()
 TASKS = ("mmlu", "logiqa", "mathqa", "medmcqa", "piqa", "socialiqa")
 LANGUAGE = load_pool(ROOT / "jobs" / "pools" / "language.yaml").stages
 
 
-def own_chains():
-    return VERBS["paper"].options.read(ROOT / "jobs" / "paper-own.yaml")
+def original_chains():
+    return PaperConfig.read(ROOT / "jobs" / "paper" / "original.yaml")
 
 
 @pytest.mark.parametrize("path", POOLS, ids=lambda path: path.stem)
@@ -31,7 +28,7 @@ def test_every_pool_loads_cheapest_first(path):
 
 
 def test_every_chain_of_the_paper_is_configured_from_models_of_a_pool():
-    config, pools = own_chains(), {path.stem: load_pool(path) for path in POOLS}
+    config, pools = original_chains(), {path.stem: load_pool(path) for path in POOLS}
     configured = {
         part: {entry.published for entry in entries if isinstance(entry, Chain)}
         for part, entries in config.parts.items()
@@ -42,11 +39,11 @@ def test_every_chain_of_the_paper_is_configured_from_models_of_a_pool():
     for entries in config.parts.values():
         for entry in entries:
             pool = pools["language" if entry.set in TASKS else entry.set]
-            assert {*entry.wanted} <= {stage.name for stage in pool.stages}
+            assert {*entry.required_models} <= {stage.name for stage in pool.stages}
 
 
 def test_costs_are_those_of_the_papers_tables():
-    config, costs = own_chains(), {stage.name: stage.cost.value for stage in LANGUAGE}
+    config, costs = original_chains(), {stage.name: stage.cost.value for stage in LANGUAGE}
     for part in ("two-model-language", "three-model-language"):
         for entry in config.parts[part]:
             of_paper = PUBLISHED[part]["columns"][entry.published]

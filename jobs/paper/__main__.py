@@ -1,0 +1,54 @@
+"""Make the paper's tables and figures from logit tables: `python -m jobs.paper --config FILE [-o DIR]`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from cauc_ray.api import live
+from cauc_ray.api.tables import line, print_table
+from cauc_ray.cli.command import warnings_on_stderr
+from cauc_ray.errors import CaucError, one_line
+from jobs.paper.config import PaperConfig
+from jobs.paper.report import Paper, make_paper
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Make what a config names. Returns 0, 1 if some of it failed, or 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m jobs.paper", description=__doc__)
+    parser.add_argument("--config", metavar="FILE", required=True, help="tables, figures and their logit tables")
+    parser.add_argument("-o", "--output", metavar="DIR", help="a folder, new or of an earlier attempt")
+    parser.add_argument("--address", help="of a Ray cluster, or local (default: RAY_ADDRESS, else this process)")
+    flags = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    try:
+        config = PaperConfig.read(flags.pop("config"), flags)
+        config = config.model_copy(update={"address": config.address or os.environ.get("RAY_ADDRESS") or None})
+        with warnings_on_stderr("paper"), live.progress("paper", "cells") as on_cell:
+            paper = make_paper(config, on_cell)
+    except CaucError as error:
+        print(f"paper: error: {one_line(error)}", file=sys.stderr)
+        return 2
+    show(paper)
+    return 1 if paper.failed else 0
+
+
+def show(paper: Paper) -> None:
+    """Print the tables, and what is missing."""
+    for table in paper.tables:
+        line(f"\n== {table.title}")
+        for grid in table.grids:
+            print_table(grid.rich())
+            for note in grid.notes:
+                line(note)
+    line("")
+    for what, why in paper.not_run.items():
+        line(f"not run: {what}: {why}")
+    for failure in paper.failed:
+        print(f"paper: failed: {failure}", file=sys.stderr)
+    line(f"written to {paper.config.output / 'report.md'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

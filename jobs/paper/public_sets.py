@@ -1,0 +1,163 @@
+"""Write logit tables from files that are public, for jobs/paper/public.yaml.
+
+    git clone https://github.com/colts661/LLM-Uncertainty-Bench
+    git clone https://github.com/EFS-OpenSource/calibration-framework
+    git clone https://github.com/mzelling/early-abstention-in-llm-cascades
+    python -m jobs.paper.public_sets . out/paper-logits
+
+The networks of CIFAR-10 are the exception: `cauc collect` runs four of them by examples/cifar10.yaml.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cauc_ray.data.splits import split_shares
+from cauc_ray.data.writing import PoolModel, TableInfo, write_info, write_logits
+from cauc_ray.numbers.types import Floats, Ints
+
+SHARES = {"calibration": 0.25, "validation": 0.25, "test": 0.5}
+PROMPTS = ("task_icl0", "base_icl1", "task_icl1")
+# Questions that prompts show as examples.
+PROMPT_EXAMPLES = {1, 3, 5, 7, 9}
+# Sizes of language models whose file names do not tell, in 1e9 parameters.
+PARAMS_B = {"mistral-7b-v0_1": 7.2}
+# Multiply-adds of a call, in 1e9.
+NETWORKS = {"lenet-5": 0.00065, "densenet-bc-100": 0.29, "wideresnet-16-4": 0.393}
+QUESTIONS = {"mmlu": "answer", "medmcqa": "cop"}
+LETTERS = "ABCD"
+
+
+@dataclass(frozen=True, slots=True)
+class PublicModel:
+    """A model's saved outputs.
+
+    Attributes:
+        logits: Shape (N, K).
+        cost: The mean cost of a call.
+        costs: The cost of each call, shape (N,), where it is known.
+    """
+
+    logits: Floats
+    cost: float
+    costs: Floats | None = None
+
+
+class _Record:
+    """Stands for an object of another program."""
+
+    def __init__(self, *arguments: object) -> None: ...
+
+
+class _NumbersOnly(pickle.Unpickler):
+    """Reads pickled numbers and texts; objects of other programs become records, and none of their code runs."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what a name of the file stands for."""
+        is_number = module.startswith("numpy") and name in ("_reconstruct", "ndarray", "dtype", "scalar")
+        return super().find_class(module, name) if is_number else _Record
+
+
+def unpickled(path: Path) -> Any:
+    """Return the numbers and texts of a pickle file."""
+    with path.open("rb") as file:
+        return _NumbersOnly(file).load()
+
+
+def write_set(
+    folder: Path, unit: str, kind: str, labels: Ints, models: Mapping[str, PublicModel], ids: Ints | None = None
+) -> None:
+    """Write models' outputs on the same rows as a logit table, cheapest first, cut at random."""
+    ids = np.arange(len(labels)) if ids is None else ids
+    models = dict(sorted(models.items(), key=lambda item: item[1].cost))
+    for split, rows in split_shares(len(labels), SHARES, 0).items():
+        example_ids = [f"{folder.name}-{one}" for one in ids[rows]]
+        for name, model in models.items():
+            costs = None if model.costs is None else model.costs[rows]
+            write_logits(
+                folder,
+                name,
+                split,
+                example_ids=example_ids,
+                labels=labels[rows],
+                logits=model.logits[rows],
+                costs=costs,
+            )
+    listed = [PoolModel(name=name, cost=model.cost) for name, model in models.items()]
+    write_info(folder, TableInfo(cost_unit=unit, logit_kind=kind, models=listed))
+
+
+def write_emotions(clone: Path, output: Path) -> None:
+    """Write raw logits of six options by language models, under three prompts (LLM-Uncertainty-Bench)."""
+    questions = json.loads((clone / "data" / "emotion_10k_4.json").read_text())
+    rows = np.array([row for row, question in enumerate(questions) if question["id"] not in PROMPT_EXAMPLES])
+    labels = np.array(["ABCDEF".index(questions[row]["answer"]) for row in rows], np.int32)
+    for prompt in PROMPTS:
+        models = {}
+        for path in sorted((clone / "outputs_base").glob(f"*_emotion_10k_4_{prompt}.pkl")):
+            answers = {answer["id"]: answer["logits_options"][:6] for answer in unpickled(path)}
+            name = path.name.partition("_emotion")[0].lower().replace(".", "_")
+            size = re.search(r"(\d+(?:_\d+)?)b", name)
+            cost = PARAMS_B.get(name) or float(size[1].replace("_", ".") if size else "nan")
+            models[name] = PublicModel(np.stack([answers[questions[row]["id"]] for row in rows]), cost)
+        write_set(output / f"emotion10k_{prompt}", "B params", "raw", labels, models, rows)
+
+
+def write_cifar100(clone: Path, output: Path) -> None:
+    """Write log-probabilities of three networks on CIFAR-100's test images (calibration-framework)."""
+    models, labels = {}, np.array([], np.int32)
+    for name, cost in NETWORKS.items():
+        saved = np.load(clone / "examples" / "classification" / "records" / "cifar100" / f"{name}-cifar-100.npz")
+        labels = saved["ground_truth"].astype(np.int32)
+        logits = np.log(saved["predictions"])
+        models[f"efs_{name.replace('-', '_')}"] = PublicModel(logits, cost)
+    write_set(output / "cifar100", "GMACs", "log-probabilities", labels, models)
+
+
+def write_priced(clone: Path, output: Path) -> None:
+    """Write surrogates of nine served models with the price of each call (early-abstention-in-llm-cascades).
+
+    A file holds the answer's log-probability log p; the other options are given log((1 - p) / 3).
+    """
+    for task, key in QUESTIONS.items():
+        data, models = clone / "benchmarks" / "data" / task, {}
+        labels = np.array([question[key] for question in unpickled(data / f"{task}_test.pkl")], np.int32)
+        for chain in ("llama", "qwen_oai"):
+            saved = unpickled(data / "chain_results" / f"{task}_full_{chain}_chain_results_test.pkl")
+            for name, answers in saved["model_answers"].items():
+                p = np.exp(np.minimum(np.array(saved["raw_confidences"][name], np.float64), -1e-6))
+                logits = np.repeat(np.log((1 - p) / 3)[:, None], 4, axis=1)
+                chosen = np.array([LETTERS.find(answer) for answer in answers])
+                rows = np.flatnonzero(chosen >= 0)
+                logits[rows, chosen[rows]] = np.log(p)[rows]
+                costs = 1000 * np.array(saved["model_costs"][name])
+                models[name] = PublicModel(logits.astype(np.float32), float(costs.mean()), costs)
+        write_set(output / f"priced_{task}", "USD per 1,000 questions", "surrogate", labels, models)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the tables of those clones that are in a folder."""
+    clones, output = map(Path, arguments)
+    writers = {
+        "LLM-Uncertainty-Bench": write_emotions,
+        "calibration-framework": write_cifar100,
+        "early-abstention-in-llm-cascades": write_priced,
+    }
+    for name, write in writers.items():
+        if (clones / name).is_dir():
+            write(clones / name, output)
+        else:
+            print(f"{clones / name} is missing: its tables are not written", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

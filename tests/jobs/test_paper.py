@@ -1,0 +1,177 @@
+"""The paper's tables and figures from synthetic logits: their numbers are the library's; what is missing is named."""
+
+import json
+import shutil
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from synthetic import chain, softmax, write_table
+
+import cauc_ray
+from jobs.paper.__main__ import main
+
+# A second model that fuses well with the first, and one that is far better than it.
+STRENGTHS = {"near": (1.0, 1.1, 2.0), "far": (0.5, 1.5, 3.0)}
+TWO = {"set": "near", "models": ["m0", "m1"]}
+METHODS = ["single", "base", "rf", "rf-shared", "duo", "margin", "random", "oracle"]
+FAR = {"name": "far", "set": "far", "models": ["m0", "m2"], "objective": "macro-f1"}
+# Fills every table and figure, from sets of which one is not there.
+CONFIG = {
+    "logits": "sets",
+    "output": "out",
+    "methods": METHODS,
+    "tables": {
+        "two-model-language": [
+            {"name": "near", **TWO, "published": "MMLU"},
+            FAR,
+            {"name": "absent", "set": "nowhere", "models": ["m0", "m1"], "published": "PIQA"},
+        ],
+        "two-model-image": [{"name": "no such model", "set": "far", "models": ["m0", "m9"]}],
+        "complementarity": [{"name": "near", **TWO}, FAR],
+        "growing-chain": [{"name": "near", "set": "near", "models": ["m0", "m1", "m2"]}],
+        "three-model-language": [{"name": "all", "set": "far", "models": ["m0", "m1", "m2"], "published": "PIQA"}],
+        "setup-time": [{"name": "near", **TWO}],
+    },
+    "figures": {
+        "calibration-reliability": [
+            {"name": "far", "set": "far", "model": "m0", "models": ["m0", "m2"], "counted": ["m0", "m1", "m2"]}
+        ],
+        "complementarity-gain": ["near", "far"],
+    },
+}
+
+
+def write_config(folder, **changes):
+    path = folder / "paper.yaml"
+    path.write_text(yaml.safe_dump(CONFIG | changes), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("paper")
+    for name, strengths in STRENGTHS.items():
+        write_table(folder / "sets" / name, strengths=strengths, ragged=name == "far")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(home):
+    """Return the numbers of a whole run."""
+    assert main(["--config", write_config(home)]) == 0
+    return json.loads((home / "out" / "paper.json").read_text())
+
+
+def quality_and_cost(table, policy, objective="accuracy"):
+    measures = cauc_ray.evaluate(table, policy).measures
+    return measures.macro_f1 if objective == "macro-f1" else measures.accuracy.value, measures.cost
+
+
+def test_tables_hold_the_numbers_of_the_library(made, home):
+    near, far = home / "sets" / "near", home / "sets" / "far"
+    rows = {(row["chain"], row["method"]): row for row in made["tables"]["two-model-language"]}
+    comparison = cauc_ray.compare(near, models=["m0", "m1"], methods=METHODS)
+    for expected in comparison.rows:
+        row = rows["near", expected["method"]]
+        point = expected.get({"base": "default", "margin": "matched"}.get(row["method"]), expected)
+        assert (row["quality"], row["cost"]) == (point["accuracy"], point["cost"])
+        assert (row["quality_at_budget"], row["cost_at_budget"]) == (expected["accuracy"], expected["cost"])
+    assert {chain for chain, _ in rows} == {"near", "far"}
+    assert all(row["quality"] == row["macro_f1"] for (chain, _), row in rows.items() if chain == "far")
+    gains = [rows[name, "base"]["quality"] / rows[name, f"single:{last}"]["quality"] - 1 for name, last in
+             (("near", "m1"), ("far", "m2"))]  # fmt: skip
+    headline = next(line for line in made["headlines"]["two-model-language"] if line["method"] == "base")
+    assert headline["relative_gain"] == pytest.approx(np.mean(gains))
+    for pair, table in zip(made["tables"]["complementarity"], (near, far), strict=True):
+        base = cauc_ray.fit(table, models=pair["models"])
+        quality, cost = quality_and_cost(table, base, pair["objective"])
+        assert pair["cr"] == base.stages[0].complementarity_rate
+        assert (pair["fuse" if pair["cr"] > 0 else "direct"], pair["base_cost"]) == (quality, cost)
+        best = {"budget": base.expected.cost, "objective": pair["objective"]}
+        rf = cauc_ray.fit(table, models=pair["models"], method="rf", **best)
+        assert (pair["rf_best_quality"], pair["rf_best_cost"]) == quality_and_cost(table, rf, pair["objective"])
+    growing = made["tables"]["growing-chain"]
+    assert [row["models"] for row in growing] == [["m2"], ["m0", "m2"], ["m0", "m1", "m2"]]
+    for row in growing:
+        base = cauc_ray.fit(near, models=row["models"])
+        rf = cauc_ray.fit(near, models=row["models"], method="rf", threshold=base.threshold)
+        for name, policy in (("base", base), ("rf_shared", rf)):
+            assert (row[f"{name}_quality"], row[f"{name}_cost"]) == quality_and_cost(near, policy)
+
+
+def test_direct_deferral_by_a_slow_loop(made, home):
+    row = made["tables"]["complementarity"][0]
+    policy = cauc_ray.fit(home / "sets" / "near", models=["m0", "m1"])
+    test = chain(7, 300, strengths=STRENGTHS["near"], shift=2)
+    n_right = 0
+    for first, last, label in zip(test.logits[0], test.logits[1], test.labels, strict=True):
+        is_sure = softmax(np.float64(first) / policy.stages[0].temperature).max() >= policy.threshold
+        n_right += int(np.argmax(first if is_sure else last) == label)
+    assert row["direct"] == n_right / 300
+
+
+def test_what_is_missing_is_named_and_everything_is_written_once(made, home):
+    reasons = {item["what"]: item["why"] for item in made["not_run"]}
+    assert "nowhere" in reasons["two-model-language / absent"]
+    assert "unknown model 'm9'" in reasons["two-model-image / no such model"]
+    assert reasons["growing-chain / ImageNet"] == "no logit table of it is configured"
+    assert reasons["two-model-language / Benchmark Routing"] == "the method was not run"
+    assert "two-model-language / MMLU" not in reasons
+    out = home / "out"
+    report = (out / "report.md").read_text()
+    for name, rows in made["tables"].items():
+        assert pq.read_table(out / "tables" / f"{name}.parquet").num_rows == len(rows)
+        assert (out / "tables" / f"{name}.md").read_text().strip() in report
+    for figure in made["figures"]:
+        assert f"]({figure['image']})" in report
+        assert (out / figure["image"]).read_bytes()[:4] == b"\x89PNG"
+    written = {path: path.stat().st_mtime_ns for path in out.glob("comparisons/*/tasks/*.json")}
+    assert main(["--config", str(home / "paper.yaml")]) == 0
+    assert {path: path.stat().st_mtime_ns for path in out.glob("comparisons/*/tasks/*.json")} == written
+    assert json.loads((out / "paper.json").read_text())["tables"] == made["tables"]
+
+
+def test_surrogates_are_named_splits_followed_and_failures_leave_the_rest(home, tmp_path, capsys):
+    shutil.copytree(home / "sets", tmp_path / "sets")
+    for folder in (tmp_path / "sets" / "near").glob("model=*"):
+        shutil.copytree(folder / "split=test", folder / "split=test-ood")
+    info = json.loads((tmp_path / "sets" / "near" / "pool.json").read_text())
+    (tmp_path / "sets" / "near" / "pool.json").write_text(json.dumps(info | {"logit_kind": "surrogate: of answers"}))
+    tables = {
+        "two-model-language": [{"name": "near", **TWO, "published": "MMLU", "split": "test-ood"}],
+        "two-model-image": [{**FAR, "texts": "nowhere.parquet"}],
+    }
+    figures = {"complementarity-gain": ["near"]}
+    config = write_config(tmp_path, methods=["single", "rf"], tables=tables, figures=figures)
+    assert main(["--config", config, "-o", str(tmp_path / "other")]) == 1
+    assert "failed: two-model-image: " in capsys.readouterr().err
+    paper = json.loads((tmp_path / "other" / "paper.json").read_text())
+    assert "nowhere.parquet" in paper["failed"][0]
+    assert {(row["split"], row["published_quality"]) for row in paper["tables"]["two-model-language"]} == {
+        ("test-ood", None)
+    }
+    reasons = {item["what"]: item["why"] for item in paper["not_run"]}
+    assert "surrogates" in reasons["two-model-language / MMLU"]
+    assert all("The logits of m0, m1" in figure["caption"] for figure in paper["figures"])
+    assert "The logits of m0, m1 are surrogates" in (tmp_path / "other" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"outptu": "x"}, "did you mean 'output'"),
+        ({"logits": "absent"}, "is not a folder of logit tables"),
+        ({"methods": ["bse"]}, "did you mean 'base'"),
+        ({"tables": {"two-model-image": [{**TWO, "name": "a", "models": ["m0"]}]}}, "needs 2 models, got 1"),
+        ({"tables": {"two-model-image": [{**TWO, "name": "a", "published": "IMDB"}]}}, "published column"),
+        ({"tables": {"complementarity": [{**TWO, "name": "a"}] * 2}}, "two entries are named 'a'"),
+    ],
+)
+def test_bad_configs_are_one_line(home, tmp_path, changes, words, capsys):
+    (tmp_path / "sets").symlink_to(home / "sets")
+    assert main(["--config", write_config(tmp_path, **changes)]) == 2
+    output, error = capsys.readouterr()
+    assert (output, error.count("\n")) == ("", 1)
+    assert words in error

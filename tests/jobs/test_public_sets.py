@@ -1,0 +1,72 @@
+"""Logit tables from files as public repositories have them: their numbers, and no code of pickle files."""
+
+import json
+import os
+import pickle
+
+import numpy as np
+import pytest
+
+from cauc_ray.data.logits import LogitTable
+from jobs.paper.public_sets import main
+
+N = 40
+
+
+class Response:
+    """An object of another program."""
+
+    def __reduce__(self):
+        return os.mkdir, ("struck",)
+
+
+def rows_by_id(table, model):
+    splits = [LogitTable(table).read_chain([model], split) for split in ("calibration", "validation", "test")]
+    ids = [example for chain in splits for example in chain.example_ids]
+    logits = np.concatenate([np.asarray(chain.logits[0]) for chain in splits])
+    labels = np.concatenate([chain.labels for chain in splits])
+    return {example: (row, label) for example, row, label in zip(ids, logits, labels, strict=True)}
+
+
+@pytest.fixture
+def clones(tmp_path):
+    rng = np.random.default_rng(0)
+    emotions = tmp_path / "LLM-Uncertainty-Bench"
+    (emotions / "data").mkdir(parents=True)
+    (emotions / "outputs_base").mkdir()
+    questions = [{"id": row, "answer": "ABCDEF"[row % 6]} for row in range(N)]
+    (emotions / "data" / "emotion_10k_4.json").write_text(json.dumps(questions))
+    for prompt in ("task_icl0", "base_icl1", "task_icl1"):
+        answers = [{"id": row, "logits_options": rng.random(8, np.float32)} for row in range(N)]
+        path = emotions / "outputs_base" / f"Qwen-1_8B_emotion_10k_4_{prompt}.pkl"
+        path.write_bytes(pickle.dumps(answers))
+    priced = tmp_path / "early-abstention-in-llm-cascades" / "benchmarks" / "data"
+    for task, key in (("mmlu", "answer"), ("medmcqa", "cop")):
+        (priced / task / "chain_results").mkdir(parents=True)
+        (priced / task / f"{task}_test.pkl").write_bytes(pickle.dumps([{key: row % 4} for row in range(N)]))
+        for chain, model in (("llama", "llama3.1-8b"), ("qwen_oai", "gpt-4o")):
+            saved = {
+                "model_answers": {model: ["B"] * (N - 1) + ["none"]},
+                "raw_confidences": {model: [np.log(0.7)] * N},
+                "model_costs": {model: [1e-4] * N},
+                "chain_responses": [Response()],
+            }
+            path = priced / task / "chain_results" / f"{task}_full_{chain}_chain_results_test.pkl"
+            path.write_bytes(pickle.dumps(saved))
+    return tmp_path
+
+
+def test_tables_hold_the_numbers_of_the_files_and_run_no_code(clones, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main([str(clones), str(tmp_path / "sets")])
+    assert "calibration-framework is missing" in capsys.readouterr().err
+    assert not (tmp_path / "struck").exists()
+    emotions = rows_by_id(tmp_path / "sets" / "emotion10k_task_icl0", "qwen-1_8b")
+    assert len(emotions) == N - 5  # without those that prompts show
+    logits, label = emotions["emotion10k_task_icl0-10"]
+    assert (len(logits), label) == (6, 4)
+    priced = rows_by_id(tmp_path / "sets" / "priced_mmlu", "gpt-4o")
+    assert np.exp(priced["priced_mmlu-6"][0]) == pytest.approx([0.1, 0.7, 0.1, 0.1])
+    assert np.exp(priced[f"priced_mmlu-{N - 1}"][0]) == pytest.approx([0.1] * 4)  # no option was named
+    assert LogitTable(tmp_path / "sets" / "priced_mmlu").kinds["gpt-4o"] == "surrogate"
+    assert LogitTable(tmp_path / "sets" / "priced_mmlu").declared_costs["gpt-4o"] == pytest.approx(0.1)
