@@ -33,14 +33,16 @@ from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.policies.by_method import fit_method, fit_policy, refit
-from cauc_ray.policies.calibrated import require_calibrator
 from cauc_ray.policies.checks import require_quiet, warn_of
 from cauc_ray.policies.evidence import Noise
-from cauc_ray.policies.fitting import Fitting, require_safe_rule
+from cauc_ray.policies.fitting import Fitting
+from cauc_ray.policies.method import method_named
 from cauc_ray.policies.monitor import Watch, Watched, verdict, watch_report
 from cauc_ray.policies.notebook import Shown, SmallTable
 from cauc_ray.policies.policy import Policy, policy_of
-from cauc_ray.policies.search import check_pool, search_chains
+from cauc_ray.policies.pools import check_pool
+from cauc_ray.policies.safe import require_safe_rule
+from cauc_ray.policies.search import search_chains
 from cauc_ray.policies.threshold import Compared
 from cauc_ray.policies.trace import Examples, may_flip, trace_policy
 
@@ -236,7 +238,7 @@ def _table(logits: Logits) -> str | AnyPath:
 
 def require_fit(options: FitOptions, n_models: int) -> None:
     """Raise ConfigError, before any reading, where so many models cannot be fitted by options."""
-    require_calibrator(options.calibrator, options.method, n_models)
+    method_named(options.method).require_calibrator(options.calibrator, n_models)
     if options.safe:
         require_safe_rule(options.threshold_rule)
 

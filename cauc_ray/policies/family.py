@@ -42,12 +42,14 @@ class Control:
         threshold: Threshold without a budget; STOP_NONE for the best on validation.
         solutions: Numbers that decide, by rising cost; empty where one threshold does.
         route: From examples to what decides by such numbers.
+        spends_budget: Whether a budget is for the most expensive point within it, not the best.
     """
 
     trace: Callable[[Examples], Trace]
     threshold: float = STOP_NONE
     solutions: tuple[tuple[float, ...], ...] = ()
     route: Callable[[Examples], Route] | None = None
+    spends_budget: bool = False
 
 
 # A policy at a threshold that no row reaches takes the best on validation without a budget.
@@ -83,8 +85,7 @@ class Family:
         members: Fitted policies, or controls.
         validation: Examples that settings are chosen on.
         note: How the method differs from the published one, for tables; empty if it does not.
-        sees_labels: Whether members read labels.
-        spends_budget: Whether a budget chooses the most expensive point within it, not the best.
+        sees_labels: Whether members use the labels.
         reading: Changes examples before members read them, as recalibration does.
         chooser: Family whose points are chosen among; None for its own.
     """
@@ -93,9 +94,14 @@ class Family:
     validation: Examples
     note: str = ""
     sees_labels: bool = False
-    spends_budget: bool = False
     reading: Callable[[Examples], Examples] | None = None
     chooser: Family | None = None
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether its setting without a budget is Base's reference accuracy."""
+        first = (self.chooser or self).members[0]
+        return isinstance(first, Policy) and first.threshold_choice.rule == "reference-accuracy"
 
     @cached_property
     def traces(self) -> list[Trace]:
@@ -153,7 +159,8 @@ class Family:
         points = points or self.points
         if self.sees_labels or len(points.settings) == 1:
             return None
-        point = points.index_of_most_expensive(budget) if self.spends_budget else points.index_of_best(budget)
+        spends = self.members[0].spends_budget
+        point = points.index_of_most_expensive(budget) if spends else points.index_of_best(budget)
         return float(points.settings[point])
 
     def answers(self, examples: Examples, setting: float) -> Answers:

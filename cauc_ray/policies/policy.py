@@ -160,7 +160,6 @@ class Policy(Shown, FrozenModel):
         scored: Whether `Step.worth`, not the confidence, is compared with the threshold.
         fuses: Whether answers may be others than those of its models.
         by_id: Whether a row's first stage depends on its id.
-        one_threshold: Whether its one threshold decides at every stage who goes on.
         spends_budget: Whether a budget is for the most expensive point within it, not the best.
         format: Name, version.
         method: Method that fitted it.
@@ -194,7 +193,6 @@ class Policy(Shown, FrozenModel):
     fuses: ClassVar[bool] = True
     by_id: ClassVar[bool] = False
     lowest_threshold: ClassVar[float] = 0.0
-    one_threshold: ClassVar[bool] = True
     spends_budget: ClassVar[bool] = False
 
     format: Literal["cauc-policy/1"] = FORMAT
@@ -271,6 +269,11 @@ class Policy(Shown, FrozenModel):
     def models(self) -> tuple[str, ...]:
         """Return the chain's model names, cheapest first."""
         return tuple(stage.name for stage in self.stages)
+
+    @property
+    def unfused(self) -> tuple[str, ...]:
+        """Return the stages whose fusion a safe fit rejected."""
+        return ()
 
     @property
     def encoder(self) -> str | None:

@@ -12,8 +12,8 @@ from cauc_ray.numbers.multinomial import folds_of
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.family import Family
 from cauc_ray.policies.fitting import Fitting, entries_of_models
+from cauc_ray.policies.methods.stacked import StackedStage
 from cauc_ray.policies.policy import Stage
-from cauc_ray.policies.stacked import StackedStage
 from cauc_ray.policies.stacking import PENALTIES, Stacking
 from cauc_ray.policies.trace import Examples
 

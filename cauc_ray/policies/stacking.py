@@ -11,10 +11,9 @@ import numpy as np
 
 from cauc_ray.numbers.calibration import fit_temperatures
 from cauc_ray.numbers.gains import Gains, fit_gains
-from cauc_ray.numbers.logits import top_option
+from cauc_ray.numbers.logits import LOG_FLOOR, floored_logs, plain_scores, top_option
 from cauc_ray.numbers.multinomial import FINE, ROUGH, RidgeFit, fit_multinomial, folds_of, nll_of
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.stacked import LOWEST_LOG, floored_logs, plain_scores
 
 # Without a penalty of its own, a stage has no biases: it is CAUC-RF's.
 PLAIN = (math.inf,)
@@ -126,7 +125,7 @@ class _Stage:
         if self._logs is None:
             self._logs = floored_logs(self._logits).astype(self._dtype)
             if self.has_matrix:
-                values = np.where(np.isfinite(self._logs), self._logs, LOWEST_LOG)
+                values = np.where(np.isfinite(self._logs), self._logs, LOG_FLOOR)
                 self._means, self._scales = values.mean(axis=0), values.std(axis=0)
                 self._scales = np.where(self._scales < _FLAT, 1.0, self._scales)
                 self._features = np.column_stack([np.ones(len(values)), (values - self._means) / self._scales])
