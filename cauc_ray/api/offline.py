@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from cauc_ray.api.sources import (
 )
 from cauc_ray.data.logits import ChainHeads, LogitKinds
 from cauc_ray.data.writing import read_info
-from cauc_ray.errors import CaucWarning, ConfigError, unknown_name
+from cauc_ray.errors import ConfigError, unknown_name, warn
 from cauc_ray.files.documents import require_writable
 from cauc_ray.files.paths import AnyPath, absolute, path_of
 from cauc_ray.models.resources import Resources
@@ -379,11 +378,9 @@ def _warn_of_own_rows(policy: Policy, chain: Chain) -> None:
     fingerprint = chain.examples_fingerprint()
     for split, purpose in ((policy.calibration, "fitted"), (policy.validation, "chosen")):
         if split is not None and split.examples_fingerprint == fingerprint:
-            warnings.warn(
+            warn(
                 f"{chain.source}: the policy was {purpose} on these very examples, which flatter it; evaluate it on a "
                 "split that it has not seen",
-                CaucWarning,
-                stacklevel=3,
             )
             return
 

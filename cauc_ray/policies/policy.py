@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy as np
 from pydantic import Field, InstanceOf, ValidationError, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from cauc_ray.errors import CaucWarning, ConfigError, PolicyError, explain
+from cauc_ray.errors import ConfigError, PolicyError, explain, warn
 from cauc_ray.files.documents import write_text
 from cauc_ray.files.entry_points import loaded, registered
 from cauc_ray.files.paths import AnyPath, path_of
@@ -466,11 +465,9 @@ class Policy(Shown, FrozenModel):
             raise PolicyError(f"the policy is for {', '.join(self.models)}, not for {', '.join(chain.models)}")
         for model, held, fitted in zip(self.models, chain.logit_kinds, self.logit_kinds, strict=True):
             if fitted != held:
-                warnings.warn(
+                warn(
                     f"{chain.source} has logits of kind {held!r} for model {model!r}; the policy was fitted on "
                     f"{fitted!r}",
-                    CaucWarning,
-                    stacklevel=2,
                 )
 
     def with_threshold(self, threshold: float) -> Self:
