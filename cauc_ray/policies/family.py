@@ -99,9 +99,11 @@ class Family:
 
     @property
     def has_reference(self) -> bool:
-        """Return whether its setting without a budget is Base's reference accuracy."""
+        """Return whether its setting without a budget is Base's reference accuracy, on logits as they are."""
         first = (self.chooser or self).members[0]
-        return isinstance(first, Policy) and first.threshold_choice.rule == "reference-accuracy"
+        return (
+            self.reading is None and isinstance(first, Policy) and first.threshold_choice.rule == "reference-accuracy"
+        )
 
     @cached_property
     def traces(self) -> list[Trace]:

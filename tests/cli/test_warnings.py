@@ -76,10 +76,10 @@ def test_the_library_warns_of_guards_where_it_is_called(home):
 
 def test_warnings_of_costs_and_of_probabilities_point_at_the_call():
     rng, labels = np.random.default_rng(0), np.arange(600) % 3
-    votes = [rng.multinomial(4, 0.2 + 0.4 * np.eye(3)[labels]) / 4 for _ in range(2)]
-    asked = {"costs": [2, 1], "validation": 0.5, "logit_kind": "probabilities"}
+    votes = {name: rng.multinomial(4, 0.2 + 0.4 * np.eye(3)[labels]) / 4 for name in "ab"}
+    asked = {"models": ["a", "b"], "costs": [2, 1], "validation": 0.5, "logit_kind": "probabilities"}
     for method in ("base", "rf", "stacked"):
-        _, said = caught(lambda method=method: cauc_ray.fit(dict(zip("ab", votes)), labels, method=method, **asked))
+        _, said = caught(lambda method=method: cauc_ray.fit(votes, labels, method=method, **asked))
         assert any("the order is used as given" in message for message in said)
         assert sum("model '" in message for message in said) >= 2
 
