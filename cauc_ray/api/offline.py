@@ -41,7 +41,7 @@ from cauc_ray.policies.notebook import Shown, SmallTable
 from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.policies.pools import check_pool
 from cauc_ray.policies.safe import require_safe_rule
-from cauc_ray.policies.search import search_chains
+from cauc_ray.policies.search import search_chains, with_search
 from cauc_ray.policies.threshold import Compared
 from cauc_ray.policies.trace import Examples, may_flip, trace_policy
 
@@ -172,7 +172,7 @@ def fit(
     else:
         policy = _fit_method(options, source, logits)
     warn_of(policy.guards)
-    return policy.model_copy(update={"search": found})
+    return policy if found is None else with_search(policy, found)
 
 
 def _pool(options: FitOptions, source: Source) -> tuple[Examples, Examples | None]:

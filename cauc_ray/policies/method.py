@@ -6,7 +6,7 @@ A method is fitted on two splits, chooses a setting for a budget, and answers on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint
@@ -20,6 +20,7 @@ from cauc_ray.policies.family import Family, Member
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.policy import METHOD_GROUP, Policy
 from cauc_ray.policies.pools import Pool, SubChain
+from cauc_ray.policies.trace import Examples
 
 Paradigm: TypeAlias = Literal["single-model", "ours", "ensemble", "cascade", "router", "recalibrated", "control"]
 _PARADIGMS: Sequence[Paradigm] = get_args(Paradigm)
@@ -91,8 +92,12 @@ class Method:
         fitted = self.fit(fitting)
         if isinstance(fitted, Family):
             return fitted
+
+        def refit(validation: Examples) -> Family:
+            return self.family(replace(fitting, validation=validation))
+
         note = self.note if isinstance(self.note, str) else self.note(fitting)
-        return Family(fitted, fitting.validation, note, self.sees_labels)
+        return Family(fitted, fitting.validation, note, self.sees_labels, refit=refit)
 
     def require_calibrator(self, kind: CalibratorKind, n_models: int) -> None:
         """Raise ConfigError unless the method supports the calibrator with this number of models."""

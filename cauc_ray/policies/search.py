@@ -6,14 +6,18 @@ its models would be, by the steps of fits and replays.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cauc_ray.errors import BudgetError, ConfigError, unknown_name
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.intervals import share
 from cauc_ray.numbers.sweep import most_within
 from cauc_ray.policies.evidence import ChainSearch, ChosenChain, FoundChain
 from cauc_ray.policies.method import METHODS, method_named
+from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.pools import MeasuredChain, Pool, check_pool, rank
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Examples
@@ -62,6 +66,20 @@ def search_chains(
     pool = Pool.of(calibration, validation, rule, calibrator)
     _require_affordable(pool.validation.chain, rule)
     return _report(pool.measured(registered.sub_chains(pool)), pool.validation.chain, rule, split)
+
+
+def with_search(policy: Policy, search: ChainSearch) -> Policy:
+    """Return a policy of the chain that a search chose, with what is expected of the choice.
+
+    On validation its chain looks better than on new examples, as its threshold does: the expected accuracy is that of
+    each half by what the other one chooses.
+    """
+    changes: dict[str, Any] = {"search": search}
+    measures, quality = policy.on_selection or policy.expected, search.chosen.holdout_quality
+    if measures is not None and quality is not None and search.objective == "accuracy":
+        accuracy = share(round(quality * measures.n), measures.n)
+        changes |= {"on_selection": measures, "expected": measures.model_copy(update={"accuracy": accuracy})}
+    return policy.model_copy(update=changes)
 
 
 def _require_affordable(validation: ChainLogits, rule: ThresholdRule) -> None:

@@ -112,8 +112,8 @@ def find_budgets(measured: Measured) -> Budgets | None:
 
     def point(threshold: float, cost: float, quality: float) -> BudgetPoint:
         fitted = measure(on_validation.at(threshold, validation), validation, "", with_f1=False)
-        held_out = None if halves is None else halves.thresholds(cost, threshold)
-        expected = without_optimism(fitted, on_validation, validation, held_out)
+        held_out = None if halves is None else halves.right(on_validation, validation, cost, threshold)
+        expected = fitted if held_out is None else without_optimism(fitted, held_out)
         measures = measure(on_test.at(threshold, test), test, "")
         return BudgetPoint(cost, quality, _figures(threshold, expected, measures, measured), measures)
 
