@@ -12,7 +12,7 @@ from cauc_ray.policies.trace import replay
 
 # One of each kind: a threshold, several members, solutions that validation searches.
 QUICK = ("rf", "best-pair", "frugalgpt")
-N_DRAWS, BUDGET = 12, 12.0
+N_DRAWS, BUDGET = 16, 20.0
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_expected_accuracy_is_not_above_that_on_new_rows(method, monkeypatch):
     rule = ThresholdRule(budget=None if METHODS[method].paradigm in ("router", "ensemble") else BUDGET)
     optimism, on_selection = [], []
     for seed in range(N_DRAWS):
-        fitting, test = planted.problem(seed, n=60, n_test=2000, m=3, embedded=False)
+        fitting, test = planted.problem(seed, n=60, n_test=2000, m=4, embedded=False)
         policy, labels = fit_method(method, fitting, rule), test.chain.labels
         accuracy = np.mean(replay(policy, chain_of(policy, test)).predictions == labels)
         # What all models have in common on a small split is chance, not choice.
@@ -40,4 +40,4 @@ def test_expected_accuracy_is_not_above_that_on_new_rows(method, monkeypatch):
     assert np.mean(optimism) <= 2 * error
     assert np.mean(on_selection) >= np.mean(optimism)
     if method == "frugalgpt":  # whose solutions are searched on validation
-        assert np.mean(on_selection) > 3 * error
+        assert np.mean(on_selection) > 2 * error
