@@ -82,15 +82,6 @@ def model_entries(calibration: Chain, index: int, fit: CalibratorFit, sums: Answ
     }
 
 
-def calibrated_models(calibration: ChainLogits) -> list[dict[str, Any]]:
-    """Return the entries of all models of a chain, with a warning of each that is clamped or has a floor."""
-    entries = []
-    for index in range(len(calibration.models)):
-        fit = calibrate(calibration, index, "temperature")
-        entries.append(model_entries(calibration, index, fit, sum_answers(calibration, {index: fit.calibrator})[index]))
-    return entries
-
-
 def split_entries(
     calibration: Chain, validation: Chain | None, names: tuple[str, str], rule: ThresholdRule
 ) -> dict[str, Any]:
@@ -108,17 +99,22 @@ def split_entries(
     }
 
 
-def entries_of_models(calibration: ChainLogits) -> list[dict[str, Any]]:
-    """Return the entries of all models of a chain; an encoder has nothing to calibrate."""
-    entries, costs = list[dict[str, Any]](), calibration.costs.means.tolist()
+def entries_of_models(calibration: ChainLogits, *, warns: bool = False) -> list[dict[str, Any]]:
+    """Return the entries of all models of a chain; an encoder has nothing to calibrate.
+
+    Args:
+        calibration: Labelled examples.
+        warns: Whether to warn of each model that is clamped or has a floor.
+    """
+    entries, fit = list[dict[str, Any]](), calibrate if warns else calibrator_of
     for index, (name, kind) in enumerate(zip(calibration.models, calibration.logit_kinds, strict=True)):
         if kind == "embedding":
-            encoder = {"name": name, "cost": costs[index], "logit_kind": kind}
+            encoder = {"name": name, "cost": float(calibration.costs.means[index]), "logit_kind": kind}
             entries.append({**encoder, "temperature": 1.0, "diagnostics": None})
             continue
-        fit = calibrator_of(calibration, index, "temperature")
-        (sums,) = sum_answers(calibration, {index: fit.calibrator}).values()
-        entries.append(model_entries(calibration, index, fit, sums))
+        fitted = fit(calibration, index, "temperature")
+        (sums,) = sum_answers(calibration, {index: fitted.calibrator}).values()
+        entries.append(model_entries(calibration, index, fitted, sums))
     return entries
 
 

@@ -29,7 +29,7 @@ from cauc_ray.numbers.sweep import STOP_NONE
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.arrays import ArraysPolicy
 from cauc_ray.policies.family import Family, cascade_of
-from cauc_ray.policies.fitting import Fitting, calibrated_models, require_fit, split_entries
+from cauc_ray.policies.fitting import Fitting, entries_of_models, require_fit, split_entries
 from cauc_ray.policies.method import Method
 from cauc_ray.policies.methods import rf
 from cauc_ray.policies.policy import Policy, Stage, Step
@@ -153,7 +153,7 @@ class StackedFits:
         """Calibrate the models, and fit the classifier of embeddings."""
         self._splits, self._names = (calibration, validation), names
         chain, embeddings = calibration.chain, calibration.embeddings
-        self._entries = calibrated_models(chain)
+        self._entries = entries_of_models(chain, warns=True)
         logits = [Stage(**entry).bounded(logits) for entry, logits in zip(self._entries, chain.logits, strict=True)]
         self._plain = self._ridged = Stacking(logits, chain.labels)
         self._classifier = None
@@ -188,24 +188,14 @@ class StackedFits:
         assert chain is not None
         gains = stacking.gains(fits, chain.costs.means[-len(models) :])
         if classifier is not None:
-            stages.insert(0, _encoder(chain))
+            (encoder,) = entries_of_models(chain.of_models([0]))
+            stages.insert(0, StackedStage(**encoder, logit_weight=1.0))
         common = split_entries(chain, chosen_on, self._names, BY_DEFAULT)
         common["threshold"] = (STOP_NONE,) * (len(models) - 1)
         policy = StackedPolicy(**common, stages=tuple(stages), gains=gains)
         if classifier is not None:
             policy = policy.with_arrays({"weights": classifier.weights.T, "offsets": classifier.offsets})
         return policy
-
-
-def _encoder(chain: ChainLogits) -> StackedStage:
-    return StackedStage(
-        name=chain.models[0],
-        cost=float(chain.costs.means[0]),
-        logit_kind="embedding",
-        temperature=1.0,
-        diagnostics=None,
-        logit_weight=1.0,
-    )
 
 
 def fit_stacked(
