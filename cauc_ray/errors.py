@@ -68,12 +68,12 @@ def own_warnings(hear: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def warn(text: str) -> None:
+def warn(text: str, category: type[CaucWarning] = CaucWarning) -> None:
     """Warn at the line outside this package that called it."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("cauc_ray."):
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, CaucWarning, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)
 
 
 class CaucError(Exception):

@@ -52,10 +52,10 @@ def check_method(name: str, *, embedding: bool | None = None, seed: int = 0) -> 
         >>> check_method("base")
     """
     method = method_of(name, MODELS)
-    if method.needs_texts:
+    if method.needs == "texts":
         raise ConfigError(f"method {name!r} trains on texts, which the check's chain does not have")
-    embedded = method.needs_embedding if embedding is None else embedding
-    splits = [_examples(seed, split, embedded=embedded, hidden=method.needs_hidden) for split in range(3)]
+    embedded = method.needs == "embedding" if embedding is None else embedding
+    splits = [_examples(seed, split, embedded=embedded, hidden=method.needs == "hidden states") for split in range(3)]
     fitting, test = Fitting(splits[0], splits[1], seed=seed), splits[2]
     family, again = method.family(fitting), method.family(fitting)
     _require(np.array_equal(family.points.cost, again.points.cost), "two fits with one seed are alike")

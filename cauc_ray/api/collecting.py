@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from cauc_ray.api.options import CollectOptions
 from cauc_ray.data.datasets import Dataset, DatasetSpec, open_dataset
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import PoolModel, TableInfo, write_info
-from cauc_ray.errors import CaucWarning, ConfigError, explain, unknown_name
+from cauc_ray.errors import ConfigError, explain, unknown_name, warn
 from cauc_ray.execution.collection import (
     Collection,
     CollectRecord,
@@ -220,7 +219,7 @@ def _note(work: Collection, order: Sequence[str], out: AnyPath, rows: Dataset) -
     if unit == MEASURED_UNIT:
         far = cost_far_off(name, cost, record.gflops_measured)
         if far is not None:
-            warnings.warn(far, CaucWarning, stacklevel=4)
+            warn(far)
     before = _info(out)
     if before is not None and before.cost_unit != unit and any(model.name != name for model in before.models):
         raise ConfigError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from cauc_ray.api.sources import (
 )
 from cauc_ray.data.logits import ChainHeads, LogitKinds
 from cauc_ray.data.writing import read_info
-from cauc_ray.errors import CaucWarning, ConfigError, unknown_name
+from cauc_ray.errors import ConfigError, unknown_name, warn
 from cauc_ray.files.documents import require_writable
 from cauc_ray.files.paths import AnyPath, absolute, path_of
 from cauc_ray.models.resources import Resources
@@ -33,14 +32,16 @@ from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.policies.by_method import fit_method, fit_policy, refit
-from cauc_ray.policies.calibrated import require_calibrator
 from cauc_ray.policies.checks import require_quiet, warn_of
 from cauc_ray.policies.evidence import Noise
-from cauc_ray.policies.fitting import Fitting, require_safe_rule
+from cauc_ray.policies.fitting import Fitting
+from cauc_ray.policies.method import method_named
 from cauc_ray.policies.monitor import Watch, Watched, verdict, watch_report
 from cauc_ray.policies.notebook import Shown, SmallTable
 from cauc_ray.policies.policy import Policy, policy_of
-from cauc_ray.policies.search import check_pool, search_chains
+from cauc_ray.policies.pools import check_pool
+from cauc_ray.policies.safe import require_safe_rule
+from cauc_ray.policies.search import search_chains, with_search
 from cauc_ray.policies.threshold import Compared
 from cauc_ray.policies.trace import Examples, may_flip, trace_policy
 
@@ -171,7 +172,7 @@ def fit(
     else:
         policy = _fit_method(options, source, logits)
     warn_of(policy.guards)
-    return policy.model_copy(update={"search": found})
+    return policy if found is None else with_search(policy, found)
 
 
 def _pool(options: FitOptions, source: Source) -> tuple[Examples, Examples | None]:
@@ -236,7 +237,7 @@ def _table(logits: Logits) -> str | AnyPath:
 
 def require_fit(options: FitOptions, n_models: int) -> None:
     """Raise ConfigError, before any reading, where so many models cannot be fitted by options."""
-    require_calibrator(options.calibrator, options.method, n_models)
+    method_named(options.method).require_calibrator(options.calibrator, n_models)
     if options.safe:
         require_safe_rule(options.threshold_rule)
 
@@ -377,11 +378,9 @@ def _warn_of_own_rows(policy: Policy, chain: Chain) -> None:
     fingerprint = chain.examples_fingerprint()
     for split, purpose in ((policy.calibration, "fitted"), (policy.validation, "chosen")):
         if split is not None and split.examples_fingerprint == fingerprint:
-            warnings.warn(
+            warn(
                 f"{chain.source}: the policy was {purpose} on these very examples, which flatter it; evaluate it on a "
                 "split that it has not seen",
-                CaucWarning,
-                stacklevel=3,
             )
             return
 

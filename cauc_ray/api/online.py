@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ import pyarrow.compute as pc
 from cauc_ray.api.options import RunOptions
 from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.data.datasets import DatasetSpec, RunInput, open_input
-from cauc_ray.errors import CaucWarning, DataError
+from cauc_ray.errors import DataError, warn
 from cauc_ray.execution.cluster import cpus_needed
 from cauc_ray.execution.ledger import RunRecord, new_record, parts_of, resumed_record
 from cauc_ray.execution.progress import RunProgress
@@ -171,11 +170,9 @@ def _warn_of_other_costs(stages: tuple[StageSpec, ...], policy: Policy) -> None:
     for spec, stage in zip(stages, policy.stages, strict=True):
         declared = None if spec.cost is None else spec.cost.value  # auto is None, too
         if policy.costs == "per-model" and declared not in (None, stage.cost):
-            warnings.warn(
+            warn(
                 f"the pool gives {spec.name!r} a cost of {declared:g} {cost_unit(spec)}, the policy "
                 f"{stage.cost:g} {policy.cost_unit}; the policy's is counted",
-                CaucWarning,
-                stacklevel=3,
             )
 
 

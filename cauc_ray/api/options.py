@@ -33,8 +33,8 @@ from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.numbers.sweep import Objective
-from cauc_ray.policies.by_method import OURS, SINGLE
-from cauc_ray.policies.method import METHODS
+from cauc_ray.policies.by_method import SINGLE
+from cauc_ray.policies.method import METHODS, OURS
 from cauc_ray.policies.threshold import Compared, ThresholdRule
 
 # The folder into which Ray unpacks the working directory of a job, and which it removes afterwards.
@@ -338,7 +338,7 @@ class FitOptions(ChainOptions, ShardOptions):
     @property
     def is_ours(self) -> bool:
         """Return whether the method is one of CAUC's own."""
-        return self.method in ("auto", *OURS)
+        return self.method in OURS
 
     def _require_plain(self) -> None:
         """Raise ConfigError unless a method of the comparison can be fitted by the options."""

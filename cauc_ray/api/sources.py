@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -28,7 +27,7 @@ from cauc_ray.data.logits import (
 )
 from cauc_ray.data.splits import split_shares
 from cauc_ray.data.writing import read_info
-from cauc_ray.errors import CaucWarning, ConfigError, DataError, unknown_name
+from cauc_ray.errors import ConfigError, DataError, unknown_name, warn
 from cauc_ray.files.paths import AnyPath, RemotePath, hive_values
 from cauc_ray.numbers.arrays import array_chain
 from cauc_ray.numbers.chain import UNNAMED_UNIT, Chain, ChainLogits, Costs
@@ -266,10 +265,8 @@ def _with_warning(chain: _Chain, source: str) -> _Chain:
     labelled = labelled_examples(chain)
     if labelled is not chain:
         n_missing = len(chain) - len(labelled)
-        warnings.warn(
+        warn(
             f"{source}: {n_missing:,} of {len(chain):,} examples have no label and are left out",
-            CaucWarning,
-            stacklevel=5,
         )
     return labelled
 

@@ -7,9 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from cauc_ray.numbers.logits import real_options, softmax, widened
+from cauc_ray.numbers.logits import real_options, same_width, softmax, widened
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.cauc import same_width
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import Method
 from cauc_ray.policies.policy import Step

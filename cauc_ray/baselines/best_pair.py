@@ -11,9 +11,9 @@ from itertools import combinations
 import numpy as np
 
 from cauc_ray.numbers.calibration import fit_pair
-from cauc_ray.policies.cauc import RFPolicy
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import Method
+from cauc_ray.policies.methods.rf import RFPolicy
 
 _FIRST = dict.fromkeys(("alpha", "beta", "pair_diagnostics"))
 

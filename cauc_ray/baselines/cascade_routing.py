@@ -20,14 +20,13 @@ from pydantic import Field
 
 from cauc_ray.baselines.frugalgpt import logistic
 from cauc_ray.numbers.chain import in_order
-from cauc_ray.numbers.logits import log_softmax, real_options
+from cauc_ray.numbers.logits import LOG_FLOOR, log_softmax, real_options, same_width
 from cauc_ray.numbers.multinomial import fit_classifier
 from cauc_ray.numbers.products import products
 from cauc_ray.numbers.sweep import pareto
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.cauc import same_width
 from cauc_ray.policies.family import chain_of
-from cauc_ray.policies.features import LOWEST_LOG_PROBABILITY, Scaler
+from cauc_ray.policies.features import Scaler
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import Method
 from cauc_ray.policies.methods.single import fit_single
@@ -67,13 +66,13 @@ def features_of(logs: Sequence[Floats], called: Called, query_odds: Floats) -> F
         The log odds; of each model its highest probability and its entropy; of each pair of models whether they agree
         and their Jensen-Shannon divergence, float64 (n, F).
     """
-    floored = [np.maximum(log, LOWEST_LOG_PROBABILITY) for log in logs]
+    floored = [np.maximum(log, LOG_FLOOR) for log in logs]
     features = [*query_odds.T]
     for log, low in zip(logs, floored, strict=True):
         features += [np.exp(log).max(axis=1), -_sum(np.exp(log) * low)]
     for first, second in combinations(range(len(called)), 2):
         p, q = np.exp(logs[first]), np.exp(logs[second])
-        mean = np.log(np.maximum((p + q) / 2, np.exp(LOWEST_LOG_PROBABILITY)))
+        mean = np.log(np.maximum((p + q) / 2, np.exp(LOG_FLOOR)))
         features += [
             (logs[first].argmax(axis=1) == logs[second].argmax(axis=1)).astype(np.float64),
             (_sum(p * (floored[first] - mean)) + _sum(q * (floored[second] - mean))) / 2,

@@ -18,8 +18,9 @@ from cauc_ray.numbers.products import products
 from cauc_ray.numbers.sweep import stops_of
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.family import Control
-from cauc_ray.policies.fitting import Fitting, rf_of
+from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import Method
+from cauc_ray.policies.methods.rf import rf_of
 from cauc_ray.policies.policy import Step
 from cauc_ray.policies.routers import ChoosingPolicy
 from cauc_ray.policies.trace import Examples, Trace, trace_policy, with_embedding_paid
@@ -84,7 +85,7 @@ def fit_shuffled(fitting: Fitting) -> Sequence[Control]:
         order = np.argsort(random_numbers(examples.chain.example_ids, fitting.seed))
         return Trace(trace.predictions, trace.confidences[order], trace.calls)
 
-    return [Control(shuffled)]
+    return [Control(shuffled, spends_budget=True)]
 
 
 def fit_embedding(fitting: Fitting) -> Sequence[Control]:
@@ -122,13 +123,12 @@ def fit_oracle(fitting: Fitting) -> Sequence[Control]:
     return [Control(chosen, threshold=0.0)]
 
 
-RANDOM = Method("random", "control", fit_random, spends_budget=True)
+RANDOM = Method("random", "control", fit_random)
 SHUFFLED = Method(
     "shuffled",
     "control",
     fit_shuffled,
     note="CAUC-RF's confidences",
-    spends_budget=True,
     unpublished="gives a row another row's confidence",
 )
 EMBEDDING = Method(
@@ -136,7 +136,7 @@ EMBEDDING = Method(
     "control",
     fit_embedding,
     note=lambda fitting: fitting.calibration.embedding_note or "calls no model",
-    needs_embedding=True,
+    needs="embedding",
     unpublished="calls no model of the chain",
 )
 ORACLE = Method(
@@ -144,6 +144,6 @@ ORACLE = Method(
     "control",
     fit_oracle,
     note="sees the labels; not attainable",
-    sees_labels=True,
+    needs="labels",
     unpublished="needs the labels",
 )

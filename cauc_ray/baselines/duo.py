@@ -10,9 +10,8 @@ from pydantic import Field
 
 from cauc_ray.numbers.calibration import fit_temperatures
 from cauc_ray.numbers.chain import LARGEST
-from cauc_ray.numbers.logits import top_option
+from cauc_ray.numbers.logits import same_width, top_option
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.cauc import same_width
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import Method
 from cauc_ray.policies.policy import Stage, Step
@@ -35,7 +34,6 @@ class DuoPolicy(MethodPolicy):
     """Asymmetric Duo: all models answer, and their logits are summed. A row's state is the sum so far: S = K."""
 
     fuses: ClassVar[bool] = True
-    one_threshold: ClassVar[bool] = False
     method: Literal["duo"] = "duo"
     stages: tuple[DuoStage, ...] = Field(min_length=1)
 

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.numbers.logits import top_option, widened
+from cauc_ray.numbers.logits import LOG_FLOOR, floored_logs, top_option, widened
 from cauc_ray.numbers.multinomial import nll_of
 from cauc_ray.numbers.products import products
 from cauc_ray.numbers.types import Bools, Floats, Ints
@@ -21,7 +21,6 @@ from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import Method
 from cauc_ray.policies.policy import Stage, Step
 from cauc_ray.policies.scored import MethodPolicy
-from cauc_ray.policies.stacked import LOWEST_LOG, floored_logs
 
 # A stage has K x K numbers for every model so far.
 MOST_OPTIONS = 20
@@ -60,7 +59,7 @@ class LogisticPolicy(MethodPolicy):
 
 
 def _logs_so_far(options: Floats, state: Floats | None) -> Floats:
-    logs = np.maximum(floored_logs(options), LOWEST_LOG)  # also of options that a row lacks
+    logs = np.maximum(floored_logs(options), LOG_FLOOR)  # also of options that a row lacks
     return logs if state is None else np.column_stack([state, logs])
 
 

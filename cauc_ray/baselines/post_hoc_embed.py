@@ -135,6 +135,6 @@ HIDDEN = Method(
     packages=("torch", "sklearn"),
     extra="baselines",
     note=lambda fitting: "with each model's own hidden state" if len(fitting.calibration.chain.models) > 1 else "",
-    needs_hidden=True,
+    needs="hidden states",
     unpublished="reads models' hidden states, which no stage gives",
 )

@@ -36,6 +36,6 @@ def text_method(name: str, paradigm: Paradigm, about: str, *notes: str, leaves_m
         packages=("torch", "transformers", "sklearn"),
         extra="text-routers",
         note=note,
-        needs_texts=True,
+        needs="texts",
         unpublished="reads the queries' texts, which no policy does",
     )

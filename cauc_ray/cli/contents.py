@@ -30,10 +30,11 @@ from cauc_ray.files.parquet import count_rows, parquet_files, read_footer
 from cauc_ray.files.paths import hive_values
 from cauc_ray.models.pool import load_pool
 from cauc_ray.numbers.intervals import Share
-from cauc_ray.policies.cauc import BaseStage, RFStage
 from cauc_ray.policies.evidence import ChainSearch, RiskCertificate
+from cauc_ray.policies.methods.base import BaseStage
+from cauc_ray.policies.methods.rf import RFStage
+from cauc_ray.policies.methods.stacked import StackedStage
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.stacked import StackedStage
 
 # By the columns that a table of the kind has; the first that fits.
 _TABLES = {

@@ -39,10 +39,10 @@ from cauc_ray.numbers.metrics import (
 )
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.cauc import BasePolicy
 from cauc_ray.policies.family import Curve, Family
-from cauc_ray.policies.fitting import Fitting, fit_base
+from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import METHODS, Method
+from cauc_ray.policies.methods.base import BasePolicy, fit_base
 from cauc_ray.policies.trace import Answers, Examples, measure_replay
 
 # CPT is given for these shares of the gap between the two models.
@@ -252,13 +252,13 @@ class Trial:
         if fitted.is_numbered:  # of all its policies, what validation would choose of
             curve_points = curve_points.pareto(len(curve_points.cost))
         curve = fitted.curve(self._test, curve_points.settings)
-        seen = self._test if method.sees_labels else self._test.without_labels()
+        seen = self._test if fitted.sees_labels else self._test.without_labels()
         answers_at = cache(lambda setting: fitted.answers(seen, setting))
         common = {
             "paradigm": method.paradigm,
             "n": len(self._test),
             "cost_unit": self._test.chain.costs.unit,
-            "n_settings": 1 if method.sees_labels else len(points.settings),
+            "n_settings": 1 if fitted.sees_labels else len(points.settings),
             "default": {"setting": fitted.default, **self._figures(answers_at(fitted.default))},
             "setup_s": setup_s,
             "paper_setup_ratio": _paper_ratio(method.name),
@@ -267,7 +267,7 @@ class Trial:
         }
         rows = []
         for budget in self.budgets:
-            setting, is_steered, why = self._choice(method, fitted, points, budget)
+            setting, is_steered, why = self._choice(fitted, points, budget)
             nearest = setting
             if is_steered and not (budget["budget_kind"] == "base" and setting == fitted.default):
                 off = np.abs(points.cost - budget["budget_cost"])
@@ -292,14 +292,14 @@ class Trial:
         return OperatingPoints(curve.settings, curve.cost, curve.macro_f1, fitted.points.unit)
 
     def _choice(
-        self, method: Method, fitted: Family, points: OperatingPoints, budget: Mapping[str, Any]
+        self, fitted: Family, points: OperatingPoints, budget: Mapping[str, Any]
     ) -> tuple[float, bool, str | None]:
         """Return a method's setting for a budget, whether the budget decides it, and why the budget is not met."""
         # Base's own threshold is what gives this budget its size.
-        if budget["budget_kind"] == "base" and method.name in ("base", "rf-shared"):
+        if budget["budget_kind"] == "base" and fitted.has_reference:
             return fitted.default, True, None
         try:
-            if not method.sees_labels:
+            if not fitted.sees_labels:
                 points.index_of_best(budget["budget_cost"])  # raises where one setting costs more, too
             setting = fitted.setting(budget["budget_cost"], points)
         except BudgetError as error:

@@ -13,15 +13,18 @@ from cauc_ray.policies.family import Family
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import METHODS, Method
 from cauc_ray.policies.recalibrated import fit_recalibrated
-from cauc_ray.policies.search import MOST_MODELS
 
 # Single models and other methods on recalibrated logits: recalibrated:<model>, recalibrated+<method>.
 RECALIBRATED = "recalibrated"
 
 
 def recalibrates(method: Method) -> bool:
-    """Return whether a method is also measured on recalibrated logits: not controls, nor what recalibrates itself."""
-    return method.paradigm != "control" and method.name not in ("rf-shared", "stacked", "auto")
+    """Return whether a method is also measured on recalibrated logits.
+
+    Controls are not, nor are methods that recalibrate models themselves, nor variants of ours for tables.
+    """
+    is_variant = method.paradigm == "ours" and bool(method.unpublished)
+    return method.paradigm != "control" and bool(method.calibrators) and not is_variant
 
 
 def require_methods(names: Sequence[str]) -> None:
@@ -35,7 +38,7 @@ def require_methods(names: Sequence[str]) -> None:
 
 def require_trainable(names: Collection[str]) -> None:
     """Raise ConfigError for a method that trains no checkpoint."""
-    trained = [method.name for method in METHODS.values() if method.needs_texts]
+    trained = [method.name for method in METHODS.values() if method.needs == "texts"]
     for name in names:
         if name not in trained:
             raise ConfigError(f"method {name!r} takes no checkpoint; those that do: {', '.join(trained)}")
@@ -83,16 +86,16 @@ def _obstacle(
 ) -> str | None:
     """Return why a method cannot run, None where it can."""
     unread = [model for model in models[:-1] if model not in hidden]
-    if method.needs_texts and method.name not in trainable:
+    if method.needs == "texts" and method.name not in trainable:
         return "trains a model on the queries' texts: give texts, and its checkpoint"
-    if method.needs_embedding and embedding is None:
+    if method.needs == "embedding" and embedding is None:
         return "reads the queries' embeddings: give their encoder"
-    if method.needs_hidden and unread:
+    if method.needs == "hidden states" and unread:
         return f"reads hidden states: collect those of {', '.join(unread)} as embeddings"
     if method.obstacle:
         return method.obstacle
-    if method.name == "auto" and len(models) > MOST_MODELS:
-        return f"searches the sub-chains of up to {MOST_MODELS} models"
+    if method.most_models is not None and len(models) > method.most_models:
+        return f"searches the sub-chains of up to {method.most_models} models"
     return None
 
 
@@ -108,4 +111,4 @@ def method_of(name: str, models: Sequence[str]) -> tuple[Method, Callable[[Fitti
 
 def hidden_of(methods: Sequence[str], models: Sequence[str]) -> Sequence[str]:
     """Return the models of a chain whose hidden states some of the methods read."""
-    return models[:-1] if any(method_of(name, models)[0].needs_hidden for name in methods) else ()
+    return models[:-1] if any(method_of(name, models)[0].needs == "hidden states" for name in methods) else ()

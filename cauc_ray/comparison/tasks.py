@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 import cauc_ray
-from cauc_ray.errors import CaucError, CaucWarning, ConfigError, DataError
+from cauc_ray.errors import CaucError, ConfigError, DataError, warn
 from cauc_ray.execution.outcomes import Outcome, Task
 from cauc_ray.files.documents import make_folder, read_json, require_new, write_json
 from cauc_ray.files.parquet import read_parquet, write_parquet
@@ -127,7 +126,7 @@ def run_stored(
         new = run(left) if left else iter(())
         for outcome in chain(finished, new if stored is None else map(stored.put, new)):
             for warning in outcome.warnings:
-                warnings.warn(f"{outcome.task.part}: {warning}", CaucWarning, stacklevel=2)
+                warn(f"{outcome.task.part}: {warning}")
             outcomes[outcome.task] = outcome
             on_outcome(outcome, len(outcomes), len(tasks))
     return [outcomes[task] for task in tasks]

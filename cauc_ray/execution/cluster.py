@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
-from cauc_ray.errors import CaucWarning, ExecutionError
+from cauc_ray.errors import ExecutionError, warn
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.models.resources import Resources, amounts_text
 
@@ -144,7 +143,7 @@ def wait_for_nodes(what: str, remedy: str) -> None:
     """
     if not autoscales(MONITOR_S):
         raise ExecutionError(f"{what}; {remedy}")
-    warnings.warn(f"{what}; waiting for the cluster's autoscaler to start nodes", CaucWarning, stacklevel=4)
+    warn(f"{what}; waiting for the cluster's autoscaler to start nodes")
 
 
 def replicas_that_fit(stages: Sequence[StageSpec]) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
-from cauc_ray.errors import CaucWarning, DataError
+from cauc_ray.errors import DataError, warn
 from cauc_ray.numbers.ids import lines_of, rows_of
 from cauc_ray.numbers.logits import LogitKind, kind_of, real_options
 from cauc_ray.numbers.rows import in_columns, row_dot, rows_at
@@ -95,11 +94,9 @@ class Costs:
         """Warn if a model costs no more than the one before it; the order is used as given."""
         for j, (before, after) in enumerate(zip(self.means[:-1], self.means[1:], strict=True)):
             if after <= before:
-                warnings.warn(
+                warn(
                     f"{models[j + 1]!r} costs {after:g} {self.unit}, no more than {models[j]!r} before it "
                     f"({before:g}); the order is used as given",
-                    CaucWarning,
-                    stacklevel=2,
                 )
 
 

@@ -29,6 +29,8 @@ MASK_DEPTH = 5000.0
 MASKS = np.array([-1e4, -9999.0, -65504.0, np.finfo(np.float32).min, np.finfo(np.float64).min])
 # The logarithm of a probability of 0: improbable, not impossible.
 LEAST_LOG = -50.0
+# Of features, lower log probabilities carry no more information; also that of options that a row does not have.
+LOG_FLOOR = -20.0
 # The log-probability that stands for "not among those that the server returned".
 UNLISTED_LOG = -100.0
 
@@ -311,3 +313,34 @@ def log_softmax(scores: Floats) -> Floats:
     log_probabilities: Floats = scores - row_max(scores)[:, None]
     log_probabilities -= np.log(row_sums(np.exp(log_probabilities)))[:, None]
     return log_probabilities
+
+
+def same_width(scores: Floats, state: Floats, names: tuple[str, str]) -> tuple[Floats, Floats]:
+    """Pad the narrower of two (n, K) arrays with -inf; what the wider has beyond must be padding too.
+
+    names: of their stages, for the message of the DataError that is raised otherwise.
+    """
+    k, width = sorted((scores.shape[1], state.shape[1]))
+    more = np.flatnonzero(np.isfinite((scores if scores.shape[1] > k else state)[:, k:]).any(axis=1))
+    if len(more):
+        raise DataError(
+            f"row {more[0]} of the batch has {k} options or fewer at one stage and up to {width} at "
+            f"another ({names[0]!r} and {names[1]!r}); all models of a chain must have the same options"
+        )
+    return widened(scores, width), widened(state, width)
+
+
+def plain_scores(logits: Floats) -> Floats:
+    """Return logits less their row's largest, float64 (n, K): log probabilities up to a constant of the row."""
+    scores: Floats = np.array(logits, dtype=np.float64)
+    scores -= scores.max(axis=1, keepdims=True)
+    return scores
+
+
+def floored_logs(logits: Floats) -> Floats:
+    """Return log softmax of logits, of at least LOG_FLOOR, float64 (n, K); -inf stays.
+
+    Rounded to float32: the last bits of a logarithm may depend on a row's position in a batch.
+    """
+    logs = log_softmax(logits).astype(np.float32).astype(np.float64)
+    return np.where(np.isneginf(logs), logs, np.maximum(logs, LOG_FLOOR))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,18 +12,15 @@ from cauc_ray.errors import ConfigError, PolicyError, unknown_name
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.guarantees import RiskLimit
-from cauc_ray.policies.candidates import fit_stacked
-from cauc_ray.policies.fitting import Fit, Fitting, fit_base, fit_rf, fit_safe
-from cauc_ray.policies.method import Method, method_named
+from cauc_ray.policies.fitting import Fitting
+from cauc_ray.policies.method import OURS, Fit, Method, method_named
 from cauc_ray.policies.methods.single import fit_single
 from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.safe import fit_safe
 from cauc_ray.policies.threshold import ThresholdRule
 
 # Every model of a chain by itself: methods that are named single:<model>.
 SINGLE = "single"
-_FITS: Mapping[str, Fit] = {"base": fit_base, "rf": fit_rf, "stacked": fit_stacked}
-# The methods that fit_policy() fits; fit_method() fits the others.
-OURS = tuple(_FITS)
 
 
 def fit_policy(
@@ -36,11 +33,23 @@ def fit_policy(
     calibrator: CalibratorKind = "temperature",
     safe: bool = False,
 ) -> Policy:
-    """Fit a policy by its method's name. Raises ConfigError if the method has no policy file.
+    """Fit a policy of one of our methods by its name. Raises ConfigError for others.
 
-    safe: fit as fit_safe does, compared with single models. The other arguments are those of fit_base.
+    Args:
+        method: Name of the method.
+        calibration: As of fit_base.
+        validation: As of fit_base.
+        rule: As of fit_base.
+        names: As of fit_base.
+        calibrator: As of fit_base.
+        safe: Whether to fit as fit_safe does, compared with single models.
     """
-    fit: Fit = partial(_FITS[method], names=names, calibrator=calibrator)
+    registered = method_named(method)
+    if registered.policy is None:
+        chosen = [name for name, of in OURS.items() if of.policy is not None]
+        raise ConfigError(unknown_name("method", method, chosen))
+    registered.require_calibrator(calibrator, len(calibration.models))
+    fit: Fit = partial(registered.policy, names=names, calibrator=calibrator)
     return (partial(fit_safe, fit) if safe else fit)(calibration, validation, rule)
 
 
@@ -81,7 +90,6 @@ def refit(policy: Policy, calibration: Chain, validation: Chain | None) -> Polic
     if policy.scored or policy.encoder is not None:
         raise PolicyError(f"a policy of method {policy.method} is fitted anew, not refitted: use cauc_ray.fit")
     choice = policy.threshold_choice
-    by_gain = policy.method == "rf" and isinstance(policy.threshold, tuple)
     rule = ThresholdRule(budget=policy.budget, objective=choice.objective or "accuracy")
     if choice.rule == "given":
         rule = ThresholdRule(threshold=float(np.max(policy.threshold, initial=0.0)))
@@ -89,8 +97,7 @@ def refit(policy: Policy, calibration: Chain, validation: Chain | None) -> Polic
         rule = ThresholdRule(price=choice.price)
     elif choice.certificate is not None:
         rule = ThresholdRule(certify=RiskLimit(choice.certificate.risk, choice.certificate.confidence))
-    rule = replace(rule, compare="gain" if by_gain else "confidence")
+    rule = replace(rule, compare="gain" if isinstance(policy.threshold, tuple) else "confidence")
     names = (policy.calibration.split, policy.validation.split if policy.validation else "validation")
-    kind: CalibratorKind = "temperature" if policy.method == "stacked" else policy.calibrator_kind
     safe = policy.safe is not None
-    return fit_policy(policy.method, calibration, validation, rule, names, calibrator=kind, safe=safe)
+    return fit_policy(policy.method, calibration, validation, rule, names, calibrator=policy.calibrator_kind, safe=safe)

@@ -8,7 +8,7 @@ from functools import partial, reduce
 
 import numpy as np
 
-from cauc_ray.errors import ConfigError, DataError, unknown_name
+from cauc_ray.errors import DataError
 from cauc_ray.numbers.calibration import (
     MOST_OPTIONS,
     Parts,
@@ -16,7 +16,7 @@ from cauc_ray.numbers.calibration import (
     solve_bias_corrected,
     solve_temperatures,
 )
-from cauc_ray.numbers.calibrators import KINDS, Calibrator, CalibratorKind, Isotonic, fit_isotonic
+from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind, Isotonic, fit_isotonic
 from cauc_ray.numbers.chain import Chain, ChainPart, Rows
 from cauc_ray.numbers.floors import FloorFit, fit_floor
 from cauc_ray.numbers.likelihood import first_lacking
@@ -24,12 +24,7 @@ from cauc_ray.numbers.logits import bounded_below, top_option
 from cauc_ray.numbers.metrics import CalibrationSums
 from cauc_ray.numbers.threads import in_threads
 from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
-from cauc_ray.policies.cauc import RFStage
 from cauc_ray.policies.trace import of_rows
-
-# Isotonic maps are supported for a small and a large model only: with three, the choice among models would depend on
-# three maps, each of which only knows how often its own model is right.
-MOST_ISOTONIC = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,19 +134,6 @@ def _gains_and_losses(small: tuple[Bools, Floats], large: tuple[Bools, Floats]) 
     return int((bolder & small[0] & ~large[0]).sum()), int((bolder & ~small[0] & large[0]).sum())
 
 
-def require_calibrator(kind: CalibratorKind, method: str, n_models: int) -> None:
-    """Raise ConfigError unless a method supports the calibrator with this number of models."""
-    if kind not in KINDS:
-        raise ConfigError(unknown_name("calibrator", kind, KINDS))
-    if kind != "temperature" and method in ("stacked", "auto"):
-        raise ConfigError(f"method {method} recalibrates models by terms of its own: leave the calibrator {kind} out")
-    if kind == "isotonic" and (method != "base" or n_models > MOST_ISOTONIC):
-        raise ConfigError(
-            f"the calibrator isotonic is for method base with one or two models, got {method} with {n_models}; "
-            "use temperature or offsets"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class CalibratorFit:
     """A fitted calibrator.
@@ -173,10 +155,10 @@ def calibrator_of(chain: Chain, stage: int, kind: CalibratorKind) -> CalibratorF
     Raises:
         DataError: As fit_temperature does; or, for offsets, an example lacks an option or a model has too many.
     """
-    raw = _parts(chain, lambda part: part.of_models([stage]))
+    raw = parts_of(chain, lambda part: part.of_models([stage]))
     floor_fit = fit_floor(raw.ask_parts, raw.n, chain.logit_kinds[stage])
     floor = None if floor_fit is None else floor_fit.floor
-    parts = raw if floor is None else _parts(chain, partial(_bounded, stage, floor))
+    parts = raw if floor is None else parts_of(chain, partial(_bounded, stage, floor))
     fit = solve_temperatures(parts)
     if floor is not None:
         fit = replace(fit, nll_before=raw.nll(np.ones(1)))
@@ -194,7 +176,7 @@ def calibrator_of(chain: Chain, stage: int, kind: CalibratorKind) -> CalibratorF
 def _bounded(stage: int, floor: float, part: ChainPart) -> ChainPart:
     """Return a part with one stage's logits, raised to a floor as they are read."""
     source = part.logits[stage]
-    raised = _Computed((source,), lambda logits: bounded_below(logits[0], floor), source.dtype)
+    raised = ComputedRows((source,), lambda logits: bounded_below(logits[0], floor), source.dtype)
     return replace(part, logits=(raised,))
 
 
@@ -229,19 +211,8 @@ def _bias_corrected(chain: Chain, stage: int, parts: Parts, alone: TemperatureFi
     return solve_bias_corrected(parts, alone)
 
 
-def pair_of(chain: Chain, before: tuple[RFStage, ...], calibrator: Calibrator) -> TemperatureFit:
-    """Fit alpha and beta of a stage (paper, eq. 8-9).
-
-    Args:
-        chain: Labelled rows.
-        before: Stages before it.
-        calibrator: Calibrator of the stage.
-    """
-    return solve_temperatures(_parts(chain, partial(_with_pair, before, calibrator)))
-
-
 @dataclass(frozen=True, slots=True)
-class _Computed:
+class ComputedRows:
     """Rows, float (n, K), that are computed from some models' logits as they are read."""
 
     logits: tuple[Rows, ...]
@@ -250,27 +221,13 @@ class _Computed:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Return the shape of the rows, (n, K)."""
         return self.logits[0].shape
 
     def __getitem__(self, rows: slice | Ints, /) -> Floats:
         return self.compute([logits[rows] for logits in self.logits])
 
 
-def _with_pair(before: tuple[RFStage, ...], calibrator: Calibrator, part: ChainPart) -> ChainPart:
-    """Return a part with r of the stages before, and the next one's calibrated logits, in place of the logits."""
-
-    def r(logits: list[Floats]) -> Floats:
-        state: Floats | None = None
-        for stage_logits, stage in zip(logits, before, strict=True):
-            state = stage.fold(stage.calibrator.scores(stage_logits), state)
-        assert state is not None
-        return state
-
-    n = len(before)
-    scores = _Computed(part.logits[n : n + 1], lambda logits: calibrator.scores(logits[0]))
-    return replace(part, logits=(_Computed(part.logits[:n], r), scores))
-
-
-def _parts(chain: Chain, sources: Callable[[ChainPart], ChainPart]) -> Parts:
+def parts_of(chain: Chain, sources: Callable[[ChainPart], ChainPart]) -> Parts:
     """Return a chain's parts for a fit.   sources: replaces a part's logits by the arrays to fit."""
     return Parts(lambda ask: chain.each(lambda part: ask(sources(part))), len(chain))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from cauc_ray.errors import GuardError, GuardWarning
+from cauc_ray.errors import GuardError, GuardWarning, warn
 from cauc_ray.numbers.calibration import FitStatus
 from cauc_ray.numbers.chain import Chain, ChainPart
 from cauc_ray.numbers.intervals import Mean, label_shift, mean_difference, ranking, signs_of
@@ -183,10 +182,10 @@ def as_expected(expected: Measures | None, costs: Mean, split: str, budget: floa
 
 
 def warn_of(guards: Iterable[Guard]) -> None:
-    """Issue a GuardWarning for each guard that fires, attributed to the caller's caller."""
+    """Issue a GuardWarning for each guard that fires."""
     for guard in guards:
         if guard.fired:
-            warnings.warn(f"{guard.name}: {guard.says}", GuardWarning, stacklevel=3)
+            warn(f"{guard.name}: {guard.says}", GuardWarning)
 
 
 def require_quiet(guards: Sequence[Guard]) -> None:

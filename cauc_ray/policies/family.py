@@ -9,12 +9,12 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from cauc_ray.errors import ConfigError
+from cauc_ray.errors import BudgetError, ConfigError
 from cauc_ray.numbers.chain import Chain, ChainLogits, ChainPart
 from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.numbers.sweep import STOP_NONE, Objective, OperatingPoints, reached_shares
-from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS, RiskCertificate, ThresholdChoice
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.policy import Policy
@@ -26,6 +26,8 @@ from cauc_ray.policies.threshold import (
     choose_threshold,
     curve_points,
     measured,
+    random_halves,
+    without_optimism,
 )
 from cauc_ray.policies.trace import Answers, Examples, Trace, of_rows, places_in, trace_policy, with_embedding_paid
 
@@ -42,12 +44,14 @@ class Control:
         threshold: Threshold without a budget; STOP_NONE for the best on validation.
         solutions: Numbers that decide, by rising cost; empty where one threshold does.
         route: From examples to what decides by such numbers.
+        spends_budget: Whether a budget is for the most expensive point within it, not the best.
     """
 
     trace: Callable[[Examples], Trace]
     threshold: float = STOP_NONE
     solutions: tuple[tuple[float, ...], ...] = ()
     route: Callable[[Examples], Route] | None = None
+    spends_budget: bool = False
 
 
 # A policy at a threshold that no row reaches takes the best on validation without a budget.
@@ -83,19 +87,27 @@ class Family:
         members: Fitted policies, or controls.
         validation: Examples that settings are chosen on.
         note: How the method differs from the published one, for tables; empty if it does not.
-        sees_labels: Whether members read labels.
-        spends_budget: Whether a budget chooses the most expensive point within it, not the best.
+        sees_labels: Whether members use the labels.
         reading: Changes examples before members read them, as recalibration does.
         chooser: Family whose points are chosen among; None for its own.
+        refit: Fits the method anew with other validation examples.
     """
 
     members: Sequence[Member]
     validation: Examples
     note: str = ""
     sees_labels: bool = False
-    spends_budget: bool = False
     reading: Callable[[Examples], Examples] | None = None
     chooser: Family | None = None
+    refit: Callable[[Examples], Family] | None = None
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether its setting without a budget is Base's reference accuracy, on logits as they are."""
+        first = (self.chooser or self).members[0]
+        return (
+            self.reading is None and isinstance(first, Policy) and first.threshold_choice.rule == "reference-accuracy"
+        )
 
     @cached_property
     def traces(self) -> list[Trace]:
@@ -153,7 +165,8 @@ class Family:
         points = points or self.points
         if self.sees_labels or len(points.settings) == 1:
             return None
-        point = points.index_of_most_expensive(budget) if self.spends_budget else points.index_of_best(budget)
+        spends = self.members[0].spends_budget
+        point = points.index_of_most_expensive(budget) if spends else points.index_of_best(budget)
         return float(points.settings[point])
 
     def answers(self, examples: Examples, setting: float) -> Answers:
@@ -236,7 +249,41 @@ class Family:
             rule = ThresholdRule(threshold=reference)
         policy = policy.model_copy(update={"budget": rule.budget})
         chains = chain_of(policy, calibration), chain_of(policy, self.validation)
-        return choose_threshold(policy, *chains, rule, reference)
+        policy = choose_threshold(policy, *chains, rule, reference)
+        if len(self.members) > 1 and policy.on_selection is not None:
+            held_out = self._held_out(policy.on_selection.cost, rule.objective)
+            policy = policy.model_copy(update={"expected": without_optimism(policy.on_selection, held_out)})
+        return policy
+
+    def _held_out(self, budget: float, objective: Objective = "accuracy") -> Bools:
+        """Return whether each validation row's answer is right by what the other half chooses, bool (N,).
+
+        Members whose own numbers validation has searched are fitted anew on each half.
+
+        Args:
+            budget: Mean cost per example of what all of validation chooses.
+            objective: Quality that is maximised.
+        """
+        right = np.zeros(len(self.validation), dtype=bool)
+        halves = random_halves(len(right))
+        for rows, rest in zip(halves, halves[::-1], strict=True):
+            half, later = (self.validation.of_rows(part) for part in (rows, rest))
+            is_searched = bool(solutions_of(self.members[0]))
+            family = self.refit(half) if is_searched and self.refit is not None else replace(self, validation=half)
+            points = family._points_by(objective)
+            try:
+                point = points.index_of_best(budget)
+            except BudgetError:
+                point = int(points.cost.argmin())
+            setting = float(points.settings[point])
+            right[rest] = family.answers(later, setting).predictions == later.chain.labels
+        return right
+
+    def _points_by(self, objective: Objective) -> OperatingPoints:
+        """Return the results on validation at every setting, their quality being that of an objective."""
+        if objective == "accuracy":
+            return self.points
+        return replace(self.points, quality=np.concatenate([of.quality for of in self._frontiers(objective)]))
 
     def _policy(self, index: int) -> Policy:
         member = self.members[index]
@@ -275,7 +322,10 @@ class Family:
         policy = type(member)(**dict(member) | changes)
         validation = chain_of(policy, self.validation)
         trace = trace_policy(policy, validation, likeliest=True)
-        return measured(policy, trace, validation, split, chain_of(policy, calibration), curve)
+        # A certificate's solutions were searched on other rows.
+        searched = rule.certify is None and len(validation) > 1
+        held_out = self._held_out(float(points.cost[point])) if searched else None
+        return measured(policy, trace, validation, split, chain_of(policy, calibration), curve, held_out)
 
     @property
     def validation_name(self) -> str:
@@ -320,11 +370,7 @@ class Family:
             at_threshold = [trace.frontier(chain).at(rule.threshold) for trace in self.traces]
             ranks = [(-point.quality, point.cost) for point in at_threshold]
             return ranks.index(min(ranks))
-        points = self.points
-        if rule.objective != "accuracy":
-            frontiers = self._frontiers(rule.objective)
-            points = replace(points, quality=np.concatenate([frontier.quality for frontier in frontiers]))
-        return int(self._owners[points.index_of_best(rule.budget)])
+        return int(self._owners[self._points_by(rule.objective).index_of_best(rule.budget)])
 
     @property
     def _has_chains(self) -> bool:

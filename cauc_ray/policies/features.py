@@ -6,12 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cauc_ray.numbers.logits import log_softmax
+from cauc_ray.numbers.logits import LOG_FLOOR, log_softmax
 from cauc_ray.numbers.products import lengths_of
 from cauc_ray.numbers.types import Floats
-
-# Lower log probabilities carry no more information; also that of options that a row does not have.
-LOWEST_LOG_PROBABILITY = -20.0
 
 # Of a float32 feature, relative to its mean where that is large.
 _ROUNDING = 1e-6
@@ -26,7 +23,7 @@ def option_features(logits: Floats, n_options: int | None = None) -> Floats:
             None for the number of columns.
     """
     log_probabilities = log_softmax(logits)
-    clipped = np.maximum(log_probabilities, LOWEST_LOG_PROBABILITY)
+    clipped = np.maximum(log_probabilities, LOG_FLOOR)
     ranked = -np.sort(-clipped, axis=1)
     probabilities = np.exp(log_probabilities)
     # One after the other, so that options that a row lacks change no bit.
@@ -36,7 +33,7 @@ def option_features(logits: Floats, n_options: int | None = None) -> Floats:
     k = n_options or logits.shape[1]
     absent = ((0, 0), (0, max(0, k - logits.shape[1])))
     lists = (clipped, ranked)
-    padded = [np.pad(values, absent, constant_values=LOWEST_LOG_PROBABILITY)[:, :k] for values in lists]
+    padded = [np.pad(values, absent, constant_values=LOG_FLOOR)[:, :k] for values in lists]
     return np.column_stack([*padded, entropy, margin]).astype(np.float32)
 
 

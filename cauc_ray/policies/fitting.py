@@ -1,4 +1,4 @@
-"""Fits of CAUC Base and CAUC-RF (paper, algorithms 1 and 2), and safe fits, which fall back on single models.
+"""What fits of methods share: their input, calibrated models, and the entries of their policies.
 
 A fit takes calibration logits, and validation logits where a threshold is chosen on them. Both may be split
 into parts, which a fit asks for sums and, on validation, for each row's answers. A fit is deterministic: the same data
@@ -7,128 +7,29 @@ give the same numbers to the bit, whatever the other models of the chain are.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from cauc_ray.errors import BudgetError, CaucWarning, ConfigError
+from cauc_ray.errors import warn
 from cauc_ray.numbers.calibration import FitStatus
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain, ChainLogits
-from cauc_ray.numbers.intervals import signs, signs_of
+from cauc_ray.numbers.intervals import signs_of
 from cauc_ray.numbers.logits import joint_kind
-from cauc_ray.numbers.metrics import accuracy, macro_f1
-from cauc_ray.numbers.sweep import STOP_NONE, Objective, most_within
-from cauc_ray.policies.calibrated import (
-    AnswerSums,
-    CalibratorFit,
-    calibrator_of,
-    pair_of,
-    require_calibrator,
-    sum_answers,
-)
-from cauc_ray.policies.cauc import BasePolicy, BaseStage, PairDiagnostics, RFPolicy, RFStage
-from cauc_ray.policies.evidence import FittedOn, SafeChoice, TemperatureDiagnostics, ThresholdChoice
+from cauc_ray.numbers.sweep import STOP_NONE, Objective
+from cauc_ray.policies.calibrated import AnswerSums, CalibratorFit, calibrator_of, sum_answers
+from cauc_ray.policies.evidence import FittedOn, TemperatureDiagnostics, ThresholdChoice
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.stacking import PLAIN, Stacking
-from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_threshold
-from cauc_ray.policies.trace import Examples, answers_alone, replay, trace_policy
+from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule
+from cauc_ray.policies.trace import Examples, answers_alone, trace_policy
 
 AnyMethodPolicy = TypeVar("AnyMethodPolicy", bound=Policy)
 
-# Fits a method on two splits by a rule; with safe=True it keeps only supported fusions.
-Fit: TypeAlias = Callable[..., Policy]
 
-
-def fit_base(
-    calibration: Chain,
-    validation: Chain | None = None,
-    rule: ThresholdRule = BY_DEFAULT,
-    *,
-    names: tuple[str, str] = ("calibration", "validation"),
-    calibrator: CalibratorKind = "temperature",
-    safe: bool = False,
-    fits: Sequence[CalibratorFit] | None = None,
-) -> BasePolicy:
-    """Fit CAUC Base on a chain of any length (paper, algorithm 1).
-
-    Args:
-        calibration: Labelled examples.
-        validation: Required if the rule has a budget or a risk to certify. Otherwise it only gives the expected
-            results, and those at other budgets, if all of its examples have labels.
-        rule: How to choose the threshold.
-        names: Names of the two splits.
-        calibrator: Kind of calibrator of every model.
-        safe: Fuse models only if validation, with all of its labels, supports it.
-        fits: Calibrators of the models, fitted on calibration; None to fit them.
-
-    Raises:
-        DataError: Labels are missing.
-        BudgetError: No operating point is within the budget.
-        RiskError: No threshold is certified.
-        ConfigError: The method does not support the rule.
-    """
-    require_base_rule(rule)
-    policy = base_of(calibration, validation, names, calibrator=calibrator, safe=safe, fits=fits)
-    policy = policy.model_copy(update={"budget": rule.budget})
-    return choose_threshold(policy, calibration, validation, rule, reference=policy.threshold)
-
-
-def base_of(
-    calibration: Chain,
-    validation: Chain | None,
-    names: tuple[str, str],
-    *,
-    calibrator: CalibratorKind = "temperature",
-    safe: bool = False,
-    fits: Sequence[CalibratorFit] | None = None,
-) -> BasePolicy:
-    """Return CAUC Base at the last model's calibration accuracy, not measured. Arguments are those of fit_base."""
-    require_calibrator(calibrator, "base", len(calibration.models))
-    _require_labels(calibration)
-    if fits is None:
-        fits = [_calibrate(calibration, index, calibrator) for index in range(len(calibration.models))]
-    sums = sum_answers(calibration, {index: fit.calibrator for index, fit in enumerate(fits)})
-    stages = []
-    for index, fit in enumerate(fits):
-        stage_sums, last = sums[index], index == len(fits) - 1
-        rate = None if last else stage_sums.complementarity_rate
-        stages.append(
-            BaseStage(
-                **model_entries(calibration, index, fit, stage_sums),
-                mean=stage_sums.logits.mean,
-                std=stage_sums.logits.std,
-                complementarity_rate=rate,
-                fused=rate is None or rate > 0,
-                n_gain=None if last else stage_sums.n_gain,
-                n_loss=None if last else stage_sums.n_loss,
-            )
-        )
-    common = split_entries(calibration, validation, names, BY_DEFAULT)
-    common["threshold"] = sums[len(fits) - 1].accuracy
-    common["threshold_choice"] = ThresholdChoice(rule="reference-accuracy", objective=None, split=names[0])
-    policy = BasePolicy(**common, stages=tuple(stages))
-    return _admitted(policy, validation) if safe else policy
-
-
-def _admitted(policy: BasePolicy, validation: Chain | None) -> BasePolicy:
-    """Return a policy without unsupported fusions.
-
-    A model stays fused if its gain on calibration is significant. With a validation split, which must have all labels,
-    the models stay only if fusion is a significant gain over the last stage's unfused answers on it.
-    """
-    n, early_stages = policy.calibration.n, policy.stages[:-1]
-    admitted = [stage for stage in early_stages if signs(stage.n_gain or 0, stage.n_loss or 0, n).gains]
-    candidate = _fusing(policy, admitted)
-    if validation is None or not admitted:
-        return candidate
-    return candidate if _fusion_gains(candidate, validation) else _fusing(policy, [])
-
-
-def _fusion_gains(policy: Policy, validation: Chain) -> bool:
+def fusion_gains(policy: Policy, validation: Chain) -> bool:
     """Return whether the last stage's fused answers are significantly better on validation than its unfused ones.
 
     Args:
@@ -141,94 +42,21 @@ def _fusion_gains(policy: Policy, validation: Chain) -> bool:
     return signs_of(fused == validation.labels, unfused == validation.labels).gains
 
 
-def _fusing(policy: BasePolicy, fused: Sequence[BaseStage]) -> BasePolicy:
-    *early_stages, last = policy.stages
-    stages = (stage.model_copy(update={"fused": stage in fused}) for stage in early_stages)
-    return policy.model_copy(update={"stages": (*stages, last)})
-
-
-def require_base_rule(rule: ThresholdRule) -> None:
-    """Raise ConfigError unless Base can choose a threshold by the rule."""
-    if rule.objective != "accuracy" and rule.budget is None:
-        raise ConfigError("method base uses an objective only with a budget; its default is the reference accuracy")
-
-
-def fit_rf(
-    calibration: Chain,
-    validation: Chain | None = None,
-    rule: ThresholdRule = BY_DEFAULT,
-    *,
-    names: tuple[str, str] = ("calibration", "validation"),
-    calibrator: CalibratorKind = "temperature",
-    safe: bool = False,
-) -> RFPolicy:
-    """Fit CAUC-RF on a chain of any length (paper, algorithm 2).
-
-    Arguments and errors are those of fit_base; validation is needed unless the rule gives a threshold. A safe
-    policy fuses a stage only if that is a significant gain over its own answers on validation. Where the rule compares
-    gains, each stage but the last has a threshold of its own.
-    """
-    by_gain = rule.compare == "gain"
-    if by_gain and (safe or not isinstance(calibration, ChainLogits)):
-        raise ConfigError("gains are fitted on all logits in one process, of fused stages: leave safe and shards out")
-    policy = rf_of(calibration, validation, names, calibrator=calibrator, safe=safe)
-    changes: dict[str, Any] = {"budget": rule.budget}
-    if by_gain:
-        assert isinstance(calibration, ChainLogits)
-        scores = [stage.scores(logits) for stage, logits in zip(policy.stages, calibration.logits, strict=True)]
-        stacking = Stacking(scores, calibration.labels)
-        changes["gains"] = stacking.gains(stacking.chain(range(len(scores)), PLAIN), calibration.costs.means)
-        changes["threshold"] = (STOP_NONE,) * (len(scores) - 1)
-    return choose_threshold(policy.model_copy(update=changes), calibration, validation, rule)
-
-
-def rf_of(
-    calibration: Chain,
-    validation: Chain | None,
-    names: tuple[str, str],
-    *,
-    calibrator: CalibratorKind = "temperature",
-    safe: bool = False,
-) -> RFPolicy:
-    """Return CAUC-RF at a threshold that no row reaches, not measured. Arguments are those of fit_rf."""
-    require_calibrator(calibrator, "rf", len(calibration.models))
-    _require_labels(calibration)
-    of_splits = split_entries(calibration, validation, names, BY_DEFAULT)
-    stages: list[RFStage] = []
-    for index in range(len(calibration.models)):
-        fit = _calibrate(calibration, index, calibrator)
-        sums = sum_answers(calibration, {index: fit.calibrator})[index]
-        pair = pair_of(calibration, tuple(stages), fit.calibrator) if stages else None
-        alpha, beta = pair.temperatures if pair else (None, None)
-        stage = RFStage(
-            **model_entries(calibration, index, fit, sums),
-            alpha=alpha,
-            beta=beta,
-            pair_diagnostics=PairDiagnostics(**pair.diagnostics("alpha_", "beta_")) if pair else None,
-        )
-        stages.append(stage)
-        if safe and index and validation is not None:
-            so_far = RFPolicy(**of_splits, stages=tuple(stages))
-            if not _fusion_gains(so_far, validation.of_models(range(index + 1))):
-                stages[index] = stage.model_copy(update={"fused": False})
-    return RFPolicy(**of_splits, stages=tuple(stages))
-
-
-def _require_labels(calibration: Chain) -> None:
+def require_fit(calibration: Chain) -> None:
+    """Raise DataError unless all rows have labels; warn if costs do not rise."""
     calibration.require_labels("calibration")
     calibration.costs.warn_unless_rising(calibration.models)
 
 
-def _calibrate(calibration: Chain, index: int, kind: CalibratorKind) -> CalibratorFit:
+def calibrate(calibration: Chain, index: int, kind: CalibratorKind) -> CalibratorFit:
+    """Fit a model's calibrator, with a warning if it is clamped or has a floor."""
     fit, name = calibrator_of(calibration, index, kind), calibration.models[index]
     if fit.floor is not None:
-        warnings.warn(f"{calibration.source}: model {name!r}: {fit.floor}", CaucWarning, stacklevel=2)
+        warn(f"{calibration.source}: model {name!r}: {fit.floor}")
     if fit.temperature.status is not FitStatus.CONVERGED:
-        warnings.warn(
+        warn(
             f"{calibration.source}: model {name!r} is {fit.temperature.status} on its {len(calibration)} examples; its "
-            f"temperature is set to {fit.calibrator.temperature:.3g}",
-            CaucWarning,
-            stacklevel=2,
+            f"temperature is set to {fit.calibrator.temperature:.3g}"
         )
     return fit
 
@@ -254,15 +82,6 @@ def model_entries(calibration: Chain, index: int, fit: CalibratorFit, sums: Answ
     }
 
 
-def calibrated_models(calibration: ChainLogits) -> list[dict[str, Any]]:
-    """Return the entries of all models of a chain, with a warning of each that is clamped or has a floor."""
-    entries = []
-    for index in range(len(calibration.models)):
-        fit = _calibrate(calibration, index, "temperature")
-        entries.append(model_entries(calibration, index, fit, sum_answers(calibration, {index: fit.calibrator})[index]))
-    return entries
-
-
 def split_entries(
     calibration: Chain, validation: Chain | None, names: tuple[str, str], rule: ThresholdRule
 ) -> dict[str, Any]:
@@ -280,17 +99,22 @@ def split_entries(
     }
 
 
-def entries_of_models(calibration: ChainLogits) -> list[dict[str, Any]]:
-    """Return the entries of all models of a chain; an encoder has nothing to calibrate."""
-    entries, costs = list[dict[str, Any]](), calibration.costs.means.tolist()
+def entries_of_models(calibration: ChainLogits, *, warns: bool = False) -> list[dict[str, Any]]:
+    """Return the entries of all models of a chain; an encoder has nothing to calibrate.
+
+    Args:
+        calibration: Labelled examples.
+        warns: Whether to warn of each model that is clamped or has a floor.
+    """
+    entries, fit = list[dict[str, Any]](), calibrate if warns else calibrator_of
     for index, (name, kind) in enumerate(zip(calibration.models, calibration.logit_kinds, strict=True)):
         if kind == "embedding":
-            encoder = {"name": name, "cost": costs[index], "logit_kind": kind}
+            encoder = {"name": name, "cost": float(calibration.costs.means[index]), "logit_kind": kind}
             entries.append({**encoder, "temperature": 1.0, "diagnostics": None})
             continue
-        fit = calibrator_of(calibration, index, "temperature")
-        (sums,) = sum_answers(calibration, {index: fit.calibrator}).values()
-        entries.append(model_entries(calibration, index, fit, sums))
+        fitted = fit(calibration, index, "temperature")
+        (sums,) = sum_answers(calibration, {index: fitted.calibrator}).values()
+        entries.append(model_entries(calibration, index, fitted, sums))
     return entries
 
 
@@ -373,118 +197,3 @@ class Fitting:
         entries = self._entries(splits.calibration, calibration)
         fields["stages"] = [{**entry, **more} for entry, more in zip(entries, stage_fields, strict=True)]
         return kind(**split_entries(calibration, validation, self.names, BY_DEFAULT), **fields)
-
-
-def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: ThresholdRule) -> Policy:
-    """Fit a policy that tests its fusions and falls back to a single model, and record the changes.
-
-    A fusion stays if its gain over the stage's unfused answers is significant on validation (numbers.intervals). For
-    Base, which fuses all models at once, each model's gain on calibration must be significant too. Stages whose fusion
-    is rejected answer by themselves.
-
-    Without a budget or a threshold, the policy may cost no more on validation than always calling the largest model.
-    If a single model within that limit, or within the budget, is better, the best threshold within it is chosen
-    instead. If the single model is still better, the result is the chain of that model alone. A threshold that the rule
-    sets stays; the policy is then compared with the models that cost no more than it does.
-
-    Raises:
-        ConfigError: The validation split is missing, safe fits do not support the rule, or as the fit does.
-        DataError: Labels are missing; or as the fit does.
-        BudgetError: As the fit does.
-    """
-    require_safe_rule(rule)
-    if validation is None:
-        raise ConfigError("a safe policy is compared with single models on a validation split; give one")
-    validation.require_labels("comparing with single models")
-    labels, costs = validation.labels, validation.costs.means
-    quality = accuracy if rule.objective == "accuracy" else macro_f1
-
-    def results_of(policy: Policy) -> _Results:
-        answers = replay(policy, validation)
-        return _Results("the chain", quality(answers.predictions, labels), float(answers.costs.mean()))
-
-    policy = fit(calibration, validation, rule, safe=True)
-    assert policy.validation is not None
-    cascade, split, unit = results_of(policy), policy.validation.split, policy.cost_unit
-    unfused, changes = _unfused(policy), []
-    if unfused:
-        changes.append(f"{', '.join(unfused)} not fused: no significant gain")
-    # A threshold of the rule has no cost limit.
-    limit = rule.budget
-    if limit is None:
-        limit = float(costs[-1]) if rule.threshold is None else cascade.cost
-    alone = zip(validation.models, answers_alone(policy, validation).T, costs.tolist(), strict=True)
-    singles = [_Results(name, quality(of, labels), cost) for name, of, cost in alone if cost <= most_within(limit)]
-    # Among equals, the cheapest.
-    single = min(singles, key=lambda one: (-one.quality, one.cost), default=None)
-    if rule.threshold is None and cascade.behind(single, limit):
-        anew = _best_within(policy, calibration, validation, limit, rule)
-        if anew is not None and anew.threshold != policy.threshold:
-            changes.append(f"another threshold chosen, the best on {split} within {limit:.4g} {unit}")
-            policy, cascade = anew, results_of(anew)
-    if single is not None and cascade.behind(single, limit):
-        changes = [
-            f"{single.name} alone, which has {100 * single.quality:.2f} % on {split} at {single.cost:.4g} "
-            f"{unit}; the chain has {100 * cascade.quality:.2f} % at {cascade.cost:.4g}"
-        ]
-        single_index = [calibration.models.index(single.name)]
-        policy = fit(calibration.of_models(single_index), validation.of_models(single_index), rule, safe=True)
-    choice = SafeChoice(
-        models=calibration.models, unfused=unfused, limit=limit, says="; ".join(changes) or "no change was needed"
-    )
-    return policy.model_copy(update={"safe": choice})
-
-
-def require_safe_rule(rule: ThresholdRule) -> None:
-    """Raise ConfigError unless a safe policy can choose its threshold by the rule."""
-    if rule.price is not None:
-        raise ConfigError("a price decides a threshold that a safe policy may have to move; leave safe or price out")
-    if rule.certify is not None:
-        raise ConfigError("--safe and --certify cannot be combined: both need validation; leave one of them out")
-
-
-@dataclass(frozen=True, slots=True)
-class _Results:
-    """Results on validation.
-
-    Attributes:
-        name: Name in messages.
-        quality: Value of the objective.
-        cost: Mean cost per example.
-    """
-
-    name: str
-    quality: float
-    cost: float
-
-    def behind(self, single: _Results | None, limit: float) -> bool:
-        """Return whether it exceeds the limit, or a single model is better, or as good and cheaper."""
-        if self.cost > most_within(limit):
-            return True
-        if single is None or self.quality > single.quality:
-            return False
-        return self.quality < single.quality or most_within(single.cost) < self.cost
-
-
-def _best_within(
-    policy: Policy, calibration: Chain, validation: Chain, limit: float, rule: ThresholdRule
-) -> Policy | None:
-    """Choose the best threshold within the limit, None if there is none."""
-    within = ThresholdRule(budget=limit, objective=rule.objective)
-    try:
-        anew = choose_threshold(policy, calibration, validation, within)
-    except BudgetError:
-        return None
-    if rule.budget is not None:
-        return anew
-    # The limit is not a requested budget; the policy's file has it under safe.
-    choice = ThresholdChoice(rule="best", objective=rule.objective, split=anew.threshold_choice.split)
-    return anew.model_copy(update={"threshold_choice": choice})
-
-
-def _unfused(policy: Policy) -> tuple[str, ...]:
-    """Return the stages that an ordinary fit would have fused."""
-    if isinstance(policy, BasePolicy):
-        return tuple(stage.name for stage in policy.stages if not stage.fused and (stage.complementarity_rate or 0) > 0)
-    assert isinstance(policy, RFPolicy)
-    return tuple(stage.name for stage in policy.stages if not stage.fused)

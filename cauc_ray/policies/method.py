@@ -5,8 +5,8 @@ A method is fitted on two splits, chooses a setting for a budget, and answers on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint
@@ -15,12 +15,22 @@ from typing import Literal, TypeAlias, get_args
 
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.files.entry_points import loaded, registered
+from cauc_ray.numbers.calibrators import KINDS, CalibratorKind
 from cauc_ray.policies.family import Family, Member
 from cauc_ray.policies.fitting import Fitting
-from cauc_ray.policies.policy import METHOD_GROUP
+from cauc_ray.policies.policy import METHOD_GROUP, Policy
+from cauc_ray.policies.pools import Pool, SubChain
+from cauc_ray.policies.trace import Examples
 
 Paradigm: TypeAlias = Literal["single-model", "ours", "ensemble", "cascade", "router", "recalibrated", "control"]
 _PARADIGMS: Sequence[Paradigm] = get_args(Paradigm)
+# What a method reads in addition to logits.
+Need: TypeAlias = Literal["texts", "embedding", "hidden states", "labels"]
+# Fits a policy to chains, which may lie in shards, by a rule; with safe=True it keeps only supported fusions.
+Fit: TypeAlias = Callable[..., Policy]
+# Isotonic maps are supported for a small and a large model only: with three, the choice among models would depend on
+# three maps, each of which only knows how often its own model is right.
+MOST_ISOTONIC = 2
 
 
 @dataclass(frozen=True)
@@ -36,12 +46,13 @@ class Method:
         packages: Packages that the fit imports in addition to cauc-ray's own.
         extra: The extra of cauc-ray that installs them.
         note: How it differs from the published method, for tables; of a fit where it depends on that.
-        needs_texts: Whether it trains on the queries' texts, from a checkpoint.
-        needs_embedding: Whether it cannot do without the queries' embeddings.
-        needs_hidden: Whether it reads the hidden states of each model of the chain but the last.
-        spends_budget: Whether a budget chooses the most expensive point within it, not the best.
-        sees_labels: Whether it uses the labels, as an upper bound for all methods.
+        needs: What it cannot do without: the queries' texts, which it trains a checkpoint on, their embeddings, the
+            hidden states of each model of the chain but the last, or, as an upper bound, the labels of what it answers.
         unpublished: Why no policy can do the same, empty if one can.
+        policy: Fits the policy that a rule chooses, on chains that may lie in shards; None if only `fit` does.
+        sub_chains: Fits the sub-chains of a pool for a search; None if it is not searched.
+        calibrators: Kinds of calibrators of its models; none if it recalibrates them by terms of its own.
+        most_models: Largest number of models; None for any.
         broken: Why it cannot be loaded, empty if it can.
     """
 
@@ -51,18 +62,23 @@ class Method:
     packages: tuple[str, ...] = ()
     extra: str = ""
     note: str | Callable[[Fitting], str] = ""
-    needs_texts: bool = False
-    needs_embedding: bool = False
-    needs_hidden: bool = False
-    spends_budget: bool = False
-    sees_labels: bool = False
+    needs: Need | None = None
     unpublished: str = ""
+    policy: Fit | None = None
+    sub_chains: Callable[[Pool], Iterable[SubChain]] | None = None
+    calibrators: tuple[CalibratorKind, ...] = ("temperature",)
+    most_models: int | None = None
     broken: str = ""
 
     @property
     def learns(self) -> bool:
         """Return whether it trains more than temperatures and thresholds."""
         return self.paradigm == "router" or bool(self.packages)
+
+    @property
+    def sees_labels(self) -> bool:
+        """Return whether it uses the labels of what it answers."""
+        return self.needs == "labels"
 
     @property
     def obstacle(self) -> str:
@@ -76,27 +92,53 @@ class Method:
         fitted = self.fit(fitting)
         if isinstance(fitted, Family):
             return fitted
+
+        def refit(validation: Examples) -> Family:
+            return self.family(replace(fitting, validation=validation))
+
         note = self.note if isinstance(self.note, str) else self.note(fitting)
-        return Family(fitted, fitting.validation, note, self.sees_labels, self.spends_budget)
+        return Family(fitted, fitting.validation, note, self.sees_labels, refit=refit)
+
+    def require_calibrator(self, kind: CalibratorKind, n_models: int) -> None:
+        """Raise ConfigError unless the method supports the calibrator with this number of models."""
+        if kind not in KINDS:
+            raise ConfigError(unknown_name("calibrator", kind, KINDS))
+        if kind != "temperature" and not self.calibrators:
+            raise ConfigError(f"method {self.name} recalibrates models itself: leave the calibrator {kind} out")
+        if (kind == "isotonic" and n_models > MOST_ISOTONIC) or kind not in (*self.calibrators, "temperature"):
+            raise ConfigError(
+                f"the calibrator isotonic is for method base with one or two models, got {self.name} with {n_models}; "
+                "use temperature or offsets"
+            )
 
 
 class Methods(Mapping[str, Method]):
-    """All registered methods by name, in the order of tables: by paradigm, then by name."""
+    """Registered methods by name, in the order of tables: by paradigm, then by name."""
+
+    def __init__(self, accepts: Callable[[Method], bool] = lambda method: True) -> None:
+        """Choose among the registered methods."""
+        self._accepts = accepts
 
     def __getitem__(self, name: str) -> Method:
         """Return a method; one that cannot be loaded is broken."""
-        return _load(registered(METHOD_GROUP)[name])
+        method = _load(registered(METHOD_GROUP)[name])
+        if not self._accepts(method):
+            raise KeyError(name)
+        return method
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names."""
-        return iter(sorted(registered(METHOD_GROUP), key=lambda name: (_PARADIGMS.index(self[name].paradigm), name)))
+        methods = [method for method in map(_load, registered(METHOD_GROUP).values()) if self._accepts(method)]
+        return iter(sorted((of.name for of in methods), key=lambda name: (_PARADIGMS.index(self[name].paradigm), name)))
 
     def __len__(self) -> int:
         """Return the number of methods."""
-        return len(registered(METHOD_GROUP))
+        return sum(1 for _ in self)
 
 
 METHODS = Methods()
+# The methods of CAUC, which are fitted with all options: shards, safe fits, other calibrators, or a search.
+OURS = Methods(lambda method: method.policy is not None or method.sub_chains is not None)
 
 
 @cache

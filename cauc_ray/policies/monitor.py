@@ -148,7 +148,7 @@ class StageSums(Summed):
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class DriftEvidence:
     """Evidence of a feature against a policy.
 
     Attributes:
@@ -179,7 +179,7 @@ class Watched:
     """
 
     stages: tuple[StageSums, ...]
-    evidence: Mapping[str, Evidence]
+    evidence: Mapping[str, DriftEvidence]
 
     @property
     def holds(self) -> bool:
@@ -198,7 +198,7 @@ class Watched:
         for name in FEATURES:
             by_watch = [one.evidence[name] for one in watches]
             highest = max(by_watch, key=lambda one: one.log10)
-            evidence[name] = Evidence(sum(one.n for one in by_watch), highest.log10, highest.at, highest.since)
+            evidence[name] = DriftEvidence(sum(one.n for one in by_watch), highest.log10, highest.at, highest.since)
         return cls(tuple(stages), evidence)
 
 
@@ -226,7 +226,7 @@ class Watch:
         self._random = np.random.default_rng(0)
         # Each test has its share of the rate of false alarms.
         self._log_shares = {name: math.log(share / n_watches) for name, (share, _) in FEATURES.items()}
-        self._evidence = dict.fromkeys(FEATURES, Evidence())
+        self._evidence = dict.fromkeys(FEATURES, DriftEvidence())
         self._sums = [StageSums() for _ in policy.stages]
 
     def add(self, answered: Answered, cut_short: Bools | None = None) -> None:
@@ -291,7 +291,7 @@ class Watch:
         evidence = (test.add(contexts, categories) + self._log_shares[name]) / math.log(10)
         if at is None and evidence.max() >= NEEDED:
             at, since = n + int((evidence >= NEEDED).argmax()) + 1, test.since
-        self._evidence[name] = Evidence(test.n, max(so_far.log10, float(evidence.max())), at, since)
+        self._evidence[name] = DriftEvidence(test.n, max(so_far.log10, float(evidence.max())), at, since)
 
     def _sum(self, stages: Ints, of: Callable[[Bools], StageSums]) -> None:
         """Add the sums of each stage's rows."""

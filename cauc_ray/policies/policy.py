@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy as np
 from pydantic import Field, InstanceOf, ValidationError, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from cauc_ray.errors import CaucWarning, ConfigError, PolicyError, explain
+from cauc_ray.errors import ConfigError, PolicyError, explain, warn
 from cauc_ray.files.documents import write_text
 from cauc_ray.files.entry_points import loaded, registered
 from cauc_ray.files.paths import AnyPath, path_of
@@ -160,7 +159,6 @@ class Policy(Shown, FrozenModel):
         scored: Whether `Step.worth`, not the confidence, is compared with the threshold.
         fuses: Whether answers may be others than those of its models.
         by_id: Whether a row's first stage depends on its id.
-        one_threshold: Whether its one threshold decides at every stage who goes on.
         spends_budget: Whether a budget is for the most expensive point within it, not the best.
         format: Name, version.
         method: Method that fitted it.
@@ -194,7 +192,6 @@ class Policy(Shown, FrozenModel):
     fuses: ClassVar[bool] = True
     by_id: ClassVar[bool] = False
     lowest_threshold: ClassVar[float] = 0.0
-    one_threshold: ClassVar[bool] = True
     spends_budget: ClassVar[bool] = False
 
     format: Literal["cauc-policy/1"] = FORMAT
@@ -271,6 +268,11 @@ class Policy(Shown, FrozenModel):
     def models(self) -> tuple[str, ...]:
         """Return the chain's model names, cheapest first."""
         return tuple(stage.name for stage in self.stages)
+
+    @property
+    def unfused(self) -> tuple[str, ...]:
+        """Return the stages whose fusion a safe fit rejected."""
+        return ()
 
     @property
     def encoder(self) -> str | None:
@@ -463,11 +465,9 @@ class Policy(Shown, FrozenModel):
             raise PolicyError(f"the policy is for {', '.join(self.models)}, not for {', '.join(chain.models)}")
         for model, held, fitted in zip(self.models, chain.logit_kinds, self.logit_kinds, strict=True):
             if fitted != held:
-                warnings.warn(
+                warn(
                     f"{chain.source} has logits of kind {held!r} for model {model!r}; the policy was fitted on "
                     f"{fitted!r}",
-                    CaucWarning,
-                    stacklevel=2,
                 )
 
     def with_threshold(self, threshold: float) -> Self:

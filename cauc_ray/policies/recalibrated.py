@@ -6,14 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
-import numpy as np
-
-from cauc_ray.numbers.multinomial import folds_of
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.family import Family
 from cauc_ray.policies.fitting import Fitting, entries_of_models
+from cauc_ray.policies.methods.stacked import StackedStage
 from cauc_ray.policies.policy import Stage
-from cauc_ray.policies.stacked import StackedStage
 from cauc_ray.policies.stacking import PENALTIES, Stacking
 from cauc_ray.policies.trace import Examples
 
@@ -48,10 +45,7 @@ def _recalibration(calibration: Examples) -> tuple[Recalibration, Examples]:
     for model, stage in enumerate(entries):
         (fit,) = stacking.chain([model], PENALTIES)
         stages.append(StackedStage(**dict(stage), **fit.numbers))
-        scores = np.array(fit.states[-1], dtype=np.float64)
-        for (fold, _), state in zip(folds_of(len(chain)), fit.states, strict=False):
-            scores[fold] = state[fold]
-        held_out.append(scores)
+        held_out.append(stacking.held_out_scores(fit))
 
     def recalibrate(examples: Examples) -> Examples:
         by_model = zip(stages, examples.chain.logits, strict=True)

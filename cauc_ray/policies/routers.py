@@ -30,8 +30,6 @@ class RoutedStage(Stage):
 class ChoosingPolicy(MethodPolicy):
     """One model answers each row. The steps of its trace are the models that may."""
 
-    one_threshold: ClassVar[bool] = False
-
     stages: tuple[RoutedStage, ...] = Field(min_length=1)
 
     @property

@@ -20,7 +20,6 @@ class SolvedPolicy(MethodPolicy):
     """
 
     NEEDS_ARRAYS: ClassVar[bool] = True
-    one_threshold: ClassVar[bool] = False
     solutions: tuple[tuple[float, ...], ...]
 
     @property

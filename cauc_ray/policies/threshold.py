@@ -22,9 +22,10 @@ from cauc_ray.numbers.guarantees import (
     strongest,
     tested,
 )
+from cauc_ray.numbers.intervals import share
 from cauc_ray.numbers.rows import ascending
 from cauc_ray.numbers.sweep import Frontier, Objective, OperatingPoints
-from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.checks import check_policy
 from cauc_ray.policies.evidence import (
     MOST_CURVE_POINTS,
@@ -137,7 +138,7 @@ def choose_threshold(
     trace = trace_policy(policy, measured_on, likeliest=chosen_on)
     frontier = trace.frontier(measured_on, rule.objective) if chosen_on else None
 
-    held_out: Floats | None = None
+    held_out: Bools | None = None
     if fixed is not None or by_price:
         threshold = -(rule.price or 0.0) if fixed is None else fixed
         choice = _without_validation(rule, policy.calibration.split)
@@ -150,7 +151,8 @@ def choose_threshold(
         point = _point(policy, frontier, rule.budget)
         threshold = float(frontier.settings[point])
         halves = Halves.of(policy, trace, measured_on, rule.objective)
-        held_out = None if halves is None else halves.thresholds(float(frontier.cost[point]), threshold)
+        if halves is not None:
+            held_out = halves.right(trace, measured_on, float(frontier.cost[point]), threshold)
         choice = ThresholdChoice(
             rule="best" if rule.budget is None else "budget", objective=rule.objective, split=split
         )
@@ -237,10 +239,12 @@ class Halves:
         frontiers = (trace.frontier(validation, objective, first), trace.frontier(validation, objective, second))
         return cls(policy, (first, second), frontiers)
 
-    def thresholds(self, budget: float, threshold: float) -> Floats:
-        """Return for each row the threshold that the other half chooses, float64 (N,).
+    def right(self, trace: Trace, validation: Chain, budget: float, threshold: float) -> Bools:
+        """Return whether each row's answer is right at the threshold that the other half chooses, bool (N,).
 
         Args:
+            trace: Trace of the policy on validation.
+            validation: All rows, labelled.
             budget: Mean cost per example of the operating point that all of validation chooses.
             threshold: Threshold of that point, for a half without any within the budget.
         """
@@ -248,7 +252,8 @@ class Halves:
         for frontier, rest in zip(self.frontiers, self.rows[::-1], strict=True):
             with suppress(BudgetError):
                 thresholds[rest] = frontier.settings[_point(self.policy, frontier, budget)]
-        return thresholds
+        right: Bools = trace.answers(thresholds).predictions == validation.labels
+        return right
 
 
 def random_halves(n: int) -> tuple[Ints, Ints]:
@@ -296,7 +301,7 @@ def measured(
     split: str,
     calibration: Chain,
     curve: tuple[CurvePoint, ...],
-    held_out: Floats | None = None,
+    held_out: Bools | None = None,
 ) -> AnyPolicy:
     """Return a policy with its expected results at its threshold, and with its curve.
 
@@ -308,13 +313,13 @@ def measured(
         calibration: Split that the policy was fitted on.
         curve: Points on the split, if all of its examples have labels, and the trace its likeliest options; these are
             then the reference for later answers.
-        held_out: Threshold that was chosen without a row, for each, float64 (N,); None if the policy's threshold was
-            not chosen on the split.
+        held_out: Whether each row's answer is right by what was chosen without it, bool (N,); None if the policy's
+            threshold was not chosen on the split.
     """
     answered = trace.at(policy.threshold, chain)
     measures = measure(answered, chain, split, with_f1=False)
     entries: dict[str, Any] = {
-        "expected": without_optimism(measures, trace, chain, held_out),
+        "expected": measures if held_out is None else without_optimism(measures, held_out),
         "on_selection": None if held_out is None else measures,
         **check_policy(policy, measures, trace, answered, chain, calibration),
         "offline": measure_offline(trace, policy.threshold, chain) if policy.in_turn else None,
@@ -325,22 +330,16 @@ def measured(
     return type(policy)(**dict(policy) | entries)
 
 
-def without_optimism(measures: Measures, trace: Trace, chain: Chain, held_out: Floats | None) -> Measures:
-    """Return the expected results of a policy on new examples, with the accuracy at held-out thresholds.
+def without_optimism(measures: Measures, held_out: Bools) -> Measures:
+    """Return the expected results of a policy on new examples, with the accuracy of what was chosen without them.
 
     Its costs, and which stages answer, do not depend on labels: they stay.
 
     Args:
-        measures: Results of the policy on the chain.
-        trace: Trace of the policy on the chain.
-        chain: Examples.
+        measures: Results of the policy on rows that chose it.
         held_out: As for measured.
     """
-    if held_out is None:
-        return measures
-    return measures.model_copy(
-        update={"accuracy": measure(trace.at(held_out, chain), chain, "", with_f1=False).accuracy}
-    )
+    return measures.model_copy(update={"accuracy": share(int(held_out.sum()), len(held_out))})
 
 
 def _certify(

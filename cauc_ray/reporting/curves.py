@@ -112,8 +112,8 @@ def find_budgets(measured: Measured) -> Budgets | None:
 
     def point(threshold: float, cost: float, quality: float) -> BudgetPoint:
         fitted = measure(on_validation.at(threshold, validation), validation, "", with_f1=False)
-        held_out = None if halves is None else halves.thresholds(cost, threshold)
-        expected = without_optimism(fitted, on_validation, validation, held_out)
+        held_out = None if halves is None else halves.right(on_validation, validation, cost, threshold)
+        expected = fitted if held_out is None else without_optimism(fitted, held_out)
         measures = measure(on_test.at(threshold, test), test, "")
         return BudgetPoint(cost, quality, _figures(threshold, expected, measures, measured), measures)
 
@@ -244,7 +244,8 @@ def trace_methods(measured: Measured) -> tuple[MethodCurve, ...]:
     curves = []
     for name, of_fit in fitted.items():
         at = of_fit.curve(test, of_fit.points.settings)
-        curves.append(_curve(name, of_fit.points, at.cost, at.accuracy, measured))
+        spends_budget = of_fit.members[0].spends_budget
+        curves.append(_curve(name, of_fit.points, at.cost, at.accuracy, measured, spends_budget=spends_budget))
     return tuple(curves)
 
 
@@ -255,6 +256,8 @@ def _curve(
     accuracy: Floats,
     measured: Measured,
     source: AnyPath | None = None,
+    *,
+    spends_budget: bool = False,
 ) -> MethodCurve:
     """Return a curve thinned to what validation would choose.   cost, accuracy: float64 (P,), on test, as points."""
     n, budget = len(measured.test), measured.expected_cost
@@ -262,8 +265,7 @@ def _curve(
     indices = replace(points, settings=np.arange(len(cost), dtype=np.float64)).pareto(_MOST_POINTS).settings.astype(int)
     at = None
     if points.cost.min() <= most_within(budget):
-        spends = name in METHODS and METHODS[name].spends_budget
-        choose = points.index_of_most_expensive if spends else points.index_of_best
+        choose = points.index_of_most_expensive if spends_budget else points.index_of_best
         chosen = choose(budget)
         at = float(cost[chosen]), share(round(n * float(accuracy[chosen])), n)
     shares = tuple(share(round(n * value), n) for value in accuracy[indices].tolist())

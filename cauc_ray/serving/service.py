@@ -23,6 +23,7 @@ from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
+from cauc_ray.numbers.promotion import Decision
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.bodies import OpenBytes
@@ -38,7 +39,6 @@ from cauc_ray.serving.observers.shadow_sample import ShadowSample
 from cauc_ray.serving.observers.spans import Spans
 from cauc_ray.serving.observers.table_log import Logged, TableLog
 from cauc_ray.serving.policies_live import MOST_RECEIPTS, InForce, Log, Member, PolicyChange, Store, StoreError
-from cauc_ray.serving.promotion import Decision
 
 # How often a replica looks for a policy that was set at another, which asks it to, and for the replicas of stages;
 # computes what it has watched, and brings its metrics up to date.

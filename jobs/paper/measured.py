@@ -18,8 +18,7 @@ from cauc_ray.execution.outcomes import Outcome
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.numbers.logits import top_option
 from cauc_ray.numbers.metrics import reliability_bins
-from cauc_ray.policies.cauc import BasePolicy
-from cauc_ray.policies.fitting import fit_base
+from cauc_ray.policies.methods.base import BasePolicy, fit_base
 from jobs.paper.config import Chain, ComparedChain, Entry, PaperConfig, ReliabilityFigure
 
 # CAUC at its own threshold, CAUC-RF at that one, and CAUC-RF at its best within the cost of the first.

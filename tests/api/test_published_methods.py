@@ -20,7 +20,7 @@ from cauc_ray.errors import CaucError, ConfigError, PolicyError
 from cauc_ray.policies.method import METHODS
 
 CONTROLS = ["duo", "margin", "max-probability", "random", "single:m1"]
-ROUTERS = [name for name, method in METHODS.items() if method.paradigm == "router" and not method.needs_texts]
+ROUTERS = [name for name, method in METHODS.items() if method.paradigm == "router" and method.needs != "texts"]
 LEARNED = ["frugalgpt", "cascade-routing", "post-hoc-embed", *ROUTERS]
 EVERY = [(name, None) for name in (*CONTROLS, *LEARNED)] + [(name, "enc") for name in (*LEARNED, "stacked")]
 # A router, a cascade with an encoder, and one that calls models in any order.

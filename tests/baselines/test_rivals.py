@@ -14,8 +14,8 @@ from synthetic import softmax
 from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.chain import Costs
 from cauc_ray.policies.family import chain_of
-from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.method import METHODS
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import trace_policy
 

@@ -17,7 +17,8 @@ from cauc_ray.cascade.rows import CallResult, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
 from cauc_ray.cascade.stage import StageLimits
 from cauc_ray.models.answers import Answers, ModelFacts
-from cauc_ray.policies.fitting import ThresholdRule, fit_base
+from cauc_ray.policies.methods.base import fit_base
+from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 
 DATA = chain(5, n=300, strengths=(1.0, 1.2, 1.7, 2.4))

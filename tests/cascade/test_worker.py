@@ -13,7 +13,9 @@ from cauc_ray.cascade.bundles import Bundle, Part
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Answers, ModelFacts
 from cauc_ray.numbers.logits import stacked
-from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
+from cauc_ray.policies.methods.base import fit_base
+from cauc_ray.policies.methods.rf import fit_rf
+from cauc_ray.policies.threshold import ThresholdRule
 
 DATA = chain(3, n=120, ragged=True)
 POLICIES = {

@@ -6,6 +6,7 @@ import threading
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 from job_cases import SWEEP, write_config
 from runs import numbered_input, python_pool, two_model_policy
@@ -71,6 +72,16 @@ def test_the_library_warns_of_guards_where_it_is_called(home):
     evaluation, said = caught(lambda: cauc_ray.evaluate(home / "two", two, split="harder"))
     assert said == fired(evaluation.guards)
     assert said[0].startswith("data-shift: ")
+
+
+def test_warnings_of_costs_and_of_probabilities_point_at_the_call():
+    rng, labels = np.random.default_rng(0), np.arange(600) % 3
+    votes = {name: rng.multinomial(4, 0.2 + 0.4 * np.eye(3)[labels]) / 4 for name in "ab"}
+    asked = {"models": ["a", "b"], "costs": [2, 1], "validation": 0.5, "logit_kind": "probabilities"}
+    for method in ("base", "rf", "stacked"):
+        _, said = caught(lambda method=method: cauc_ray.fit(votes, labels, method=method, **asked))
+        assert any("the order is used as given" in message for message in said)
+        assert sum("model '" in message for message in said) >= 2
 
 
 def test_the_command_warns_on_standard_error_each_message_once(cauc):

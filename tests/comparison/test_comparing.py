@@ -354,7 +354,7 @@ def test_methods_whose_packages_are_missing_are_named_and_not_replaced(table, mo
     chosen, not_run = choose_methods(["all"], MODELS)
     missing = {method["method"]: method["why"] for method in not_run}
     of_torch = {name for name, method in METHODS.items() if "torch" in method.packages}
-    assert missing.keys() >= of_torch | {name for name, method in METHODS.items() if method.needs_embedding}
+    assert missing.keys() >= of_torch | {name for name, method in METHODS.items() if method.needs == "embedding"}
     assert missing.keys().isdisjoint(chosen)
     assert "m0, m1" in missing["post-hoc-embed-hidden"]  # whose hidden states it reads
     assert missing["embedllm"] == "needs torch: pip install 'cauc-ray[baselines]'"

@@ -23,7 +23,7 @@ from synthetic import chain
 import cauc_ray
 from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import PolicyError
-from cauc_ray.policies.fitting import fit_rf
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 
 DEPLOYMENTS = Path(__file__).parents[2] / "deployments"

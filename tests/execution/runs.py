@@ -14,7 +14,7 @@ from synthetic import chain
 
 import cauc_ray
 from cauc_ray.files.parquet import parquet_files, read_parquet
-from cauc_ray.policies.fitting import fit_rf
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 
 MODELS = ["m0", "m1", "m2"]

@@ -18,7 +18,7 @@ from runs import (
 
 import cauc_ray
 from cauc_ray.data.logits import LogitTable
-from cauc_ray.policies.fitting import fit_rf
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 

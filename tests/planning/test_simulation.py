@@ -15,7 +15,8 @@ from cauc_ray.cascade.rows import CallResult
 from cauc_ray.planning.simulation import Window, simulate_arrivals, simulate_backlog, simulate_trace
 from cauc_ray.planning.stages import PlannedStage, RouterSeconds, loads
 from cauc_ray.planning.timings import BatchSeconds, Timing
-from cauc_ray.policies.fitting import ThresholdRule, fit_rf
+from cauc_ray.policies.methods.rf import fit_rf
+from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.serving.cascade import Cascade
 
 DATA = chain(3, n=240)

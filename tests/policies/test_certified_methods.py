@@ -9,8 +9,8 @@ from scipy.stats import binom
 
 from cauc_ray.errors import ConfigError, RiskError
 from cauc_ray.numbers.guarantees import RiskLimit
-from cauc_ray.policies.by_method import OURS, fit_method, fit_policy
-from cauc_ray.policies.method import METHODS
+from cauc_ray.policies.by_method import fit_method, fit_policy
+from cauc_ray.policies.method import METHODS, OURS
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 
@@ -82,7 +82,7 @@ def test_a_certified_risk_is_exceeded_no_more_often_than_stated(method, turns):
 
 @pytest.mark.parametrize("method", CHOOSING)
 def test_validation_chooses_nothing_but_what_is_certified(method):
-    embedded = METHODS[method].needs_embedding
+    embedded = METHODS[method].needs == "embedding"
     fitting, _ = drawn(1, embedded=embedded)
     drawn_anew = drawn(2, embedded=embedded)[0].validation
     labels = np.random.default_rng(0).permutation(drawn_anew.chain.labels)

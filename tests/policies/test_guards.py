@@ -13,7 +13,8 @@ import cauc_ray
 from cauc_ray.numbers.chain import Costs
 from cauc_ray.numbers.intervals import Mean
 from cauc_ray.policies.checks import FEWEST_EXAMPLES, LARGEST_P_OF_GAIN, LEVEL, as_expected
-from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.methods.base import fit_base
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import measure_replay, replay

@@ -21,7 +21,7 @@ from cauc_ray.policies.trace import EmbeddingCall
 from cauc_ray.testing import check_method
 
 SINGLE = "single:m1"
-NAMES = [*(name for name, method in METHODS.items() if not method.needs_texts), SINGLE]
+NAMES = [*(name for name, method in METHODS.items() if method.needs != "texts"), SINGLE]
 ROUTERS = [name for name in NAMES if name in METHODS and METHODS[name].paradigm == "router"]
 HIDDEN = "post-hoc-embed-hidden"
 # Methods that read an embedding where there is one, and the first model's outputs elsewhere.
@@ -30,7 +30,7 @@ DRAWN = {"routerdc", "routellm-mf", "graphrouter", "embedllm", "post-hoc-embed",
 # Trained for fewer steps here; the others are trained as published.
 SHORTENED = ["routerdc", "graphrouter", "embedllm"]
 
-CASES = [(name, name in METHODS and METHODS[name].needs_embedding) for name in NAMES]
+CASES = [(name, name in METHODS and METHODS[name].needs == "embedding") for name in NAMES]
 CASES += [(name, True) for name in (*LEARNED, "stacked")]
 PUBLISHED = [(name, embedded) for name, embedded in CASES if name == SINGLE or not METHODS[name].unpublished]
 PUBLISHED.remove(("auto", False))

@@ -7,7 +7,8 @@ from synthetic import splits, steps
 from cauc_ray.api.evaluated import Evaluation, evaluation_summary
 from cauc_ray.errors import PolicyError
 from cauc_ray.numbers.intervals import share, share_to_come
-from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.methods.base import fit_base
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.threshold import ThresholdRule
 

@@ -16,7 +16,8 @@ from cauc_ray.numbers.logits import log_softmax, top_option
 from cauc_ray.numbers.metrics import calibration_error
 from cauc_ray.numbers.metrics import nll as mean_nll
 from cauc_ray.policies.by_method import refit
-from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.methods.base import fit_base
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import measure, measure_replay, replay, trace_policy
 

@@ -12,9 +12,9 @@ from synthetic import chain, splits
 
 from cauc_ray.errors import CaucWarning, PolicyError
 from cauc_ray.numbers.guarantees import RiskLimit
-from cauc_ray.policies.cauc import BasePolicy, RFPolicy
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS
-from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.methods.base import BasePolicy, fit_base
+from cauc_ray.policies.methods.rf import RFPolicy, fit_rf
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay

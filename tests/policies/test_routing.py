@@ -13,8 +13,9 @@ from synthetic import chain, seeds
 from cauc_ray.baselines.routing import routed
 from cauc_ray.numbers.chain import Costs
 from cauc_ray.policies.family import cascade_of
-from cauc_ray.policies.fitting import Fitting, fit_rf
+from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import METHODS
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.scored import margins
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Examples, own_answers, trace_policy

@@ -13,7 +13,7 @@ from cauc_ray.numbers.chain import Costs
 from cauc_ray.numbers.intervals import signs_of
 from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.policies.by_method import fit_policy, refit
-from cauc_ray.policies.fitting import fit_rf
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import measure_replay, trace_policy
 

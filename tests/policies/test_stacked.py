@@ -12,8 +12,9 @@ from synthetic import chain_of, rows_of, seeds, splits
 import cauc_ray
 from cauc_ray.errors import ConfigError, DataError, PolicyError
 from cauc_ray.policies.by_method import fit_method, fit_policy, refit
-from cauc_ray.policies.fitting import Fitting, fit_rf
+from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import METHODS
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Examples, replay, steps_of, trace_policy

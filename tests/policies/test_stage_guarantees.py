@@ -8,7 +8,8 @@ from synthetic import chain, steps
 
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.guarantees import stage_guarantees
-from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.methods.base import fit_base
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import measure_guarantees
 

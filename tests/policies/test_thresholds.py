@@ -13,7 +13,8 @@ from cauc_ray.errors import BudgetError, PolicyError
 from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.policies.by_method import refit
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS
-from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.methods.base import fit_base
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule, random_halves
 from cauc_ray.policies.trace import replay, trace_policy
 

@@ -9,7 +9,8 @@ from synthetic import chain, steps
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import PolicyError
-from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.methods.base import fit_base
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.monitor import NEEDED, Watch, Watched, watch_report
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import measure_replay, trace_policy

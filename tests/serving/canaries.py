@@ -12,7 +12,7 @@ from runs import saved_pool
 
 import cauc_ray
 from cauc_ray.data.writing import write_logits
-from cauc_ray.policies.fitting import fit_rf
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 

@@ -18,7 +18,9 @@ from virtual_time import run_virtually
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Answers
-from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
+from cauc_ray.policies.methods.base import fit_base
+from cauc_ray.policies.methods.rf import fit_rf
+from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.observers.spans import Spans

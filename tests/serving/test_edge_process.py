@@ -16,7 +16,8 @@ from runs import python_model, python_pool, write_pool
 from synthetic import splits
 
 import cauc_ray
-from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.methods.base import fit_base
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,8 @@ from synthetic import chain
 from virtual_time import run_virtually
 
 from cauc_ray.errors import ExecutionError
-from cauc_ray.policies.fitting import ThresholdRule, fit_rf
+from cauc_ray.policies.methods.rf import fit_rf
+from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 from cauc_ray.serving.request_state import StageError
 

@@ -4,7 +4,8 @@ import pytest
 from synthetic import chain
 
 from cauc_ray.errors import CaucError
-from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.methods.base import fit_base
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.serving.local import MemoryStore
 from cauc_ray.serving.policies_live import InForce, Log, Member, PolicyChange

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from synthetic import chain
 from virtual_time import run_virtually
 
-from cauc_ray.policies.fitting import fit_rf
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 from cauc_ray.protocol.tensors import RequestError

@@ -24,7 +24,7 @@ from runs import pool_of as pool_path
 import cauc_ray
 from cauc_ray.errors import ConfigError, ExecutionError
 from cauc_ray.models.pool import load_pool, pool_of
-from cauc_ray.policies.fitting import fit_rf
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 

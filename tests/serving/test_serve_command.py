@@ -16,7 +16,8 @@ from runs import MODELS, saved_pool, two_model_policy
 from tritonclient.utils import InferenceServerException
 
 from cauc_ray.cli.command import main
-from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.methods.base import fit_base
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 
 TOKEN, POLICY_TOKEN = "infer-5f1c", "clé-politique-93ab"

@@ -13,7 +13,8 @@ from virtual_time import run_virtually
 
 from cauc_ray.cascade.stage import PROBE_PAUSE_S
 from cauc_ray.models.answers import Answers
-from cauc_ray.policies.fitting import ThresholdRule, fit_rf
+from cauc_ray.policies.methods.rf import fit_rf
+from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.request_state import StageError
 

@@ -10,7 +10,7 @@ from fake_stages import Counts, Stage, a_pool, cascade_of, columns_of, question,
 from synthetic import chain
 from virtual_time import run_virtually
 
-from cauc_ray.policies.fitting import fit_rf
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay, trace_policy
 from cauc_ray.protocol.tensors import RequestError

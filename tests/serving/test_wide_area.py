@@ -20,7 +20,7 @@ from link import Link
 from runs import python_model, saved_model, write_pool
 
 import cauc_ray
-from cauc_ray.policies.fitting import fit_rf
+from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 

@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cauc_ray.models.pool import CanarySpec
+from cauc_ray.numbers.promotion import Comparison, Decision, PromotionEvidence, Rule, decision
 from cauc_ray.serving.feedback import Feedback
 from cauc_ray.serving.observers.observer import Observer
 from cauc_ray.serving.observers.shadow_sample import ShadowSample
 from cauc_ray.serving.policies_live import Decided, InForce, Log, Member, Store, StoreError, stored_json
-from cauc_ray.serving.promotion import Comparison, Decision, Evidence, Rule, decision
 from cauc_ray.serving.request_state import RequestState
 
 # Number of attempts to add evidence before the next period.
@@ -39,7 +39,7 @@ class _Compared:
 
     rows: Comparison
     log: Log
-    unsent: Evidence = field(default_factory=Evidence)
+    unsent: PromotionEvidence = field(default_factory=PromotionEvidence)
 
 
 class Canary(Observer):
@@ -103,7 +103,7 @@ class Canary(Observer):
         if decided is not None and self._decides:
             await self._decide(*decided, in_force)
 
-    def evidence(self, in_force: InForce) -> Evidence | None:
+    def evidence(self, in_force: InForce) -> PromotionEvidence | None:
         """Add what is new of the candidate, and return what all routers have, None without one. Raises StoreError."""
         with self._lock:
             current = None if in_force.candidate is None else in_force.since
@@ -128,7 +128,7 @@ class Canary(Observer):
             "evidence": None if compared is None else self.shown(compared),
         }
 
-    def shown(self, evidence: Evidence) -> Mapping[str, Any]:
+    def shown(self, evidence: PromotionEvidence) -> Mapping[str, Any]:
         """Return evidence in readable form."""
         return {"accuracy_of": "agreement" if self._is_paired else "feedback", **evidence.as_json(self.rule)}
 
@@ -143,17 +143,17 @@ class Canary(Observer):
             compared = self._compared.setdefault(in_force.since, compared)
         return compared
 
-    def _added(self, compared: _Compared) -> Evidence:
+    def _added(self, compared: _Compared) -> PromotionEvidence:
         compared.unsent += compared.rows.take()
-        total = Evidence()
+        total = PromotionEvidence()
         for _ in range(MOST_TRIES):
             version, content = compared.log.read() or (0, b"")
-            total = Evidence.of_list(stored_json(content)) if content else Evidence()
+            total = PromotionEvidence.of_list(stored_json(content)) if content else PromotionEvidence()
             addition = compared.unsent
             if not addition.candidate.n + addition.candidate.n_known:
                 break
             # If it is unknown whether this was written, the rows are lost rather than counted twice.
-            compared.unsent = Evidence()
+            compared.unsent = PromotionEvidence()
             if compared.log.append(version + 1, json.dumps((total + addition).to_list()).encode()):
                 return total + addition
             compared.unsent = addition

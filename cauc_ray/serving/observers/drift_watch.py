@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cauc_ray.numbers.types import Bools, Ints
-from cauc_ray.policies.monitor import Evidence, Watch, Watched, verdict, watch_report
+from cauc_ray.policies.monitor import DriftEvidence, Watch, Watched, verdict, watch_report
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import Answered
 from cauc_ray.serving.feedback import Feedback
@@ -178,7 +178,7 @@ class DriftWatch(Observer):
             monitored.held = watched.holds
             return WatchedHere(monitored.policy_id, watched)
 
-    def _latched(self, monitored: _PolicyWatch, evidence: Mapping[str, Evidence]) -> Mapping[str, Evidence]:
+    def _latched(self, monitored: _PolicyWatch, evidence: Mapping[str, DriftEvidence]) -> Mapping[str, DriftEvidence]:
         """Return evidence with what has ever spoken against the policy in any router, and keep what is new of that.
 
         What is kept of another policy is dropped: it has been replaced.

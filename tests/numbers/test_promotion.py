@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from cauc_ray.serving.promotion import Comparison, Evidence, PolicySums, Rule, decision
+from cauc_ray.numbers.promotion import Comparison, PolicySums, PromotionEvidence, Rule, decision
 
 RULE = Rule()
 # Costs of a row that the first stage answers, and of one that is deferred.
@@ -33,7 +33,7 @@ INCUMBENT = Policy(0.8)
 
 def drawn(rng, candidate, n, share=0.2, n_routers=1):
     """Return the evidence of n rows, each answered by one of the two policies and labelled, at some routers."""
-    total = Evidence()
+    total = PromotionEvidence()
     for _ in range(n_routers):
         rows = Comparison(RULE, CHEAP + EXPENSIVE)
         n_candidate = rng.binomial(n // n_routers, share)
@@ -57,7 +57,7 @@ def paired(rng, candidate, n, differ=0.06):
 
 def decided(seed, candidate, rows=drawn, *, batch=250, most=5_000, **options):
     """Run a service until there is a decision, looked at after every batch; return it, and the rows that it took."""
-    rng, total, n = np.random.default_rng([4, seed]), Evidence(), 0
+    rng, total, n = np.random.default_rng([4, seed]), PromotionEvidence(), 0
     while n < most:
         total += rows(rng, candidate, batch, **options)
         n += batch
@@ -117,10 +117,10 @@ def test_evidence_adds_up_and_survives_a_store():
     total = first + second
     for value in ("accuracy", "cost"):
         assert np.allclose(getattr(total, value), getattr(first, value) + getattr(second, value))
-    again = Evidence.of_list(total.to_list())
+    again = PromotionEvidence.of_list(total.to_list())
     assert (again.candidate, again.incumbent) == (total.candidate, total.incumbent)
     assert again.log_values == total.log_values
-    assert Evidence().log_values == {"accurate": 0, "not_accurate": 0, "cheap": 0, "not_cheap": 0}
+    assert PromotionEvidence().log_values == {"accurate": 0, "not_accurate": 0, "cheap": 0, "not_cheap": 0}
 
 
 def test_rows_of_one_policy_wait_for_rows_of_the_other():
@@ -151,5 +151,5 @@ def test_a_promotion_needs_rows_and_both_criteria_and_nothing_can_cost_too_much_
                 rows.costs(np.zeros(n), of_candidate=of_candidate)
         verdict = decision(rows.take(), rule)
         assert (verdict and verdict[0]) == expected
-    needed = Evidence().as_json(Rule(error_rate=0.1))["log10_needed"]
+    needed = PromotionEvidence().as_json(Rule(error_rate=0.1))["log10_needed"]
     assert needed == {"promote": 1.0, "rollback": round(math.log10(20), 3)}

@@ -100,7 +100,7 @@ def _no_capital() -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence(Summed):
+class PromotionEvidence(Summed):
     """The evidence of some rows; that of all rows is the sum.
 
     Attributes:
@@ -141,13 +141,13 @@ class Evidence(Summed):
         return [*sums, self.accuracy.tolist(), self.cost.tolist()]
 
     @classmethod
-    def of_list(cls, numbers: list[Any]) -> Evidence:
+    def of_list(cls, numbers: list[Any]) -> PromotionEvidence:
         """Return the evidence of to_list."""
         candidate, incumbent, accuracy, cost = numbers
         return cls(PolicySums(*candidate), PolicySums(*incumbent), np.array(accuracy), np.array(cost))
 
 
-def decision(evidence: Evidence, rule: Rule) -> tuple[Decision, str] | None:
+def decision(evidence: PromotionEvidence, rule: Rule) -> tuple[Decision, str] | None:
     """Return what the evidence decides and why, None while it is open."""
     value, surely = evidence.log_values, -math.log(rule.error_rate)
     accuracy = f"accuracy of the incumbent less {rule.accuracy_margin:g}"
@@ -182,9 +182,9 @@ class Comparison:
         """Take the answers of both policies to the same rows, bool and float (n, 2), the candidate's first."""
         self._pairs.append((right, np.minimum(costs, self._highest)))
 
-    def take(self) -> Evidence:
+    def take(self) -> PromotionEvidence:
         """Return the evidence since the last time; more rows may come meanwhile, from another thread."""
-        evidence, taken = Evidence(), [self._pairs.popleft() for _ in range(len(self._pairs))]
+        evidence, taken = PromotionEvidence(), [self._pairs.popleft() for _ in range(len(self._pairs))]
         if taken:
             right, costs = (np.concatenate(of) for of in zip(*taken, strict=True))
             evidence += self._of_right(_Blocks.of_pairs(right.astype(np.float64)))
@@ -195,17 +195,17 @@ class Comparison:
             evidence += self._of_costs(blocks)
         return evidence
 
-    def _of_right(self, blocks: _Blocks) -> Evidence:
+    def _of_right(self, blocks: _Blocks) -> PromotionEvidence:
         candidate, incumbent = (PolicySums(n_known=n, n_right=round(total)) for n, total in blocks.sums)
-        return Evidence(candidate, incumbent, accuracy=_log_capital(self._rule.by_accuracy(*blocks.means)))
+        return PromotionEvidence(candidate, incumbent, accuracy=_log_capital(self._rule.by_accuracy(*blocks.means)))
 
-    def _of_costs(self, blocks: _Blocks) -> Evidence:
+    def _of_costs(self, blocks: _Blocks) -> PromotionEvidence:
         candidate, incumbent = (PolicySums(n=n, cost=total) for n, total in blocks.sums)
         if self._highest:
             differences = self._rule.by_cost(*(of / self._highest for of in blocks.means))
         else:  # where nothing costs anything, nothing is too expensive
             differences = np.ones(len(blocks.means[0]))
-        return Evidence(candidate, incumbent, cost=_log_capital(differences))
+        return PromotionEvidence(candidate, incumbent, cost=_log_capital(differences))
 
 
 @dataclass(frozen=True, slots=True)
