@@ -245,8 +245,8 @@ class Grid:
             words = [max(map(cell_len, heading.split()), default=0) for heading in headings]
             widths = [max(sizes) for sizes in zip(least, words, strict=True)]
             for index in self.texts:
-                others = sum(widths) - widths[index] + _GAP * (len(widths) - 1)
-                widths[index] = min(widths[index], max(width - others, _LEAST_TEXT))
+                taken = sum(widths) - widths[index] + _GAP * (len(widths) - 1)
+                widths[index] = min(widths[index], max(width - taken, _LEAST_TEXT))
                 for row in rows:
                     row[index] = [line for text in row[index] for line in _folded(text, widths[index])]
         heads = [_folded(heading, size) for heading, size in zip(headings, widths, strict=True)]

@@ -103,8 +103,8 @@ class Evaluation(Shown):
     @property
     def predictions(self) -> Predictions:
         """Return the answers, one for each example."""
-        found = replace(Predictions.of(self.replay, self.chain, self.policy.cost_unit), names=self.names)
-        return found if self.order is None else found.of_rows(self.order)
+        answers = replace(Predictions.of(self.replay, self.chain, self.policy.cost_unit), names=self.names)
+        return answers if self.order is None else answers.of_rows(self.order)
 
     def to_arrow(self) -> pa.Table:
         """Return the answers as a predictions file has them, with labels where they are known."""
@@ -117,8 +117,15 @@ class Evaluation(Shown):
     def plot(self, axes: Any = None) -> Any:
         """Draw accuracy over cost: every threshold, each model by itself, and the policy where it stands.
 
-        axes: of matplotlib, to draw on; without them a new figure's.   Returns the axes.
-        Raises ConfigError where matplotlib is missing, DataError where an example has no label.
+        Args:
+            axes: Of matplotlib, to draw on; without them a new figure's.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ConfigError: Matplotlib is missing.
+            DataError: An example has no label.
         """
         axes = accuracy_over_cost(self.policy.cost_unit, axes)
         chain, measures = self.chain, self.measures
@@ -154,8 +161,7 @@ class Evaluation(Shown):
             "cost_unit": policy.cost_unit,
             "relative_cost": measures.relative_cost,
             "threshold": policy.threshold,
-            "tone": None if verdict is None else verdict.tone,
-            "verdict": None if verdict is None else verdict.answer,
+            "worth": None if verdict is None else {"tone": verdict.tone, "answer": verdict.answer},
             "models": [
                 {
                     "name": model.name,
@@ -182,13 +188,13 @@ class Evaluation(Shown):
             "early": self._early(),
             "offline": [
                 {
-                    "stages": found.stages,
-                    "accuracy": found.accuracy.value,
-                    "degraded": found.degraded,
+                    "stages": part.stages,
+                    "accuracy": part.accuracy.value,
+                    "degraded": part.degraded,
                     "expected_accuracy": None if expected is None else expected.accuracy.value,
                     "expected_interval": None if expected is None else _interval(expected.accuracy),
                 }
-                for found, expected in zip(
+                for part, expected in zip(
                     self.offline, policy.offline or [None] * (len(policy.stages) - 1), strict=False
                 )
             ],

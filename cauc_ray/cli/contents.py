@@ -33,7 +33,7 @@ _TABLES = {
     "embeddings": {"example_id", "embedding"},
     "input": {"example_id"},
 }
-# Of a folder that holds several things, so many are named.
+# Most entries of a folder that are named.
 _MOST = 50
 
 
@@ -87,7 +87,7 @@ def contents(path: Path) -> Contents:
     if path.is_dir():
         return _folder(path)
     if not path.is_file():
-        raise DataError(f"there is no file {path}")
+        raise DataError(f"{path} does not exist")
     if path.suffix == ".json":
         return _document(path)
     if path.suffix in (".yaml", ".yml"):

@@ -45,7 +45,7 @@ def _best(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Itera
 
 def _at_budget(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Grid:
     """Return a table of each method's accuracy and cost at the budget."""
-    shown = [
+    figures = [
         {
             **row,
             "name": row["method"] if row["steered"] else f"{row['method']} *",
@@ -68,12 +68,12 @@ def _at_budget(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
     notes = ["* has no threshold to set; random mix: accuracy of choosing among single models at random, at that cost"]
     if surrogates := [model for model, kind in result["logit_kinds"].items() if kind == "surrogate"]:
         notes.append(f"logits of {', '.join(surrogates)} are surrogates: not comparable with published results")
-    return Grid.of("", shown, columns, notes=notes)
+    return Grid.of("", figures, columns, notes=notes)
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> Grid:
     defaults = ("accuracy", "relative_cost")
-    shown = [{**row, **{f"default_{key}": row["default"][key] for key in defaults}} for row in rows]
+    figures = [{**row, **{f"default_{key}": row["default"][key] for key in defaults}} for row in rows]
     columns = [
         ("method", "text", "method"),
         ("accuracy", "percent", "default_accuracy"),
@@ -84,7 +84,7 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> Grid:
         ("CPT 50 %", "percent", "cpt50"),
         ("CPT 80 %", "percent", "cpt80"),
     ]
-    return Grid.of("at the default setting without a budget, and over the whole curve", shown, columns)
+    return Grid.of("at the default setting without a budget, and over the whole curve", figures, columns)
 
 
 def _setup(rows: Sequence[Mapping[str, Any]]) -> Grid:

@@ -86,7 +86,7 @@ def _warnings(policy: Policy) -> Iterator[str]:
 
 
 def _fits(policy: Policy) -> Grid:
-    """Return a table of each stage's calibration and of its method's own numbers."""
+    """Return a table of each stage's calibration and of its method's measured numbers."""
     settings = [
         name
         for name in type(policy.stages[-1]).model_fields
@@ -95,7 +95,7 @@ def _fits(policy: Policy) -> Grid:
     figures = {model.name: model for model in policy.figures}
     rows = []
     for stage in policy.stages:
-        fit, own = stage.diagnostics, figures.get(stage.name)
+        fit, measured = stage.diagnostics, figures.get(stage.name)
         if fit is None:
             cells = ["–", "encoder"]
         else:
@@ -103,8 +103,12 @@ def _fits(policy: Policy) -> Grid:
             clamped = "" if fit.status == "converged" else f" ({fit.status})"
             calibration_error = f"{fit.calibration_error_before:.3f} → {fit.calibration_error_after:.3f}"
             cells = [f"{stage.temperature:.4g}{error}{clamped}", calibration_error]
-        cells.append("–" if own is None else number(own.ranking))
-        cells.append("–" if own is None or not own.n_fixed + own.n_broken else f"+{own.n_fixed:,} -{own.n_broken:,}")
+        cells.append("–" if measured is None else number(measured.ranking))
+        cells.append(
+            "–"
+            if measured is None or not measured.n_fixed + measured.n_broken
+            else f"+{measured.n_fixed:,} -{measured.n_broken:,}"
+        )
         rows.append((stage.name, *cells, *(_cell(getattr(stage, name, None)) for name in settings)))
     headings = ["stage", "T", "ECE", "AUROC", "fusion", *(name.replace("_", " ") for name in settings)]
     return Grid(f"fit{_CALIBRATED[policy.calibrator_kind]}", tuple(headings), tuple(rows))
