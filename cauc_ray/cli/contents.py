@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from cauc_ray.api.summaries import RunSummary
@@ -16,7 +15,7 @@ from cauc_ray.display import Figures, Grid, Sheet, Shown
 from cauc_ray.errors import CaucError, DataError
 from cauc_ray.files.documents import read_json
 from cauc_ray.files.parquet import count_rows, parquet_files, read_footer
-from cauc_ray.files.paths import hive_values
+from cauc_ray.files.paths import AnyPath, hive_values, visible
 from cauc_ray.models.pool import Pool, load_pool
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.policy_sheet import shared_prompts
@@ -63,7 +62,7 @@ class Contents(Shown):
     """A file or folder, its kind, and the result that it holds."""
 
     kind: str
-    path: Path
+    path: AnyPath
     result: Result
 
     def as_json(self) -> dict[str, Any]:
@@ -76,7 +75,7 @@ class Contents(Shown):
         return sheet if sheet.title else Sheet(f"{self.path}: {self.kind}", sheet.parts)
 
 
-def contents(path: Path) -> Contents:
+def contents(path: AnyPath) -> Contents:
     """Load what a file or folder holds.
 
     Kinds: policy, pool, logit table, run, comparison, the tables of these, and a folder with any of them.
@@ -100,15 +99,15 @@ def contents(path: Path) -> Contents:
     )
 
 
-def _folder(path: Path) -> Contents:
+def _folder(path: AnyPath) -> Contents:
     for name in ("summary.json", "comparison.json"):
         if (path / name).is_file():
             return _document(path / name)
-    if any(path.glob("model=*")) or any(path.glob("embedding=*")):
+    if hive_values(path, "model") or hive_values(path, "embedding"):
         return _logit_table(path)
     if (path / "run.json").is_file():
         return Contents("run", path, Listing(state="not finished; --resume continues it"))
-    entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith((".", "_")))
+    entries = visible(path)
     if entries and all(entry.suffix == ".parquet" for entry in entries):
         return _table(path)
     held = []
@@ -120,7 +119,7 @@ def _folder(path: Path) -> Contents:
     return Contents("folder", path, Listing(holds=held[:_MOST]))
 
 
-def _document(path: Path) -> Contents:
+def _document(path: AnyPath) -> Contents:
     """Load a JSON file, by the keys that documents of a kind have."""
     content: Any = None
     with suppress(DataError):  # the errors below say what was expected
@@ -146,7 +145,7 @@ def _pool(pool: Pool) -> Listing:
     return Listing({"name": pool.name, "task": pool.task, "stages": stages, **prompts})
 
 
-def _logit_table(path: Path) -> Contents:
+def _logit_table(path: AnyPath) -> Contents:
     info = LogitTable(path).info
     about = {} if info is None else {"cost_unit": info.cost_unit, "logit_kind": info.logit_kind, "note": info.note}
     parts = {
@@ -159,7 +158,7 @@ def _logit_table(path: Path) -> Contents:
     return Contents("logit table", path, Listing({**about, **prompts, **held}))
 
 
-def _rows_by_split(path: Path, kind: str) -> list[str]:
+def _rows_by_split(path: AnyPath, kind: str) -> list[str]:
     """Return for each model (or encoder) how many rows it has in each split."""
     lines = []
     for name in hive_values(path, kind) if path.is_dir() else ():
@@ -173,7 +172,7 @@ def _n_rows(files: Iterable[Any]) -> int:
     return sum(map(count_rows, files))
 
 
-def _table(path: Path) -> Contents:
+def _table(path: AnyPath) -> Contents:
     files = list(parquet_files(path))
     footers = [read_footer(file) for file in files]
     columns, metadata = footers[-1].schema.names, footers[-1].metadata.metadata or {}

@@ -327,8 +327,8 @@ def _incomplete(failed: tuple[str, ...]) -> int:
 class Show(Options):
     """Options of `cauc show`."""
 
-    file: Annotated[Path, Flag("FILE", is_positional=True)] = option(
-        "a policy, pool, logit table, run, comparison or Parquet file", ...
+    file: Annotated[Location, Flag("FILE", is_positional=True)] = option(
+        "by path or URI, a policy, pool, logit table, run, comparison or Parquet file", ...
     )
 
 
