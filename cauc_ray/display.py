@@ -112,9 +112,9 @@ def cost_with_interval(cost: float, interval: Sequence[float]) -> str:
     return f"{number(cost)} ({number(interval[0])} – {number(interval[1])})"
 
 
-def relative(cost: float | None) -> str:
-    """Return how a relative cost ends a sentence, nothing for None."""
-    return "" if cost is None else f", {cost:.2f} of the last model alone"
+def relative(cost: float | None, model: str) -> str:
+    """Return how a cost relative to a model's ends a sentence, nothing for None."""
+    return "" if cost is None else f", {cost:.2f} of {model} alone"
 
 
 # How a column shows the values of a row.

@@ -55,9 +55,9 @@ class RunSummary(Figures):
         share, last = self["accuracy"], self["stages"][-1]["name"]
         accuracy = f"accuracy {with_interval(share['value'], [share['low'], share['high']])}, " if share else ""
         cost = f"cost {number(self['cost'])} {self['cost_unit']} a row"
-        yield f"{self['n']:,} rows: {accuracy}{cost}{relative(self['relative_cost'])}"
+        yield f"{self['n']:,} rows: {accuracy}{cost}{relative(self['relative_cost'], last)}"
         yield (
-            f"saved {percent(self['saving'])} of the last model's cost ({percent(self['expected_saving'])} expected); "
+            f"saved {percent(self['saving'])} of the cost of {last} ({percent(self['expected_saving'])} expected); "
             f"{percent(self['last_stage_avoided'])} of answered rows never called {last} "
             f"({percent(self['expected_last_stage_avoided'])} expected)"
         )

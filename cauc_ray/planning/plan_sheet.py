@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cauc_ray.display import Figures, Grid, Sheet, amount, number, percent
+from cauc_ray.display import Figures, Grid, Sheet, amount, number, percent, relative
 from cauc_ray.models.resources import amounts_text
 
 
@@ -58,11 +58,9 @@ class Plan(Figures):
         )
         for stage in self["stages"]:
             yield f"{stage['name']}: {amounts_text(stage['resources'])} in all; each replica {stage['each']}"
-        ratio = alone["relative_cost"]
-        relative = "" if ratio is None else f", {ratio:.2f} of the most expensive alone"
         yield (
             f"in all {total['replicas']:,} replicas, {amounts_text(total['resources'])}; a request costs "
-            f"{number(total['cost'])} {total['cost_unit']}{relative}"
+            f"{number(total['cost'])} {total['cost_unit']}{relative(alone['relative_cost'], alone['name'])}"
         )
         yield (
             f"every request at {alone['name']} alone: {alone['replicas']:,} replicas, "

@@ -48,9 +48,10 @@ def _expected_lines(policy: Policy) -> Iterator[str]:
     if expected is None:
         yield "results at this threshold were not measured"
         return
+    of_last = relative(expected.relative_cost, policy.models[-1])
     yield (
         f"expected, from {expected.n:,} examples of {expected.split}: accuracy {share_text(expected.accuracy)}, "
-        f"cost {cost_with_interval(expected.cost, expected.cost_interval)} {unit}{relative(expected.relative_cost)}"
+        f"cost {cost_with_interval(expected.cost, expected.cost_interval)} {unit}{of_last}"
     )
     against = next((guard for guard in policy.guards if guard.name == "cost-above-largest"), None)
     if against is not None and expected.relative_cost is not None:
