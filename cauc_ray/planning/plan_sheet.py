@@ -8,6 +8,8 @@ from typing import Any
 from cauc_ray.display import Figures, Grid, Sheet, amount, number, percent, relative
 from cauc_ray.models.resources import amounts_text
 
+_SOURCES = {"ledger": "an earlier run's ledger", "saved": "as the pool file declares", "cost": "its cost in the pool"}
+
 
 class Plan(Figures):
     """A plan: the goal, the stages, their resources and costs, drift, and the rate that the pool can carry."""
@@ -47,7 +49,7 @@ class Plan(Figures):
             (f"cost ({self['total']['cost_unit']})", "number", "cost"),
             ("share", "percent", "cost_share"),
         ]
-        note = "load: share of the rate that full batches allow; busy: share of the replicas' time"
+        note = "load: share of the capacity in full batches; busy: share of the time, more where batches are smaller"
         return Grid.of("", self["stages"], columns, notes=[note])
 
     def _resources(self) -> Iterator[str]:
@@ -82,12 +84,11 @@ class Plan(Figures):
         for stage in self["stages"]:
             seconds, observed = stage["seconds"], stage["ledger_deferral"]
             batch = seconds["seconds"]
-            source = "an earlier run's ledger" if seconds["source"] == "ledger" else "as the pool file declares"
             fit = f", {seconds['n_calls']:,} calls, off by {percent(seconds['error'])}" if seconds["n_calls"] else ""
             ledger = "" if observed is None else f", in the ledger {percent(observed)}"
             yield (
                 f"{stage['name']}: a batch takes {batch['per_call']:.4g} s and {batch['per_row']:.4g} s a row "
-                f"({source}{fit}); defers {percent(stage['deferral'])}{ledger}"
+                f"({_SOURCES[seconds['source']]}{fit}); defers {percent(stage['deferral'])}{ledger}"
             )
         simulated = self["simulated"]
         yield (
