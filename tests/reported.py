@@ -3,7 +3,6 @@
 from synthetic import write_table
 
 import cauc_ray
-from cauc_ray.api.evaluated import evaluation_summary
 from cauc_ray.files.documents import make_folder, write_json
 
 MODELS = ["m0", "m1", "m2"]
@@ -31,7 +30,7 @@ def at_budget(logits, like, budget):
     """Return the policy like another that fitting at a budget gives, and what evaluating it prints."""
     objective = like.threshold_choice.objective or "accuracy"
     policy = cauc_ray.fit(logits, models=like.models, method=like.method, objective=objective, budget=budget)
-    return policy, evaluation_summary(cauc_ray.evaluate(logits, policy))
+    return policy, cauc_ray.evaluate(logits, policy).as_json()
 
 
 def require_evaluated(pairs, policy, evaluation):

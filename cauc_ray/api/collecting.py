@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from cauc_ray.api.online import require_usable
 from cauc_ray.api.options import CollectOptions
+from cauc_ray.api.summaries import CollectSummary
 from cauc_ray.data.datasets import Dataset, DatasetSpec, open_dataset
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import PoolModel, TableInfo, write_info
@@ -50,7 +51,7 @@ def collect(
     seed: int = 0,
     address: str | None = None,
     on_progress: Callable[[Mapping[str, RunProgress]], None] = lambda progress: None,
-) -> dict[str, Any]:
+) -> CollectSummary:
     """Save the logits of a pool's models on a labelled dataset in a logit table, on Ray.
 
     Args:
@@ -109,7 +110,7 @@ def collect(
     for name, work in works.items():
         if embedding is None and name not in plans:
             _note(work, list(works), table, rows)
-    return {
+    summary = {
         "logits": str(table),
         "dataset": rows.name,
         "rule": rows.rule,
@@ -121,6 +122,7 @@ def collect(
         ],
         "elapsed_s": time.perf_counter() - started,
     }
+    return CollectSummary(summary)
 
 
 def _works(

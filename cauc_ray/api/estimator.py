@@ -25,10 +25,13 @@ from cauc_ray.policies.predictions import Predictions
 from cauc_ray.policies.trace import Answered, steps_of
 
 try:
+    from sklearn import get_config
     from sklearn.base import BaseEstimator, ClassifierMixin, clone
     from sklearn.frozen import FrozenEstimator
     from sklearn.model_selection import StratifiedShuffleSplit, check_cv
+    from sklearn.pipeline import Pipeline
     from sklearn.utils import check_random_state, column_or_1d, get_tags, indexable
+    from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping, process_routing
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_consistent_length, check_is_fitted, validate_data
 except ImportError as missing:
@@ -140,8 +143,9 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         Args:
             X: (N, features) or what else the members take.
             y: Labels, (N,), of any type.
-            **fit_params: Passed to the fit of every member, such as sample_weight (N,), or of the member named before
-                two underscores. The policy counts every row once.
+            **fit_params: Metadata, such as sample_weight (N,). With scikit-learn's metadata routing each member gets
+                what it requests. Without, every member gets all of them, of a Pipeline its last step sample_weight, and
+                large__NAME is for the member large alone. The policy counts every row once.
 
         Raises:
             ValueError: As scikit-learn does, and for a row without a label.
@@ -210,12 +214,46 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         )
 
     def evaluate(self, X: Any, y: Any) -> Evaluation:
-        """Return accuracy, cost and the whole curve on labelled rows: every member is called for all of them."""
-        X = self._opened(X)
-        logits = {name: self._scores(name, self.members_[name], X)[0] for name in self.policy_.models}
-        kinds = {name: self._scores_kind(self.members_[name]) for name in self.policy_.models}
+        """Return accuracy and cost on labelled rows, next to each member by itself; all members answer all rows."""
+        logits, kinds = self._all_scores(X, self.policy_.models)
         evaluation = offline.evaluate(logits, self.policy_, labels=self._codes(column_or_1d(y)), logit_kind=kinds)
         return replace(evaluation, names=self._names_of_classes())
+
+    def compare(self, X: Any, y: Any, **options: Any) -> Any:
+        """Compare methods on the members' scores of labelled rows that the members were not fitted on.
+
+        Args:
+            X: Rows, (N, features) or what else the members take; a quarter of them calibrates, a quarter validates,
+                and the rest measures, unless options say otherwise.
+            y: Labels, (N,).
+            **options: Of cauc_ray.compare(), such as methods=["single", "base", "rf"] and budgets=[2, 4].
+
+        Returns:
+            The comparison, at the budget of this model if options give none.
+        """
+        from cauc_ray import compare
+
+        names = self._names()
+        logits, kinds = self._all_scores(X, names)
+        costs = self.costs if isinstance(self.costs, Mapping) else dict(zip(names, self.costs or (), strict=True))
+        settings: dict[str, Any] = {"models": names, "costs": costs, "logit_kind": kinds, "objective": self.objective}
+        if not options.keys() & {"budget", "budgets", "relative_budgets", "points"}:
+            settings["budget"] = self.budget
+        return compare(logits, self._codes(column_or_1d(y)), **{**settings, **options})
+
+    def get_metadata_routing(self) -> Any:
+        """Return which metadata of fit, such as sample_weight, each member requests."""
+        router = MetadataRouter(owner=type(self).__name__)
+        return router.add(
+            method_mapping=MethodMapping().add(caller="fit", callee="fit"),
+            **dict(self._pairs()),
+        )
+
+    def _all_scores(self, X: Any, names: Sequence[str]) -> tuple[dict[str, Floats], dict[str, LogitKind]]:
+        """Return the scores of all rows by some members, and their kinds."""
+        X = self._opened(X)
+        kinds = {name: self._scores_kind(self.members_[name]) for name in names}
+        return {name: self._scores(name, self.members_[name], X)[0] for name in names}, kinds
 
     def save_pool(self, path: str | Path, name: str | None = None) -> None:
         """Save the members and a pool file of them, for cauc_ray.run and cauc_ray.serve with the policy.
@@ -311,14 +349,24 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             n, X, codes = len(codes), _rows_of(X, rows), codes[rows]
             params = {key: _rows_of(value, rows) if _n_rows(value) == n else value for key, value in params.items()}
         self._fitted_classes, labels = np.unique(codes, return_inverse=True)
-        prefixes = {name: f"{name}__" for name, _ in self._pairs()}
-        shared = {key: value for key, value in params.items() if not key.startswith(tuple(prefixes.values()))}
-        members = {}
-        for name, member in self._pairs():
-            prefix = prefixes[name]
+        by_member = self._params_of_members(params)
+        return {name: clone(member).fit(X, labels, **by_member[name]) for name, member in self._pairs()}
+
+    def _params_of_members(self, params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return what each member's fit takes: what it requests, or without metadata routing all and its own."""
+        if get_config()["enable_metadata_routing"]:
+            routed = process_routing(self, "fit", **params)
+            return {name: dict(routed[name].fit) for name, _ in self._pairs()}
+        prefixes = tuple(f"{name}__" for name, _ in self._pairs())
+        shared = {key: value for key, value in params.items() if not key.startswith(prefixes)}
+        by_member = {}
+        for (name, member), prefix in zip(self._pairs(), prefixes, strict=True):
             private = {key.removeprefix(prefix): value for key, value in params.items() if key.startswith(prefix)}
-            members[name] = clone(member).fit(X, labels, **shared, **private)
-        return members
+            weights = dict(shared)
+            if isinstance(member, Pipeline) and "sample_weight" in weights:
+                weights[f"{member.steps[-1][0]}__sample_weight"] = weights.pop("sample_weight")
+            by_member[name] = weights | private
+        return by_member
 
     def _codes_of(self, member: Any, labels: Any) -> Ints:
         """Return a member's labels, (n,), as indexes of classes_."""

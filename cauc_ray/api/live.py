@@ -26,7 +26,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cauc_ray.api.tables import amount
+from cauc_ray.display import amount
 from cauc_ray.execution.progress import RateMeter, RunProgress, RunRates
 
 if TYPE_CHECKING:

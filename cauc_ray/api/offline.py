@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from cauc_ray.api.checked import Check
 from cauc_ray.api.evaluated import Evaluation
 from cauc_ray.api.options import ChainOptions, CheckOptions, Cut, EvaluateOptions, FitOptions, ShardOptions
 from cauc_ray.api.sources import (
@@ -36,8 +37,7 @@ from cauc_ray.policies.checks import require_quiet, warn_of
 from cauc_ray.policies.evidence import Noise
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import method_named
-from cauc_ray.policies.monitor import Watch, Watched, verdict, watch_report
-from cauc_ray.policies.notebook import Shown, SmallTable
+from cauc_ray.policies.monitor import Watch
 from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.policies.pools import check_pool
 from cauc_ray.policies.safe import require_safe_rule
@@ -458,33 +458,6 @@ def _sharded(
     sharding = sharded.Sharding(n, needs, options.deadline_s or sharded.DEADLINE_S, on_pass)
     with ray_session(options.address, (n or 1) * needs.num_cpus), sharded.sharded(chains, sharding) as held:
         yield held
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Check(Shown):
-    """What was seen of a policy on a split of a logit table.   source: of the logits."""
-
-    policy: Policy
-    source: str
-    watched: Watched
-
-    @property
-    def holds(self) -> bool:
-        """Return whether nothing speaks against the policy."""
-        return self.watched.holds
-
-    @property
-    def says(self) -> str:
-        """Return in one line whether it holds, and else what spoke against it first."""
-        return verdict(self.watched)
-
-    def small_table(self) -> SmallTable:
-        """Return the verdict, as people see it."""
-        return SmallTable(f"Policy {self.policy.id} on {self.source}: {self.says}", [], [])
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all figures, as `cauc check --json` prints them."""
-        return {"source": self.source, **watch_report(self.policy, self.watched)}
 
 
 def check(

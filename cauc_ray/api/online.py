@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cauc_ray.api.options import RunOptions
+from cauc_ray.api.summaries import RunSummary
 from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.data.datasets import DatasetSpec, RunInput, open_input
 from cauc_ray.errors import DataError, warn
@@ -50,7 +51,7 @@ def run(
     columns: Mapping[str, str] | None = None,
     address: str | None = None,
     on_progress: Callable[[RunProgress], None] = lambda progress: None,
-) -> dict[str, Any]:
+) -> RunSummary:
     """Run a policy's chain on every row of an input, on Ray.
 
     Args:
@@ -101,7 +102,7 @@ def run(
         opened()
     if resume:
         if (folder / "summary.json").is_file():
-            summary: dict[str, Any] = read_json(folder / "summary.json")
+            summary = RunSummary(read_json(folder / "summary.json"))
             if not retry_failed or not summary["n_failed"]:
                 warn_of(map(Guard.model_validate, summary["guards"]))
                 return summary
@@ -121,13 +122,14 @@ def run(
             retry_failed=retry_failed,
             names=pool.label_names,
         ).run(on_progress)
-    summary = {
+    figures = {
         "run_id": opened()[1].run_id,
         "pool": pool.name,
         **summarise(folder, policy, {stage.name: stage.batch_size for stage in stages}),
         "run_s": run_s,
         "elapsed_s": time.perf_counter() - started,
     }
+    summary = RunSummary(figures)
     write_json(folder / "summary.json", summary)
     warn_of(map(Guard.model_validate, summary["guards"]))
     return summary

@@ -89,7 +89,13 @@ def plot_model(
 ) -> None:
     """Draw a single model as a point with its name, when all else is drawn.
 
-    accuracy: a share, or a macro-F1.   interval: of it.   is_above: whether the name is above the point.
+    Args:
+        axes: Of matplotlib.
+        model: Name of the model.
+        cost: Its mean cost.
+        accuracy: A share, or a macro-F1.
+        interval: Its interval.
+        is_above: Whether the name is above the point.
     """
     plot_point(axes, cost, accuracy, interval, fmt="o", color=BLACK, markersize=5, zorder=5)
     left, right, at = axes.xaxis.get_transform().transform([*axes.get_xlim(), cost])

@@ -15,6 +15,8 @@ from typing import Any
 from urllib.parse import quote
 
 from cauc_ray.api.options import ServeOptions, SetPolicyOptions
+from cauc_ray.api.summaries import PolicyInForce
+from cauc_ray.display import Sheet, Shown
 from cauc_ray.errors import ConfigError, ExecutionError, PolicyError, printable, require_packages
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, load_pool
@@ -26,8 +28,8 @@ POLICY_TOKEN = "CAUC_POLICY_TOKEN"
 HTTP_DEADLINE_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
+@dataclass(frozen=True, slots=True, repr=False)
+class Service(Shown):
     """A service that runs, until stop() is called or the block of a `with` ends.
 
     Attributes:
@@ -44,6 +46,16 @@ class Service:
     policy_id: str
     require_alive: Callable[[], None] = field(repr=False, compare=False)
     _running: ExitStack = field(repr=False, compare=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `cauc serve --json` prints."""
+        return {"url": self.url, "grpc": self.grpc, "model": self.model, "policy_id": self.policy_id}
+
+    def sheet(self) -> Sheet:
+        """Return the addresses of the service."""
+        title = f"{self.model} with policy {self.policy_id} is served at {self.url}/v2/models/{self.model}"
+        grpc = [] if self.grpc is None else [f"gRPC is answered at {self.grpc}"]
+        return Sheet(title, [*grpc, f"description of the addresses: {self.url}/openapi.json"])
 
     def stop(self) -> None:
         """End the service, and the Ray session that was started for it; requests in flight are answered first."""
@@ -132,7 +144,7 @@ def set_policy(
     share: float | None = None,
     promote: bool = False,
     rollback: bool = False,
-) -> dict[str, Any]:
+) -> PolicyInForce:
     """Change the policies of a running service, on all of its replicas; no model is loaded again.
 
     Sends the environment's CAUC_POLICY_TOKEN if there is one.
@@ -164,7 +176,7 @@ def set_policy(
     url = url.rstrip("/")
     name = name or _only_model(url)
     address = f"{url}/v2/models/{quote(name, safe='')}/policy"
-    return _http("PUT", address, change.model_dump(exclude_unset=True))
+    return PolicyInForce(_http("PUT", address, change.model_dump(exclude_unset=True)))
 
 
 def _only_model(url: str) -> str:

@@ -13,7 +13,7 @@ import signal
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
@@ -112,16 +112,13 @@ def _run(options: argparse.Namespace, *, is_process: bool) -> int:
             supervise(own_ray=(getattr(own, "address", None) or os.environ.get("RAY_ADDRESS") or "local") == "local")
     out = sys.stdout
 
-    def say(result: Mapping[str, Any], show: Callable[[], None], *lines: str) -> None:
+    def say(result: Any, *lines: str, **about: str) -> None:
         with redirect_stdout(out):
             if options.json:
-                print(masked(json.dumps(result, allow_nan=False)))
+                print(masked(json.dumps({**about, **result.as_json()}, allow_nan=False)))
             else:
-                from cauc_ray.api.tables import line
-
-                show()
-                for each in lines:
-                    line(each)
+                result.sheet().print()
+                print(*map(masked, lines), sep="\n", end="\n" if lines else "")
             out.flush()
 
     # Ray writes to standard output when it starts, when it ends and when a process dies; that is for the answer alone.

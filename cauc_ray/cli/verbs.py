@@ -36,7 +36,6 @@ from cauc_ray.api.options import (
     option,
 )
 from cauc_ray.api.samples import sample_logits
-from cauc_ray.cli import show
 from cauc_ray.policies.policy import Policy
 
 # The exit code of a check whose policy is not valid any more, and of work of which a part failed.
@@ -44,7 +43,7 @@ NOT_VALID, INCOMPLETE = 3, 1
 # How often the command looks whether what it serves has ended by itself.
 ALIVE_S = 0.5
 
-# Called with a verb's result, with what prints that for people, and with lines that follow.
+# Called with a verb's result, lines that follow, and what JSON has besides.
 Say: TypeAlias = Callable[..., None]
 Logits: TypeAlias = Annotated[Location, Flag("LOGITS", is_positional=True)]
 PoolFile: TypeAlias = Annotated[Location, Flag("POOL", is_positional=True)]
@@ -86,7 +85,7 @@ def demo(options: Demo, say: Say) -> None:
     from cauc_ray.demo.pipeline import run_demo
 
     result = run_demo(None if options.output is None else str(options.output))
-    say(result, lambda: show.demo(result))
+    say(result)
 
 
 class Collect(CollectOptions):
@@ -106,7 +105,7 @@ def collect(options: Collect, say: Say) -> None:
     own = options.part(CollectOptions)
     with live.collect_progress() as on_progress:
         summary = collecting.collect(options.pool, options.dataset, options.output, **own, on_progress=on_progress)
-    say(summary, lambda: show.collected(summary), f"written to {options.output}")
+    say(summary, f"written to {options.output}")
 
 
 class Fit(FitOptions):
@@ -120,15 +119,13 @@ class Fit(FitOptions):
 def fit(options: Fit, say: Say) -> None:
     """Fit a policy and write its file."""
     from cauc_ray.api import offline
-    from cauc_ray.cli.contents import show_policy
 
     offline.require_output_file(options.output, *array_files.files_of(options.logits))
     logits, labels = array_files.read_logits(options.logits, options.labels)
     with live.progress("searching" if options.search else "fitting"):
         policy = offline.fit(logits, labels, **options.part(FitOptions))
         policy.save(options.output)
-    result = {"policy": str(options.output), "policy_id": policy.id, **policy.model_dump(mode="json")}
-    say(result, lambda: show_policy(policy), f"written to {options.output}")
+    say(policy, f"written to {options.output}", policy=str(options.output))
 
 
 class Evaluate(EvaluateOptions):
@@ -143,7 +140,6 @@ class Evaluate(EvaluateOptions):
 def evaluate(options: Evaluate, say: Say) -> None:
     """Measure a policy on saved logits."""
     from cauc_ray.api import offline
-    from cauc_ray.api.evaluated import evaluation_summary
     from cauc_ray.files.parquet import write_parquet
 
     if options.predictions is not None:
@@ -154,8 +150,7 @@ def evaluate(options: Evaluate, say: Say) -> None:
         evaluation = offline.evaluate(logits, policy, labels=labels, **options.part(EvaluateOptions))
         if options.predictions is not None:
             write_parquet(options.predictions, evaluation.to_arrow())
-    result = evaluation_summary(evaluation)
-    say(result, lambda: show.evaluation(result))
+    say(evaluation)
 
 
 class Check(CheckOptions):
@@ -171,9 +166,9 @@ def check(options: Check, say: Say) -> int:
 
     policy = Policy.load(options.policy)
     with live.progress("checking"):
-        found = offline.check(options.logits, policy, **options.part(CheckOptions)).as_json()
-    say(found, lambda: show.watched(found))
-    return 0 if found["holds"] else NOT_VALID
+        checked = offline.check(options.logits, policy, **options.part(CheckOptions))
+    say(checked)
+    return 0 if checked.holds else NOT_VALID
 
 
 class Compare(CompareOptions):
@@ -208,7 +203,7 @@ def compare(options: Compare, say: Say) -> int:
     with live.progress("compare", "cells") as on_cell:
         comparison = comparing.compare(logits, labels, output=options.output, on_cell=on_cell, **keywords)
     written = [] if options.output is None else [f"written to {options.output}"]
-    say(comparison.as_json(), lambda: show.comparison(comparison), *written)
+    say(comparison, *written)
     failed = [entry for entry in comparison.not_run if entry["why"].startswith("failed: ")]
     return _incomplete(
         tuple(f"{e['set']}, {e['chain']}: {e['method']}, seed {e['seed']}: {e['why'][8:]}" for e in failed)
@@ -233,7 +228,7 @@ def run(options: Run, say: Say) -> None:
     policy, own = Policy.load(options.policy), options.part(RunOptions)
     with live.run_progress(policy.cost_unit) as on_progress:
         summary = online.run(options.pool, policy, options.input, options.output, **own, on_progress=on_progress)
-    say(summary, lambda: show.run_summary(summary), f"written to {options.output}")
+    say(summary, f"written to {options.output}")
 
 
 class Serve(ServeOptions):
@@ -258,8 +253,7 @@ def serve(options: Serve, say: Say) -> None:
         with live.progress("starting") as on_wait:
             served = serving.serve(options.pool, options.policy, **options.part(ServeOptions), on_wait=on_wait)
             service = stack.enter_context(served)
-        about = {"url": service.url, "grpc": service.grpc, "model": service.model, "policy_id": service.policy_id}
-        say(about, lambda: show.service(service))
+        say(service, "Ctrl-C ends it")
         stopped = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray has taken over SIGTERM
             signal.signal(number, lambda *_: stopped.set())
@@ -279,11 +273,7 @@ def set_policy(options: SetPolicy, say: Say) -> None:
     """Change the policy of a running service."""
     from cauc_ray.api import serving
 
-    changed = serving.set_policy(options.policy, **options.part(SetPolicyOptions))
-    shares = ", ".join(f"{policy_id} has {share:.4g}" for policy_id, share in changed["shares"].items())
-    after = f" after {changed['previous']}" if changed["previous"] != changed["policy_id"] else ""
-    of_requests = f"; of the requests {shares}" if len(changed["shares"]) > 1 else ""
-    say(changed, lambda: None, f"policy {changed['policy_id']} is in force{after}{of_requests}")
+    say(serving.set_policy(options.policy, **options.part(SetPolicyOptions)))
 
 
 class Plan(PlanOptions):
@@ -295,12 +285,11 @@ class Plan(PlanOptions):
 
 def plan(options: Plan, say: Say) -> None:
     """Plan the replicas that sustain a rate."""
-    from cauc_ray.planning.figures import show_plan
     from cauc_ray.planning.plan import plan as planned
 
     with live.progress("planning") as on_step:
-        found = planned(options.pool, options.policy, **options.part(PlanOptions), on_step=on_step)
-    say(found, lambda: show_plan(found))
+        figures = planned(options.pool, options.policy, **options.part(PlanOptions), on_step=on_step)
+    say(figures)
 
 
 class Report(Options):
@@ -324,8 +313,8 @@ def report(options: Report, say: Say) -> None:
     from cauc_ray.reporting import writing
 
     with live.progress("reporting"):
-        result = writing.report(**dict(options)).as_json()
-    say(result, lambda: show.report(result))
+        result = writing.report(**dict(options))
+    say(result)
 
 
 def _incomplete(failed: tuple[str, ...]) -> int:
@@ -338,17 +327,16 @@ def _incomplete(failed: tuple[str, ...]) -> int:
 class Show(Options):
     """Options of `cauc show`."""
 
-    file: Annotated[Path, Flag("FILE", is_positional=True)] = option(
-        "a policy, pool, logit table, run, comparison or Parquet file", ...
+    file: Annotated[Location, Flag("FILE", is_positional=True)] = option(
+        "by path or URI, a policy, pool, logit table, run, comparison or Parquet file", ...
     )
 
 
 def show_file(options: Show, say: Say) -> None:
     """Show what a file holds."""
-    from cauc_ray.cli.contents import contents, show_contents
+    from cauc_ray.cli.contents import contents
 
-    found = contents(options.file)
-    say(found, lambda: show_contents(found))
+    say(contents(options.file))
 
 
 VERBS: Mapping[str, Verb] = {

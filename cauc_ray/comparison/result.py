@@ -14,24 +14,22 @@ import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 
 from cauc_ray.api.plots import accuracy_over_cost
-from cauc_ray.api.tables import Grid, Mark, number
 from cauc_ray.comparison.differences import AREA_DIFFERENCE, DIFFERENCE
 from cauc_ray.comparison.drawing import draw_methods, draw_models
 from cauc_ray.comparison.latex import booktabs
+from cauc_ray.comparison.sheets import budget_grid, comparison_sheet
+from cauc_ray.display import Grid, Sheet, Shown
 from cauc_ray.errors import DataError
 from cauc_ray.files.documents import make_folder, read_json, write_bytes, write_json, write_text
 from cauc_ray.files.parquet import read_parquet, write_parquet
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.numbers.sweep import Objective
-from cauc_ray.policies.notebook import Shown, SmallTable, share_text
 from cauc_ray.policies.predictions import pandas_frame
 
 _KEYS = ("set", "chain", "method", "budget_kind", "budget")
 _FIGURES = ("accuracy", "macro_f1", "cost", "relative_cost", "avoided", "setup_s", "budget_cost")
 # Of a summary as it is in any of its rows.
 _POOLED = ("paradigm", *DIFFERENCE, "area", "area_budgets", *AREA_DIFFERENCE)
-# A Holm-adjusted p-value below each of these is a star.
-_STARS = (0.05, 0.01, 0.001)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -120,31 +118,11 @@ class Comparison(Shown):
 
     def grids(self) -> list[Grid]:
         """Return a table for people of each chain: methods by budgets."""
-        return [_grid(self.about, chain, self._summary_of(chain)) for chain in self.chains]
+        return [budget_grid(self.about, chain, self._summary_of(chain)) for chain in self.chains]
 
-    def small_table(self) -> SmallTable:
-        """Return each method's accuracy and cost, as people see them; over budgets, its accuracy at each."""
-        chains, rows, grids = self.chains, self.summary, self.grids()
-        first = chains[0]
-        chain = f"{' → '.join(first['models'])}{f' and {len(chains) - 1} more' if len(chains) > 1 else ''}"
-        if len(chains) > 1 or len({row["budget"] for row in rows}) > 1:
-            named = [(f"{grid.title}: " if len(chains) > 1 else "", row) for grid in grids for row in grid.rows]
-            lines = [[name + row[0], *row[1:]] for name, row in named]
-            return SmallTable(f"{chain}, accuracy (%) at budgets", grids[0].headings, lines)
-        unit = first["cost_unit"]
-        lines = [
-            [
-                row["method"],
-                share_text(row["accuracy_mean"]),
-                number(row["cost_mean"]),
-                "–" if row["relative_cost_mean"] is None else f"{row['relative_cost_mean']:.2f}",
-                share_text(row["avoided_mean"]),
-            ]
-            for row in rows
-        ]
-        budget = "base's cost" if self.about["budget"] is None else f"{self.about['budget']:.4g} {unit}"
-        caption = f"{chain} on {first['n']:,} examples, methods at a budget of {budget}"
-        return SmallTable(caption, ["method", "accuracy", f"cost ({unit})", "relative", "last model avoided"], lines)
+    def sheet(self) -> Sheet:
+        """Return the methods side by side: at one budget their figures, else their accuracies at the budgets."""
+        return comparison_sheet(self.as_json(), self.grids())
 
     def plot(self, axes: Any = None, *, objective: Objective | None = None) -> Any:
         """Draw accuracy over cost: each method's curve with its points at budgets, and each model by itself.
@@ -205,70 +183,6 @@ def _spread(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         spread[f"{figure}_std"] = float(np.std(values, ddof=1)) if len(values) > 1 else None
     spread["accuracy_interval"] = measured[0]["accuracy_interval"] if len(rows) == len(measured) == 1 else None
     return spread
-
-
-def _grid(about: Mapping[str, Any], chain: Mapping[str, Any], summary: Sequence[Mapping[str, Any]]) -> Grid:
-    """Return the table of a chain: each method's accuracy at each budget, the best in bold."""
-    budgets = list(dict.fromkeys((row["budget_kind"], row["budget"]) for row in summary))
-    by_cell = {(row["method"], row["budget_kind"], row["budget"]): row for row in summary}
-    rows, marks = [], dict[tuple[int, int], Mark]()
-    methods = list(dict.fromkeys(row["method"] for row in summary))
-    for method in methods:
-        of_method = [by_cell[method, *budget] for budget in budgets]
-        last = of_method[-1]
-        more = (
-            _with_stars(last["area"], None, last["area_difference_p"])
-            if len(budgets) > 1
-            else number(last["cost_mean"])
-        )
-        rows.append((method, *map(_cell, of_method), more))
-    for column, budget in enumerate(budgets, start=1):
-        values = [_comparable(by_cell[method, *budget]) for method in methods]
-        marks |= {(place, column): "bold" for place, value in enumerate(values) if value == max(values) > 0}
-    unit, reference = chain.get("cost_unit", ""), chain["reference"]
-    headings = {
-        "relative": "{:g} rel.",
-        "cost": f"{{:.4g}} {unit}",
-        "base": "at base's cost",
-        None: "–",
-    }
-    spread = (
-        f"the standard deviation over {len(about['seeds'])} seeds"
-        if len(about["seeds"]) > 1
-        else "half of the 95 % interval"
-    )
-    notes = [
-        f"Accuracy in percent on {chain.get('n', 0):,} examples ± {spread}; the best that sees no labels in bold. "
-        f"*, **, ***: differs from {reference} with a Holm-adjusted p below 0.05, 0.01, 0.001 (all seeds pooled). "
-        "†: costs more than the budget on validation. rel.: of the most expensive model's cost."
-    ]
-    if len(budgets) > 1:
-        n_common = next((row["area_budgets"] for row in summary if row["area_budgets"]), 0)
-        notes.append(f"Mean: over the {n_common} budgets that all methods with several operating points meet.")
-    titles = [headings[kind].format(budget) for kind, budget in budgets]
-    last_title = "mean" if len(budgets) > 1 else f"cost ({unit})"
-    title = f"{chain['set']}: {' → '.join(chain['models'])}"
-    return Grid(title, ("method", *titles, last_title), tuple(rows), tuple(notes), marks=marks)
-
-
-def _comparable(row: Mapping[str, Any]) -> float:
-    """Return the accuracy of a method that may be the best at a budget, 0 of others."""
-    return 0.0 if row["paradigm"] in (None, "control") or row["n_unmet"] else float(row["accuracy_mean"] or 0.0)
-
-
-def _cell(row: Mapping[str, Any]) -> str:
-    if not row["n"]:
-        return "failed"
-    interval = row["accuracy_interval"]
-    spread = row["accuracy_std"] if interval is None else (interval[1] - interval[0]) / 2
-    return _with_stars(row["accuracy_mean"], spread, row["difference_p"]) + ("†" if row["n_unmet"] else "")
-
-
-def _with_stars(value: float | None, spread: float | None, p_value: float | None) -> str:
-    if value is None:
-        return "–"
-    stars = "" if p_value is None else "*" * sum(p_value < level for level in _STARS)
-    return f"{100 * value:.2f}{'' if spread is None else f' ± {100 * spread:.2f}'}{stars}"
 
 
 def is_file(path: AnyPath) -> bool:

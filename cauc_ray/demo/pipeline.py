@@ -14,11 +14,11 @@ import pyarrow as pa
 import yaml
 
 import cauc_ray
-from cauc_ray.api.evaluated import evaluation_summary
 from cauc_ray.api.live import progress
 from cauc_ray.comparison.result import Comparison
 from cauc_ray.data.splits import split_shares
 from cauc_ray.demo import digit_networks
+from cauc_ray.display import Figures, Grid, Sheet
 from cauc_ray.errors import require_packages
 from cauc_ray.execution.session import ray_session
 from cauc_ray.files.documents import new_folder, write_json, write_text
@@ -36,7 +36,27 @@ LIVE = "rf-20"
 TITLES = {"base": "CAUC Base"} | {name: f"CAUC-RF, budget {share:.0%}" for name, share in BUDGETS.items()}
 
 
-def run_demo(output: str | None) -> dict[str, Any]:
+class DemoResult(Figures):
+    """The result of the demo: policies and models on the test images, and where its files are."""
+
+    __slots__ = ()
+
+    def sheet(self) -> Sheet:
+        """Return the table of policies and models, the agreement of run and replay, and the files."""
+        columns = [
+            ("", "text", "name"),
+            ("accuracy (95 %)", "share", "accuracy", "interval"),
+            (f"cost ({self['cost_unit']})", "number", "cost"),
+            ("relative", "decimals", "relative_cost"),
+            (f"{LARGEST} avoided", "percent", "avoided"),
+        ]
+        rows = [row | {"interval": (row["low"], row["high"])} for row in self["rows"]]
+        files = f"everything is in {self['folder']}: {', '.join(self['files'])}"
+        title = f"{self['n']} test images of handwritten digits"
+        return Sheet(title, [Grid.of("", rows, columns), self["agreement"], files])
+
+
+def run_demo(output: str | None) -> DemoResult:
     """Run the demo into a new folder and return what its table shows.
 
     Raises ConfigError with the install command where scikit-learn or matplotlib is missing, or when the folder exists.
@@ -54,7 +74,7 @@ def run_demo(output: str | None) -> dict[str, Any]:
             raise
 
 
-def _demo(folder: Path) -> dict[str, Any]:
+def _demo(folder: Path) -> DemoResult:
     started = time.perf_counter()
     pool, logits = folder / "pool.yaml", folder / "logits"
     for name in ("inputs", "policies", "weights"):
@@ -80,7 +100,7 @@ def _demo(folder: Path) -> dict[str, Any]:
         _draw(compared, folder / "accuracy-cost.png")
         rows = [_row(f"{name} alone", compared.row(f"single:{name}")) for name in MODELS]
         rows += [_row(TITLES[name], _figures(logits, policy)) for name, policy in policies.items()]
-    return {
+    figures = {
         "folder": str(folder),
         "seconds": time.perf_counter() - started,
         "n": len(read_parquet(folder / "inputs" / "test.parquet")),
@@ -89,6 +109,7 @@ def _demo(folder: Path) -> dict[str, Any]:
         "agreement": _agreement(logits, policies[LIVE], folder / "run" / "predictions"),
         "files": sorted(path.name for path in folder.iterdir() if path.name != "__pycache__"),
     }
+    return DemoResult(figures)
 
 
 def _write_inputs(folder: Path) -> tuple[Any, Any]:
@@ -152,7 +173,7 @@ def _row(title: str, figures: Mapping[str, Any]) -> dict[str, Any]:
 
 def _figures(logits: Path, policy: Policy) -> dict[str, Any]:
     """Return the same of a policy."""
-    found = evaluation_summary(cauc_ray.evaluate(logits, policy))
+    found = cauc_ray.evaluate(logits, policy).as_json()
     return {**found, "avoided": found["last_stage_avoided"]}
 
 

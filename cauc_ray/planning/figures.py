@@ -1,35 +1,17 @@
-"""A plan's figures: as `cauc plan --json` prints them, and as people read them."""
+"""A plan's figures, as `cauc plan --json` prints them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from cauc_ray.api.tables import Grid, amount, line, number, percent, print_rows, print_table
 from cauc_ray.models.pool import StageSpec
-from cauc_ray.models.resources import amounts_text
 from cauc_ray.planning.simulation import SEED, simulate_backlog
 from cauc_ray.planning.sizing import MOST_LOAD, Sizing, Trials, least_counts, most_rate, run_rows, sized
 from cauc_ray.planning.stages import PlannedStage, loads, reaches, with_replicas
 from cauc_ray.planning.timings import EarlierRun
 from cauc_ray.policies.policy import Policy
-
-# Of the table of stages: heading, format, key.
-_COLUMNS = (
-    ("stage", "text", "name"),
-    ("reach", "percent", "reach"),
-    ("requests/s", "amount", "requests_per_s"),
-    ("replicas", "count", "replicas"),
-    ("load", "percent", "load"),
-    ("busy", "percent", "busy"),
-    ("batch (s)", "number", "batch_s"),
-    ("fill", "percent", "fill"),
-    ("wait (s)", "number", "wait_s"),
-    ("cost", "number", "cost"),
-    ("share", "percent", "cost_share"),
-)
-_SOURCES = {"ledger": "an earlier run's ledger", "saved": "as the pool file declares", "cost": "its cost in the pool"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,78 +174,3 @@ def _resources(specs: Sequence[StageSpec], counts: Sequence[int]) -> dict[str, f
             if n_each:
                 total[name] = total.get(name, 0.0) + n * n_each
     return total
-
-
-def show_plan(plan: Mapping[str, Any]) -> None:
-    """Show a plan: its stages, what they occupy and cost, drift, and what the pool's own range can carry."""
-    total, alone, router, carried = (plan[key] for key in ("total", "dearest_alone", "router", "range"))
-    title = f"{plan['pool']} at {amount(plan['rate'])} requests a second, policy {plan['policy_id']}"
-    print_rows(f"{title} (costs in {total['cost_unit']})", plan["stages"], _COLUMNS)
-    line(
-        "load: share of the capacity in full batches; busy: share of the time, which is more where batches are smaller"
-    )
-    goal = f"p99 within {plan['slo_p99_s']:g} s" if plan["slo_p99_s"] else "the rate"
-    line(f"{goal} {'holds' if plan['holds'] else 'does not hold'}: {_latency_text(plan['latency_s'])}")
-    if plan["out_of_reach"]:
-        line(plan["out_of_reach"])
-    line(
-        f"router: {router['replicas']:,} at a load of {percent(router['load'])}; it takes "
-        f"{1e3 * router['per_request_s']:.2f} ms a request and {1e3 * router['per_call_s']:.2f} ms a call"
-    )
-    for stage in plan["stages"]:
-        line(f"{stage['name']}: {amounts_text(stage['resources'])} in all; each replica {stage['each']}")
-    relative = "" if alone["relative_cost"] is None else f", {alone['relative_cost']:.2f} of the most expensive alone"
-    line(
-        f"in all {total['replicas']:,} replicas, {amounts_text(total['resources'])}; a request costs "
-        f"{number(total['cost'])} {total['cost_unit']}{relative}"
-    )
-    line(
-        f"every request at {alone['name']} alone: {alone['replicas']:,} replicas, {amounts_text(alone['resources'])}, "
-        f"{number(alone['cost'])} {total['cost_unit']} a request"
-    )
-    print_table(_drift_table(plan["drift"]).rich())
-    line(
-        f"the pool's replicas (max) carry {amount(carried['max_rate'])} requests a second at a load of "
-        f"{percent(plan['most_load'])}, {amount(carried['saturated_rate'])} at most; the bottleneck is "
-        f"{carried['bottleneck']!r}; as a run over {carried['run_rows']:,} rows, "
-        f"{amount(carried['run_rows_per_s'])} rows a second"
-    )
-    for stage in plan["stages"]:
-        line(_source_text(stage))
-    simulated = plan["simulated"]
-    line(
-        f"simulated with seed {simulated['seed']}: {simulated['requests']:,} requests, "
-        f"{simulated['window_s']:.3g} s of them measured; planned in {plan['elapsed_s']:.1f} s"
-    )
-
-
-def _latency_text(latency: Mapping[str, float] | None) -> str:
-    if latency is None:
-        return "the queue grows without bound"
-    return f"latency p50 {latency['p50']:.3g} s, p99 {latency['p99']:.3g} s, mean {latency['mean']:.3g} s"
-
-
-def _drift_table(drift: Sequence[Mapping[str, Any]]) -> Grid:
-    rows = [
-        (
-            f"{of['factor']:g} ×",
-            "holds" if of["holds"] else "does not hold",
-            number(of["latency_s"] and of["latency_s"]["p99"]),
-            *(percent(stage["load"]) for stage in of["stages"]),
-            "out of reach" if of["out_of_reach"] else " + ".join(f"{stage['needed']:,}" for stage in of["stages"]),
-        )
-        for of in drift
-    ]
-    loads_of = [f"load {stage['name']}" for stage in drift[0]["stages"]]
-    return Grid("if every deferral rate is", ("times", "the plan", "p99 (s)", *loads_of, "needed"), tuple(rows))
-
-
-def _source_text(stage: Mapping[str, Any]) -> str:
-    timing, ledger_deferral = stage["seconds"], stage["ledger_deferral"]
-    batch = timing["seconds"]
-    fit = f", {timing['n_calls']:,} calls, off by {percent(timing['error'])}" if timing["n_calls"] else ""
-    in_ledger = "" if ledger_deferral is None else f", in the ledger {percent(ledger_deferral)}"
-    return (
-        f"{stage['name']}: a batch takes {batch['per_call']:.4g} s and {batch['per_row']:.4g} s a row "
-        f"({_SOURCES[timing['source']]}{fit}); defers {percent(stage['deferral'])}{in_ledger}"
-    )

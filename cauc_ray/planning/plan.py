@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from cauc_ray.api.options import PlanOptions
 from cauc_ray.errors import ConfigError, warn
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
 from cauc_ray.planning.figures import Chain, drift_figures, plan_figures, range_figures
+from cauc_ray.planning.plan_sheet import Plan
 from cauc_ray.planning.sizing import Trials, sized
 from cauc_ray.planning.stages import PlannedStage, RouterSeconds
 from cauc_ray.planning.timings import Timing, declared_timing, read_earlier_run
@@ -33,7 +33,7 @@ def plan(
     slo_p99_s: float | None = None,
     ledger: str | AnyPath | None = None,
     on_step: Callable[[str], None] = lambda step: None,
-) -> dict[str, Any]:
+) -> Plan:
     """Plan the replicas of a policy's chain for a rate of requests a second, one row each, that come independently.
 
     Without a ledger, stages take the seconds that the pool declares: those of a saved stage, or a cost in seconds.
@@ -79,14 +79,14 @@ def plan(
         on_step(f"deferral × {factor:g}")
         drift.append(drift_figures(chain, sizing.counts, factor))
     on_step("range")
-    return {
-        "pool": pool.name,
-        "policy_id": policy.id,
+    return Plan(
+        pool=pool.name,
+        policy_id=policy.id,
         **figures,
-        "drift": drift,
-        "range": range_figures(chain, run_stages(specs, timings, deferral)),
-        "elapsed_s": time.perf_counter() - started,
-    }
+        drift=drift,
+        range=range_figures(chain, run_stages(specs, timings, deferral)),
+        elapsed_s=time.perf_counter() - started,
+    )
 
 
 def expected_deferral(policy: Policy) -> list[float]:

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field, InstanceOf, ValidationError, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
+from cauc_ray.display import Sheet, Shown
 from cauc_ray.errors import ConfigError, PolicyError, explain, warn
 from cauc_ray.files.documents import write_text
 from cauc_ray.files.entry_points import loaded, registered
@@ -45,7 +46,6 @@ from cauc_ray.policies.evidence import (
     TemperatureDiagnostics,
     ThresholdChoice,
 )
-from cauc_ray.policies.notebook import Shown, SmallTable, share_text
 
 if TYPE_CHECKING:
     from cauc_ray.policies.predictions import Predictions
@@ -538,19 +538,15 @@ class Policy(Shown, FrozenModel):
         price = "" if self.decision is None else f" (price {self.decision.at:.{digits}g} per {self.cost_unit})"
         return f"{text or 'none'}{price}"
 
-    def small_table(self) -> SmallTable:
-        """Return a display of the chain, the threshold and the expected results."""
-        budget = "" if self.budget is None else f", budget {self.budget:g} {self.cost_unit}"
-        expected, outlook = self.expected, ""
-        if expected is not None:
-            accuracy = share_text(None if expected.accuracy is None else expected.accuracy.value)
-            outlook = f"; {accuracy} accuracy at {expected.cost:.4g} {self.cost_unit} expected ({expected.split})"
-        rows = []
-        for index, stage in enumerate(self.stages):
-            answered = None if expected is None else expected.stages[index].answered / max(1, expected.n)
-            rows.append([stage.name, f"{stage.cost:g}", f"{stage.temperature:.3f}", share_text(answered)])
-        caption = f"Policy {self.id}: {self.method}, threshold {self.threshold_text()}{budget}{outlook}"
-        return SmallTable(caption, ["stage", f"cost ({self.cost_unit})", "temperature", "answers"], rows)
+    def sheet(self) -> Sheet:
+        """Return a display of the expected results, the threshold, the warnings and the fit."""
+        from cauc_ray.policies.policy_sheet import policy_sheet
+
+        return policy_sheet(self)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content of the policy's file, with its id."""
+        return {"policy_id": self.id, **self.model_dump(mode="json")}
 
 
 def _class_of(method: object, source: str) -> type[Policy]:

@@ -1,4 +1,4 @@
-"""A policy's answers, one for each example: as arrays, as a table, and as a notebook shows them."""
+"""A policy's answers, one for each example: as arrays and as a table."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from cauc_ray.display import Grid, Sheet, Shown, percent
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.numbers.arrays import array_chain
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, Costs
 from cauc_ray.numbers.ids import NumberIds, rows_of
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.notebook import Shown, SmallTable, share_text
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import Answered, replay
 
@@ -127,16 +127,13 @@ class Predictions(Shown):
         """Return to_arrow() as a pandas DataFrame. Raises ConfigError where pandas is missing."""
         return pandas_frame(self.to_arrow())
 
-    def small_table(self) -> SmallTable:
-        """Return how many examples each stage answered, as people see it."""
-        answered = np.bincount(self.stage, minlength=len(self.models))
-        rows = [
-            [name, f"{n:,}", share_text(n / max(1, len(self)))] for name, n in zip(self.models, answered, strict=True)
-        ]
+    def sheet(self) -> Sheet:
+        """Return how many examples each stage answered, and the mean cost."""
+        answered = np.bincount(self.stage, minlength=len(self.models)).tolist()
+        rows = [(name, f"{n:,}", percent(n / max(1, len(self)))) for name, n in zip(self.models, answered, strict=True)]
         mean = float(self.cost.mean()) if len(self) else 0.0
-        return SmallTable(
-            f"{len(self):,} predictions, {mean:.4g} {self.cost_unit} each", ["answered by", "examples", "share"], rows
-        )
+        title = f"{len(self):,} predictions at a mean cost of {mean:.4g} {self.cost_unit}"
+        return Sheet(title, [Grid("", ("answered by", "examples", "share"), tuple(rows))])
 
 
 def predict(policy: Policy, logits: Mapping[str, Any], example_ids: Any = None) -> Predictions:

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow.compute as pc
 
 from cauc_ray.api.sources import difference, fingerprints_of
-from cauc_ray.api.tables import number, percent
 from cauc_ray.comparison.published import paper_name
+from cauc_ray.display import number, percent
 from cauc_ray.errors import DataError
 from cauc_ray.files.documents import read_json
 from cauc_ray.files.parquet import read_parquet

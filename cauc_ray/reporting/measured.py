@@ -10,7 +10,7 @@ import numpy as np
 
 from cauc_ray.api.evaluated import Evaluation
 from cauc_ray.api.sources import labelled_examples, read_policy_chain
-from cauc_ray.api.tables import number, percent
+from cauc_ray.display import number, percent
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.numbers.calibrators import UNCALIBRATED
 from cauc_ray.numbers.chain import ChainLogits

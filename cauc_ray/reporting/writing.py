@@ -11,11 +11,10 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from cauc_ray import __version__
-from cauc_ray.api.evaluated import evaluation_summary
 from cauc_ray.api.offline import require_apart
 from cauc_ray.api.options import FitOptions
-from cauc_ray.api.tables import amount, decimals, number, percent
 from cauc_ray.data.logits import LogitTable
+from cauc_ray.display import Sheet, Shown, amount, decimals, number, percent
 from cauc_ray.errors import ConfigError, require_packages
 from cauc_ray.files.documents import write_text
 from cauc_ray.files.paths import AnyPath, path_of
@@ -41,8 +40,8 @@ if TYPE_CHECKING:
 PAGE, CARD = "report.html", "policy-card.md"
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+@dataclass(frozen=True, slots=True, repr=False)
+class Report(Shown):
     """A report that was written.
 
     Attributes:
@@ -82,6 +81,13 @@ class Report:
         """Return the name of a class, its index where nobody has named it."""
         return self.labels.get(index, str(index))
 
+    def sheet(self) -> Sheet:
+        """Return the verdict, and where the page and the card are."""
+        left_out = [f"left out: {reason}" for reason in self.left_out]
+        files = f"written to {self.page}, its policy card to {self.card}"
+        title = f"policy {self.inputs.policy.id}: {self.verdict.sentence}"
+        return Sheet(title, [self.verdict.consequence, *left_out, files])
+
     def as_json(self) -> dict[str, Any]:
         """Return what `cauc report --json` prints: where the files are, the verdict, and what `evaluate` prints."""
         file, verdict = self.inputs.policy_file, self.verdict
@@ -99,7 +105,7 @@ class Report:
             "consequence": verdict.consequence,
             "gain": verdict.gain.value,
             "gain_interval": [verdict.gain.low, verdict.gain.high],
-            **evaluation_summary(self.measured.evaluation),
+            **self.measured.evaluation.as_json(),
         }
 
 

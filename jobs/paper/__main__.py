@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from cauc_ray.api import live
-from cauc_ray.api.tables import line, print_table
 from cauc_ray.cli.command import warnings_on_stderr
+from cauc_ray.display import Sheet
 from cauc_ray.errors import CaucError, one_line
 from jobs.paper.config import PaperConfig
 from jobs.paper.report import Paper, make_paper
@@ -37,17 +37,13 @@ def main(arguments: Sequence[str]) -> int:
 def show(paper: Paper) -> None:
     """Print the tables, and what is missing."""
     for table in paper.tables:
-        line(f"\n== {table.title}")
-        for grid in table.grids:
-            print_table(grid.rich())
-            for note in grid.notes:
-                line(note)
-    line("")
+        Sheet(table.title, table.grids).print()
+        print()
     for what, why in paper.not_run.items():
-        line(f"not run: {what}: {why}")
+        print(f"not run: {what}: {why}")
     for failure in paper.failed:
         print(f"paper: failed: {failure}", file=sys.stderr)
-    line(f"written to {paper.config.output / 'report.md'}")
+    print(f"written to {paper.config.output / 'report.md'}")
 
 
 if __name__ == "__main__":

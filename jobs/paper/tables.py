@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from cauc_ray.api.tables import FORMATS, Grid, Mark, decimals
 from cauc_ray.comparison.published import paper_name, published
 from cauc_ray.comparison.selection import RECALIBRATED
+from cauc_ray.display import FORMATS, Grid, Mark, decimals
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.policies.by_method import SINGLE
 from cauc_ray.policies.method import METHODS

@@ -3,10 +3,11 @@
 import numpy as np
 import pandas as pd
 import pytest
+from sklearn import config_context
 from sklearn.base import BaseEstimator, ClassifierMixin, clone
 from sklearn.datasets import load_digits
 from sklearn.ensemble import RandomForestClassifier
-from sklearn.exceptions import NotFittedError
+from sklearn.exceptions import NotFittedError, UnsetMetadataPassedError
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, ShuffleSplit
@@ -200,6 +201,43 @@ def test_a_fit_parameter_with_a_members_name_is_for_that_member(digits):
     model = CascadeClassifier(lone, [1, 10], cv=3).fit(X, y, large__sample_weight=weights)
     assert model.members_["small"].weights_ is None
     np.testing.assert_array_equal(model.members_["large"].weights_, weights)
+
+
+def test_weights_reach_the_last_step_of_a_pipeline(digits):
+    X, y, X_test, _ = digits
+    piped = make_pipeline(StandardScaler(), LogisticRegression(C=1e-3, max_iter=200))
+    model = CascadeClassifier([("small", piped), ("large", GaussianNB())], [1, 10], cv=0.5)
+    model.fit(X, y, sample_weight=np.where(y == "three", 0.0, 1.0))
+    answers = model.classes_[model.members_["small"].predict(X_test)]
+    assert not (answers == "three").any()
+
+
+def test_metadata_routing_gives_each_member_what_it_requests(digits):
+    X, y, _, _ = digits
+    weights = np.linspace(0.5, 1.5, len(X))
+    with config_context(enable_metadata_routing=True):
+        asking = ZeroBased(C=1e-3, max_iter=200).set_fit_request(sample_weight=True)
+        refusing = ZeroBased(C=1e-2, max_iter=200).set_fit_request(sample_weight=False)
+        model = CascadeClassifier([("small", asking), ("large", refusing)], [1, 10], cv=3)
+        piped = make_pipeline(StandardScaler().set_fit_request(sample_weight=False), model)
+        members_ = piped.fit(X, y, sample_weight=weights)[-1].members_
+        with pytest.raises(UnsetMetadataPassedError, match="sample_weight"):
+            clone(model).set_params(small=ZeroBased()).fit(X, y, sample_weight=weights)
+    np.testing.assert_array_equal(members_["small"].weights_, weights)
+    assert members_["large"].weights_ is None
+
+
+def test_results_show_each_member_alone_and_compare_methods_at_the_budget(digits):
+    X, y, X_test, y_test = digits
+    model = CascadeClassifier(members(), [1, 10], budget=5, cv=3).fit(X, y)
+    evaluation = model.evaluate(X_test, y_test)
+    for name, single in zip(("small", "large"), evaluation.models, strict=True):
+        right = model.classes_[model.members_[name].predict(X_test)] == y_test
+        assert (single.name, single.accuracy.value) == (name, pytest.approx(right.mean()))
+        assert single.gain.value == pytest.approx(model.score(X_test, y_test) - right.mean())
+    comparison = model.compare(X_test, y_test, methods=["single", "base"])
+    assert comparison.about["budget"] == 5
+    assert {"single:small", "single:large", "base"} == {row["method"] for row in comparison.rows}
 
 
 @pytest.mark.parametrize("missing", [None, np.nan, "NA of pandas"], ids=str)

@@ -8,7 +8,6 @@ from masked import MASKS, MODELS, softmax, splits, write, write_masked
 from synthetic import steps
 
 import cauc_ray
-from cauc_ray.api.evaluated import evaluation_summary
 from cauc_ray.errors import CaucError, CaucWarning, DataError
 from cauc_ray.policies.policy import Policy
 
@@ -128,7 +127,7 @@ def results_of(table):
         results[name] = policy.to_json()
         if name in ("base", "rf"):
             evaluation = cauc_ray.evaluate(table, policy)
-            results |= {f"evaluate {name}": evaluation_summary(evaluation), f"rows {name}": evaluation.to_arrow()}
+            results |= {f"evaluate {name}": evaluation.as_json(), f"rows {name}": evaluation.to_arrow()}
             results[f"check {name}"] = cauc_ray.check(table, policy).as_json()
     return results
 

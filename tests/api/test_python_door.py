@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from synthetic import planted
 
 import cauc_ray
-from cauc_ray.api.evaluated import evaluation_summary
 from cauc_ray.api.options import CompareOptions, EvaluateOptions, FitOptions
 from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import CaucError, CaucWarning, DataError
@@ -125,7 +124,7 @@ def test_an_evaluation_is_the_same_through_both_doors(data, tmp_path):
     policy.save(tmp_path / "policy.json")
     from_arrays = cauc_ray.evaluate(logits, policy, labels=labels)
     from_table = cauc_ray.evaluate(folder, tmp_path / "policy.json")
-    of_arrays, of_table = evaluation_summary(from_arrays), evaluation_summary(from_table)
+    of_arrays, of_table = from_arrays.as_json(), from_table.as_json()
     of_place = {"source": None, "guards": None}  # which say where the logits are from
     assert of_arrays | of_place == of_table | of_place
     assert from_arrays.to_arrow().sort_by("example_id").equals(from_table.to_arrow())
@@ -357,7 +356,6 @@ def test_results_are_drawn_and_shown_in_few_lines(data, tmp_path):
     assert comparison.to_arrow()["accuracy"].to_pylist() == [row["accuracy"] for row in comparison.rows]
     checked = cauc_ray.check(named, policy, labels=labels)
     for result in (comparison, policy, evaluation, evaluation.predictions, checked):
-        assert len(repr(result)) < 600
-        assert result._repr_html_().startswith("<table>")
+        assert str(result) == repr(result)
         assert "<large>" not in result._repr_html_()
-    assert all("&lt;large&gt;" in result._repr_html_() for result in (policy, evaluation, evaluation.predictions))
+        assert "&lt;large&gt;" in result._repr_html_() or result is comparison

@@ -26,6 +26,7 @@ from synthetic import write_table
 
 import cauc_ray
 from cauc_ray.cli.command import main
+from cauc_ray.files.paths import path_of
 
 CHAIN = ["--models", ",".join(MODELS)]
 CAUC = Path(sys.executable).with_name("cauc")
@@ -255,9 +256,14 @@ def test_methods_of_one_setting_are_compared_at_points_under_the_name_of_their_c
     assert (code, "LOGITS: " in out, "None" in out) == (0, True, False)
 
 
-@pytest.mark.xfail(strict=True, reason="issue 35: show takes no URI")
-def test_show_names_a_file_that_is_absent_by_its_uri(cauc):
-    assert "s3://no-such-bucket/x" in cauc("show", "s3://no-such-bucket/x")[2]
+def test_show_takes_a_uri(cauc, home, s3):
+    folder = f"{s3}/shown"
+    cauc_ray.Policy.load(home / "policy.json").save(f"{folder}/policy.json")
+    write_table(path_of(f"{folder}/LOGITS"), n=60)
+    for path, kind in {f"{folder}/policy.json": "policy", f"{folder}/LOGITS": "logit table", folder: "folder"}.items():
+        code, out, err = cauc("show", path, "--json")
+        assert (code, err, json.loads(out)["kind"]) == (0, "", kind)
+    assert f"{folder}/missing.json" in cauc("show", f"{folder}/missing.json")[2]
 
 
 def test_a_report_is_written_to_a_uri(cauc, s3):

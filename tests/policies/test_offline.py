@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from synthetic import splits, steps
 
-from cauc_ray.api.evaluated import Evaluation, evaluation_summary
+from cauc_ray.api.evaluated import Evaluation
 from cauc_ray.errors import PolicyError
 from cauc_ray.numbers.intervals import share, share_to_come
 from cauc_ray.policies.methods.base import fit_base
@@ -31,7 +31,7 @@ def test_each_prefix_answers_as_its_last_reached_stage_does(fit):
     calibration, validation, test = splits(5, 300, 3, ragged=True)
     policy = fit(calibration, validation, ThresholdRule(threshold=0.7))
     assert [prefix.stages for prefix in policy.offline] == [1, 2]
-    evaluated = evaluation_summary(Evaluation.of(policy, test))["offline"]
+    evaluated = Evaluation.of(policy, test).as_json()["offline"]
     for prefix, on_test in zip(policy.offline, evaluated, strict=True):
         predictions, waits = cut_short(policy, validation, prefix.stages)
         assert prefix.accuracy.value == (predictions == validation.labels).mean()

@@ -14,7 +14,6 @@ from reported import MODELS, at_budget, fitted, require_evaluated, write_run
 from synthetic import write_table
 
 import cauc_ray
-from cauc_ray.api.evaluated import evaluation_summary
 from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import CaucError, CaucWarning, DataError
 from cauc_ray.policies.policy import Policy
@@ -51,7 +50,7 @@ def test_equal_input_gives_equal_pages_that_load_nothing(homes, tmp_path):
     assert report.page.read_bytes() == (folder / "report.html").read_bytes()
     assert report.card.read_bytes() == (folder / "policy-card.md").read_bytes()
     assert dict(mpl.rcParams) == settings
-    evaluation = evaluation_summary(cauc_ray.evaluate(folder / "LOGITS", folder / "policy.json"))
+    evaluation = cauc_ray.evaluate(folder / "LOGITS", folder / "policy.json").as_json()
     require_evaluated(report.budgets.current.figures, Policy.load(folder / "policy.json"), evaluation)
     assert report.as_json().items() >= evaluation.items()
     text = report.page.read_text()

@@ -1,0 +1,109 @@
+"""Whether a policy is worth it: its accuracy and cost next to those of its models by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from cauc_ray.display import gain_text, number, percent
+from cauc_ray.numbers.chain import Chain, ChainPart
+from cauc_ray.numbers.intervals import Difference, Share, paired_difference, share
+from cauc_ray.numbers.types import Bools
+from cauc_ray.policies.evidence import Measures
+from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.trace import Answered, of_rows
+
+# good: cheaper than the last model and not shown to be worse.   trade: a gain in one for a loss in the other.
+# bad: another way to answer has more for less.   same: a policy of one model, compared with itself.
+Tone: TypeAlias = Literal["good", "trade", "bad", "same"]
+
+
+@dataclass(frozen=True, slots=True)
+class SingleModel:
+    """A model by itself on the examples of an evaluation.
+
+    Attributes:
+        name: Its name.
+        cost: Mean cost of a call.
+        accuracy: Over the labelled examples; None without any.
+        gain: Accuracy of the policy less that of the model, on the same examples; None without labels.
+    """
+
+    name: str
+    cost: float
+    accuracy: Share | None
+    gain: Difference | None
+
+
+def models_alone(policy: Policy, chain: Chain, answers: Answered) -> tuple[SingleModel, ...]:
+    """Measure each answering model by itself: the option of its largest logit.
+
+    Args:
+        policy: Policy of the chain.
+        chain: Examples, wherever their logits are.
+        answers: Answers of the policy.
+    """
+    first = len(policy.stages) - len(policy.answering)
+    names, costs = policy.models[first:], chain.costs.means[first:].tolist()
+    labelled = chain.labelled
+    if not labelled.any():
+        return tuple(SingleModel(name, cost, None, None) for name, cost in zip(names, costs, strict=True))
+    (alone,) = of_rows(chain, partial(_block_right, first))
+    right, alone = (answers.predictions == chain.labels)[labelled], alone[labelled]
+    return tuple(
+        SingleModel(name, cost, share(int(of_model.sum()), len(right)), paired_difference(right, of_model))
+        for name, cost, of_model in zip(names, costs, alone.T, strict=True)
+    )
+
+
+def _block_right(first: int, part: ChainPart, rows: slice) -> tuple[Bools]:
+    answers = [logits[rows].argmax(axis=1) for logits in part.logits[first:]]
+    right: Bools = np.stack(answers, axis=1) == part.labels[rows][:, None]
+    return (right,)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a policy is worth, at its own threshold.
+
+    Attributes:
+        tone: In one word.
+        answer: In one sentence.
+        gain: Difference in accuracy to the last model on the same examples.
+        better: Single models that are as accurate or more and cost no more, cheapest first.
+    """
+
+    tone: Tone
+    answer: str
+    gain: Difference
+    better: tuple[SingleModel, ...]
+
+
+def judge(measures: Measures, models: Sequence[SingleModel], unit: str) -> Verdict | None:
+    """Compare a policy with its models by themselves; None without labels."""
+    last, accuracy = models[-1], measures.accuracy
+    if accuracy is None or last.gain is None:
+        return None
+    affordable = sorted((model for model in models if model.cost <= measures.cost), key=lambda model: model.cost)
+    better = tuple(model for model in affordable if model.accuracy and model.accuracy.value >= accuracy.value)
+    gain, saving = last.gain, None if measures.relative_cost is None else 1 - measures.relative_cost
+    tone: Tone
+    if len(models) == 1:
+        return Verdict("same", "One model: there is nothing to compare it with.", gain, better)
+    if better:
+        first = better[0]
+        assert first.accuracy is not None
+        text = f"{first.name} alone is as accurate ({percent(first.accuracy.value)}) and costs no more"
+        return Verdict("bad", f"Not worth it: {text} ({number(first.cost)} {unit}).", gain, better)
+    against = f"at {gain_text(gain)} points of accuracy"
+    if saving is not None and saving > 0:
+        tone, word = ("good", "Worth it") if gain.high >= 0 else ("trade", "A trade")
+        text = f"saves {percent(saving)} of the cost of {last.name}"
+    else:
+        tone, word = ("trade", "A trade") if gain.low > 0 else ("bad", "Not worth it")
+        text = f"costs {'as much as' if not saving else f'{percent(-saving)} more than'} {last.name}"
+    return Verdict(tone, f"{word}: {text}, {against}.", gain, better)

@@ -1,0 +1,103 @@
+"""The display of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cauc_ray.display import Figures, Grid, Sheet, amount, number, percent, relative
+from cauc_ray.models.resources import amounts_text
+
+_SOURCES = {"ledger": "an earlier run's ledger", "saved": "as the pool file declares", "cost": "its cost in the pool"}
+
+
+class Plan(Figures):
+    """A plan: the goal, the stages, their resources and costs, drift, and the rate that the pool can carry."""
+
+    __slots__ = ()
+
+    def sheet(self) -> Sheet:
+        """Return the goal, the stages and the resources; drift, range and sources as details."""
+        title = f"{self['pool']} at {amount(self['rate'])} requests a second, policy {self['policy_id']}"
+        parts: list[str | Grid] = [*self._goal(), self._stages(), *self._resources()]
+        return Sheet(title, parts, [self._drift(), *self._sources()])
+
+    def _goal(self) -> Iterator[str]:
+        goal = f"p99 within {self['slo_p99_s']:g} s" if self["slo_p99_s"] else "the rate"
+        yield f"{goal} {'holds' if self['holds'] else 'does not hold'}: {_latency(self['latency_s'])}"
+        if self["out_of_reach"]:
+            yield self["out_of_reach"]
+        carried = self["range"]
+        yield (
+            f"the pool's replicas (max) carry {amount(carried['max_rate'])} requests a second at a load of "
+            f"{percent(self['most_load'])}, {amount(carried['saturated_rate'])} at most; the bottleneck is "
+            f"{carried['bottleneck']!r}; as a run over {carried['run_rows']:,} rows, "
+            f"{amount(carried['run_rows_per_s'])} rows a second"
+        )
+
+    def _stages(self) -> Grid:
+        columns = [
+            ("stage", "text", "name"),
+            ("reach", "percent", "reach"),
+            ("requests/s", "amount", "requests_per_s"),
+            ("replicas", "count", "replicas"),
+            ("load", "percent", "load"),
+            ("busy", "percent", "busy"),
+            ("batch (s)", "number", "batch_s"),
+            ("fill", "percent", "fill"),
+            ("wait (s)", "number", "wait_s"),
+            (f"cost ({self['total']['cost_unit']})", "number", "cost"),
+            ("share", "percent", "cost_share"),
+        ]
+        note = "load: share of the capacity in full batches; busy: share of the time, more where batches are smaller"
+        return Grid.of("", self["stages"], columns, notes=[note])
+
+    def _resources(self) -> Iterator[str]:
+        router, total, alone = self["router"], self["total"], self["dearest_alone"]
+        yield (
+            f"router: {router['replicas']:,} at a load of {percent(router['load'])}; it takes "
+            f"{1e3 * router['per_request_s']:.2f} ms a request and {1e3 * router['per_call_s']:.2f} ms a call"
+        )
+        for stage in self["stages"]:
+            yield f"{stage['name']}: {amounts_text(stage['resources'])} in all; each replica {stage['each']}"
+        yield (
+            f"in all {total['replicas']:,} replicas, {amounts_text(total['resources'])}; a request costs "
+            f"{number(total['cost'])} {total['cost_unit']}{relative(alone['relative_cost'], alone['name'])}"
+        )
+        yield (
+            f"every request at {alone['name']} alone: {alone['replicas']:,} replicas, "
+            f"{amounts_text(alone['resources'])}, {number(alone['cost'])} {total['cost_unit']} a request"
+        )
+
+    def _drift(self) -> Grid:
+        loads = (f"load {stage['name']}" for stage in self["stages"])
+        rows = []
+        for factor in self["drift"]:
+            latency, stages = factor["latency_s"], factor["stages"]
+            needed = "out of reach" if factor["out_of_reach"] else " + ".join(f"{at['needed']:,}" for at in stages)
+            holds = "holds" if factor["holds"] else "does not hold"
+            p99 = "–" if latency is None else number(latency["p99"])
+            rows.append((f"{factor['factor']:g} ×", holds, p99, *(percent(at["load"]) for at in stages), needed))
+        return Grid("if every deferral rate is", ("times", "the plan", "p99 (s)", *loads, "needed"), tuple(rows))
+
+    def _sources(self) -> Iterator[str]:
+        for stage in self["stages"]:
+            seconds, observed = stage["seconds"], stage["ledger_deferral"]
+            batch = seconds["seconds"]
+            fit = f", {seconds['n_calls']:,} calls, off by {percent(seconds['error'])}" if seconds["n_calls"] else ""
+            ledger = "" if observed is None else f", in the ledger {percent(observed)}"
+            yield (
+                f"{stage['name']}: a batch takes {batch['per_call']:.4g} s and {batch['per_row']:.4g} s a row "
+                f"({_SOURCES[seconds['source']]}{fit}); defers {percent(stage['deferral'])}{ledger}"
+            )
+        simulated = self["simulated"]
+        yield (
+            f"simulated with seed {simulated['seed']}: {simulated['requests']:,} requests, "
+            f"{simulated['window_s']:.3g} s of them measured; planned in {self['elapsed_s']:.1f} s"
+        )
+
+
+def _latency(latency: Mapping[str, Any] | None) -> str:
+    if latency is None:
+        return "the queue grows without bound"
+    return f"latency p50 {latency['p50']:.3g} s, p99 {latency['p99']:.3g} s, mean {latency['mean']:.3g} s"
