@@ -13,7 +13,7 @@ from zipfile import BadZipFile
 import numpy as np
 from pydantic import PlainSerializer, PlainValidator, ValidationInfo, WithJsonSchema
 
-from cauc_ray.api.options import Flag, Location, located
+from cauc_ray.api.options import Flag, located
 from cauc_ray.errors import ConfigError, DataError, first_line
 from cauc_ray.files.paths import AnyPath, RemotePath, readable
 
@@ -55,7 +55,6 @@ LogitFiles: TypeAlias = Annotated[
     WithJsonSchema(_SCHEMA),
     Flag("LOGITS", is_positional=True, is_several=True),
 ]
-LabelsFile: TypeAlias = Annotated[Location, Flag("FILE")]
 
 
 def read_logits(

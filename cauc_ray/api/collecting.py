@@ -8,12 +8,12 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from cauc_ray.api.online import require_usable
-from cauc_ray.api.options import CollectOptions
+from cauc_ray.api.options import Common, EncoderName, Names, OnRay, Options, Pairs, Seed, options_of
 from cauc_ray.data.datasets import Dataset, DatasetSpec, open_dataset
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import PoolModel, TableInfo, write_info
@@ -43,31 +43,32 @@ def collect(
     dataset: str | AnyPath,
     out: str | AnyPath,
     *,
-    split: str | None = None,
-    models: Sequence[str] | None = None,
-    columns: Mapping[str, str] | None = None,
+    split: Common[str | None] = None,
+    models: Common[Annotated[Names, Field(min_length=1)] | None] = None,
+    columns: Common[Pairs | None] = None,
     skip_unknown_labels: bool = False,
-    embedding: str | None = None,
-    seed: int = 0,
-    address: str | None = None,
+    embedding: EncoderName | None = None,
+    seed: Seed = 0,
+    address: OnRay[str | None] = None,
     on_progress: Callable[[Mapping[str, RunProgress]], None] = lambda progress: None,
 ) -> dict[str, Any]:
     """Save the logits of a pool's models on a labelled dataset in a logit table, on Ray.
 
     Args:
-        pool: a pool, or its file.
-        dataset: a benchmark by name, NAME=PATH for its files, or the path or URI of a file or folder.
-        out: the table, by path or URI, new or one to add to: rows and models that it has are not collected again.
-        split: one of the dataset's splits; without it calibration, validation and test; "all" for every row of every
-            file.
-        models: some of the pool's; without them all.
-        columns: the dataset's own names of columns, by what they are called here.
-        skip_unknown_labels: leave out rows whose label is none of the pool's, with a warning.
-        embedding: collect these instead of logits: a stage of the pool for what enters its last layer, else a hub id or
-            folder of a sentence or vision encoder.
-        seed: of the splits.
-        address: of a Ray cluster, as for run().
-        on_progress: called with the state of the collection as it goes on.
+        pool: A pool file. In Python also a Pool.
+        dataset: A benchmark by name, NAME=PATH for its files, or a file or folder of tables or images, by path or URI.
+        out: The table, by path or URI, new or to add to: rows and models that it has are not collected again.
+        split: One of the dataset's splits, or all for every row of every file (default: calibration, validation and
+            test).
+        models: Names of models of the pool (default: all).
+        columns: The data's own names for example_id, label, image, question, choices (a+b+c for several), context and
+            other columns that models read, as image=jpeg.
+        skip_unknown_labels: Leave out rows whose label is not one of the pool's, with a warning.
+        embedding: Encoder whose embeddings are collected instead of logits: a stage of the pool for the input of its
+            last layer, or the hub id or folder of a sentence or vision encoder.
+        seed: Seed of the splits.
+        address: Address of a Ray cluster (default: RAY_ADDRESS, else a session of this machine).
+        on_progress: Called with the state of the collection as it goes on.
 
     Returns:
         A summary. Rows that a model cannot answer are in out/failed.
@@ -76,12 +77,12 @@ def collect(
         CaucError: for the pool, the dataset or the table, and where models end.
     """
     started = time.perf_counter()
-    options = CollectOptions.of({**locals(), "columns": dict(columns or {})})
+    options = options_of(collect).of(locals())
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     spec = DatasetSpec(
         str(dataset),
         pool.task,
-        options.columns,
+        options.columns or {},
         seed,
         pool.label_names,
         pool.columns_read(pool.stages),
@@ -125,7 +126,7 @@ def collect(
 
 
 def _works(
-    pool: Pool, options: CollectOptions, out: AnyPath, rows: Dataset, sizes: Mapping[str, int]
+    pool: Pool, options: Options, out: AnyPath, rows: Dataset, sizes: Mapping[str, int]
 ) -> dict[str, Collection]:
     kind: Literal["model", "embedding"] = "model" if options.embedding is None else "embedding"
     if options.embedding is None:

@@ -17,10 +17,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.api.options import RunOptions
+from cauc_ray.api.options import Common, OnRay, Options, Pairs, options_of, takes
 from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.data.datasets import DatasetSpec, RunInput, open_input
-from cauc_ray.errors import CaucWarning, DataError
+from cauc_ray.errors import CaucWarning, ConfigError, DataError
 from cauc_ray.execution.cluster import cpus_needed
 from cauc_ray.execution.ledger import RunRecord, new_record, parts_of, resumed_record
 from cauc_ray.execution.progress import RunProgress
@@ -40,34 +40,44 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 
+class RunOptions(Options):
+    """Options of a run."""
+
+    def require_agreement(self) -> None:
+        """Raise ConfigError where failed rows are to be tried again in a new run."""
+        if self.retry_failed and not self.resume:
+            raise ConfigError("only a run that is resumed has failed rows to try again; give {resume} as well")
+
+
+@takes(RunOptions)
 def run(
     pool: str | AnyPath | Pool,
     policy: str | AnyPath | Policy,
     input: str | AnyPath | Dataset,
     out: str | AnyPath,
     *,
-    resume: bool = False,
-    retry_failed: bool = False,
-    columns: Mapping[str, str] | None = None,
-    address: str | None = None,
+    resume: Common[bool] = False,
+    retry_failed: Common[bool] = False,
+    columns: Common[Pairs | None] = None,
+    address: OnRay[str | None] = None,
     on_progress: Callable[[RunProgress], None] = lambda progress: None,
 ) -> dict[str, Any]:
     """Run a policy's chain on every row of an input, on Ray.
 
     Args:
-        pool: the pool that has the chain's stages, or its file.
-        policy: a policy, or its file.
-        input: a file or folder, by path or URI, with the columns that models read (Parquet, CSV, JSON, Arrow, ORC,
-            also compressed); images; a benchmark, as for collect(); or a ray.data.Dataset. Each run executes a Dataset
-            anew, and resuming needs its rows in the same order.
-        out: a new folder, by path or URI, for predictions/, ledger/, failed/ (only if a row failed), manifest/ and
+        pool: A pool file with the chain's stages. In Python also a Pool.
+        policy: A policy file. In Python also a Policy.
+        input: A file or folder, by path or URI: tables with the columns that models read (Parquet, CSV, JSON, Arrow,
+            ORC, also compressed) or images; or NAME=PATH for the files of a benchmark. In Python also a
+            ray.data.Dataset: each run executes it anew, and resuming needs its rows in the same order.
+        out: A new folder, by path or URI, for predictions/, ledger/, failed/ (only if a row failed), manifest/ and
             summary.json.
-        resume: continue the run in out that ended early: what it committed stays, the rest is done again. Where out
-            does not exist or is empty, a new run starts.
-        retry_failed: with resume, also of a finished run, try the rows in out/failed again.
-        columns: the input's own names of columns, by what they are called here.
-        address: of a Ray cluster; without it the session of this process, or one for this run.
-        on_progress: called with the state of the run as it goes on.
+        resume: Continue the run in the output folder that ended early, if any: its commits stay.
+        retry_failed: With resume, try the failed rows again, also those of a finished run.
+        columns: The data's own names for example_id, label, image, question, choices (a+b+c for several), context and
+            other columns that models read, as image=jpeg.
+        address: Address of a Ray cluster (default: RAY_ADDRESS, else a session of this machine).
+        on_progress: Called with the state of the run as it goes on.
 
     Returns:
         The summary. Warns, with CaucWarning, where the pool's costs are not the policy's, and at the end where rows
@@ -76,7 +86,7 @@ def run(
     Raises:
         CaucError: nothing is written where a fault is found before the start.
     """
-    options = RunOptions.of({**locals(), "columns": dict(columns or {})})
+    options: RunOptions = options_of(run).of(locals())
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     policy = policy_of(policy)
     stages = pool.chain(policy.models)
@@ -89,7 +99,7 @@ def run(
 
     @cache
     def opened() -> tuple[RunInput, RunRecord]:
-        rows = _opened(input, pool, options.columns, model_columns)
+        rows = _opened(input, pool, options.columns or {}, model_columns)
         require_usable(stages, rows.columns, str(rows.path), pool, here)
         record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity, costs=costs, models=models)
         return rows, resumed_record(folder, record) if resume else record

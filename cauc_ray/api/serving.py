@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-from cauc_ray.api.options import ServeOptions, SetPolicyOptions
+from cauc_ray.api.options import Common, OnRay, Options, options_of, takes
 from cauc_ray.errors import ConfigError, ExecutionError, PolicyError, printable, require_packages
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, load_pool
@@ -56,16 +56,26 @@ class Service:
         return self._running.__exit__(*error)  # type: ignore[arg-type]
 
 
+class ServeOptions(Options):
+    """Options of a service."""
+
+    def require_agreement(self) -> None:
+        """Raise ConfigError for a local service on a cluster."""
+        if self.local and self.address is not None:
+            raise ConfigError("a local service runs without Ray: give either {local} or {address}")
+
+
+@takes(ServeOptions)
 def serve(
     pool: str | AnyPath | Pool,
     policy: str | AnyPath | Policy,
     *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
+    host: Common[str] = "127.0.0.1",
+    port: Common[int] = 8000,
+    local: Common[bool] = False,
     grpc_port: int | None = None,
     name: str | None = None,
-    local: bool = False,
-    address: str | None = None,
+    address: OnRay[str | None] = None,
     on_wait: Callable[[str], None] = lambda state: None,
 ) -> Service:
     """Serve a policy's chain over HTTP, and return once all stages are ready.
@@ -73,15 +83,15 @@ def serve(
     For the length of a block with `with serve(…) as service:`, in a notebook until service.stop().
 
     Args:
-        pool: a pool, or its file.
-        policy: a policy, or its file.
-        host: the address to listen on.
-        port: the port to listen on; 0 takes a free one.
-        grpc_port: the port to answer gRPC on as well; 0 takes a free one.
-        name: of the model in URLs; without one the pool's.
-        local: serve from this process, without Ray.
-        address: of a Ray cluster; without it the session of this process, or one for this service.
-        on_wait: called with a few words on what is waited for.
+        pool: A pool file. In Python also a Pool.
+        policy: A policy file. In Python also a Policy.
+        host: Address to listen on; 0.0.0.0 for all networks.
+        port: Port to listen on; 0 takes a free one.
+        local: Serve from this process, without Ray.
+        grpc_port: Port to answer gRPC on as well; 0 takes a free one (default: none).
+        name: Name of the model in URLs (default: the pool's).
+        address: Address of a Ray cluster (default: RAY_ADDRESS, else a session of this machine).
+        on_wait: Called with a few words on what is waited for.
 
     Returns:
         The service, with its url and model.
@@ -89,7 +99,7 @@ def serve(
     Raises:
         CaucError: where something does not fit, or a stage does not start.
     """
-    ServeOptions.of(locals())
+    options_of(serve).of(locals())
     require_packages("serving", "serve", "starlette", "uvicorn", "prometheus_client")
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     source, policy = policy, policy_of(policy)
@@ -125,8 +135,8 @@ def serve(
 def set_policy(
     policy: str | AnyPath | Policy | None = None,
     *,
-    url: str = "http://127.0.0.1:8000",
-    name: str | None = None,
+    url: Common[str] = "http://127.0.0.1:8000",
+    name: Common[str | None] = None,
     threshold: float | None = None,
     budget: float | None = None,
     share: float | None = None,
@@ -138,15 +148,16 @@ def set_policy(
     Sends the environment's CAUC_POLICY_TOKEN if there is one.
 
     Args:
-        policy: a policy, or its file; None keeps the one in force and changes its threshold or budget.
-        url: of the service.
-        name: of its model; needed where it has several.
-        threshold: a threshold to use as it is.
-        budget: mean cost per example, looked up on the policy's curve.
-        share: of the requests; the policy becomes the candidate, and the one in force has the rest. Without a policy,
-            threshold and budget: another share for the candidate, which 0 ends.
-        promote: let the candidate have all requests.
-        rollback: end the candidate.
+        policy: A policy file (default: the policy in force, whose threshold or budget changes). In Python also a
+            Policy.
+        url: Address of the service.
+        name: Name of the model (default: the service's only one).
+        threshold: A threshold to use as it is.
+        budget: Mean cost per example, looked up on the policy's curve.
+        share: Share of the requests that the policy gets as the candidate. Without a policy, threshold and budget:
+            another share for the candidate, which 0 ends.
+        promote: Give the candidate all requests.
+        rollback: End the candidate.
 
     Returns:
         policy_id, previous, version, shares (by policy id) and replicas, which is None where one has not confirmed the
@@ -156,7 +167,7 @@ def set_policy(
         CaucError: PolicyError where the service refuses, also where a change at the same time has replaced this one;
             ExecutionError where it cannot be reached.
     """
-    SetPolicyOptions.of({**locals(), "policy": None})
+    options_of(set_policy).of(locals())
     content = None if policy is None else policy_of(policy).packed()
     numbers = {"threshold": threshold, "budget": budget, "share": share}
     options = {"policy": content, **numbers, "promote": promote or None, "rollback": rollback or None}

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.api.options import ChainOptions, EvaluateOptions
+from cauc_ray.api.options import Cut, Options
 from cauc_ray.data.logits import (
     CallCosts,
     ChainHeads,
@@ -92,6 +92,41 @@ class LogitArrays:
             source=f"{self.path}, split {split!r}",
         )
         return chain.of_rows(text_order(chain.example_ids))
+
+
+class ChainOptions(Options):
+    """Options of which models are read, at what costs, and on which splits."""
+
+    @property
+    def splits(self) -> tuple[str, str]:
+        """Return the names of the calibration and validation split."""
+        return self.calibration_split, self.validation_split
+
+    @property
+    def cuts(self) -> dict[str, Cut]:
+        """Return by name the splits that are read, the first of which is calibration.
+
+        None for a split of its own, else a share of the first, or arrays.
+        """
+        return {self.calibration_split: None, self.validation_split: self.validation}
+
+    def require_agreement(self) -> None:
+        """Raise ConfigError unless models differ and splits are disjoint."""
+        models = self.models
+        if models == ():
+            raise ConfigError("{models}: a chain needs at least one model")
+        duplicate = next((model for model in models or () if models.count(model) > 1), None)
+        if duplicate is not None:
+            raise ConfigError(f"{{models}}: {duplicate!r} is a duplicate in the chain")
+        if self.calibration_split == self.validation_split:
+            raise ConfigError(
+                "{calibration_split} and {validation_split} must be two splits, both are "
+                f"{self.calibration_split!r}"
+            )
+        if sum(cut for cut in self.cuts.values() if isinstance(cut, float)) >= 1:
+            raise ConfigError(
+                "the shares of validation and test leave no example to calibrate on; their sum must be below 1"
+            )
 
 
 class Source:
@@ -344,12 +379,12 @@ def read_policy_chain(
     return replace(chain, costs=Costs(policy.cost_unit, chain.costs.per_call))
 
 
-def read_policy_heads(logits: str | AnyPath, policy: Policy, options: EvaluateOptions) -> ChainHeads:
+def read_policy_heads(logits: str | AnyPath, policy: Policy, split: str, logit_kind: LogitKinds = None) -> ChainHeads:
     """Read a policy's models on a split of a table as read_policy_chain does, but the logits."""
     if policy.encoder is not None:
         raise ConfigError(f"shards hold no embeddings, which policy {policy.id} reads: leave shards out")
-    table = LogitTable(logits, options.logit_kind, undeclared=policy.kinds_by_model)
-    return table.read_chain_heads(policy.models, options.split, costs=_costs_of(policy))
+    table = LogitTable(logits, logit_kind, undeclared=policy.kinds_by_model)
+    return table.read_chain_heads(policy.models, split, costs=_costs_of(policy))
 
 
 def option_names(logits: Logits) -> tuple[str, ...] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import inspect
 import io
 import json
 import logging
@@ -15,17 +14,18 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from cauc_ray import __version__
 from cauc_ray.cli.supervising import leave_on_signals, supervise
-from cauc_ray.errors import CaucError, GuardError, masked, own_warnings
+from cauc_ray.errors import CaucError, ConfigError, ExecutionError, GuardError, masked, own_warnings, unknown_name
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-    from cauc_ray.api.options import Options
+    from cauc_ray.api.options import Flag, Options
     from cauc_ray.cli.verbs import Verb
 
 
@@ -57,8 +57,13 @@ SHELLS = ("bash", "zsh", "tcsh")
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run `cauc` and exit.
 
-    0: done.   1: part of the work failed, or a fault of cauc-ray.   2: bad input.   3: a check found that the policy
-    is not valid any more.   130, 143: stopped by Ctrl-C, or as `ray job stop` does.
+    - 0: done.
+    - 1: an internal error.
+    - 2: bad input.
+    - 3: a check that fails.
+    - 4: infrastructure that is worth a retry: a lost cluster, a stage that is down.
+    - 5: done with failed rows or methods.
+    - 130, 143: stopped by Ctrl-C, or as `ray job stop` does.
     """
     # A stream that the caller has closed is None; nobody reads what goes there.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
@@ -75,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if options.debug:
             raise
         _say("error", str(error))
-        sys.exit(3 if isinstance(error, GuardError) else 2)
+        sys.exit(3 if isinstance(error, GuardError) else 4 if isinstance(error, ExecutionError) else 2)
     except BrokenPipeError:
         # The reader has seen enough. Nothing more can be written there, not by Python's own last flush either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -94,22 +99,20 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if isinstance(error, OSError) and error.strerror:  # too long a name, a disk that is full
             _say("error", f"{error.filename or 'the output'}: {error.strerror}")
             sys.exit(2)
-        _say("error", f"{type(error).__name__}: {error} (a fault of cauc-ray; --debug shows where)")
+        _say("error", f"{type(error).__name__}: {error} (internal error, please report; --debug shows where)")
         sys.exit(1)
 
 
 def _run(options: argparse.Namespace, *, is_process: bool) -> int:
     """Check a verb's options, do its work, and return the exit code."""
-    given = {name: value for name, value in vars(options).items() if name not in ("verb", "json", "debug", "config")}
     verb = _verb(options.verb)
-    # Flags that name paths are relative to the current folder, whatever the config's.
-    own = verb.options.of(given) if options.config is None else verb.options.read(options.config, given)
+    checked = dict(_checked(verb, options))
     if options.verb == "serve" and is_process and sys.platform == "linux":
         # Before anything takes long: from here on a signal ends it in an orderly way.
-        if getattr(own, "local", False):
+        if checked["local"]:
             leave_on_signals()
         else:
-            supervise(own_ray=(getattr(own, "address", None) or os.environ.get("RAY_ADDRESS") or "local") == "local")
+            supervise(own_ray=(checked["address"] or os.environ.get("RAY_ADDRESS") or "local") == "local")
     out = sys.stdout
 
     def say(result: Mapping[str, Any], show: Callable[[], None], *lines: str) -> None:
@@ -126,7 +129,32 @@ def _run(options: argparse.Namespace, *, is_process: bool) -> int:
 
     # Ray writes to standard output when it starts, when it ends and when a process dies; that is for the answer alone.
     with warnings_on_stderr("cauc"), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        return verb.work(own, say) or 0
+        return verb.work(say, **checked) or 0
+
+
+def _checked(verb: Verb, words: argparse.Namespace) -> Options:
+    """Return a verb's options as flags and a config file give them.
+
+    Relative paths of flags are taken from the current folder, those of the config from the config's folder.
+    """
+    from cauc_ray.api.options import Door
+    from cauc_ray.files.documents import read_yaml
+
+    kind = verb.options
+    given = {name: value for name, value in vars(words).items() if name in kind.model_fields}
+    content: Any = {}
+    if words.config is not None:
+        content = read_yaml(Path(words.config), "config")
+        if not isinstance(content, dict):
+            keys = ", ".join(name for name, field in kind.model_fields.items() if field.is_required())
+            raise ConfigError(f"{words.config} is not a config: a mapping with {keys} was expected")
+        unknown = next((str(name) for name in content if name not in kind.model_fields), None)
+        if unknown is not None:
+            raise ConfigError(f"{words.config}: {unknown_name('key', unknown, kind.model_fields)}")
+    flags = {
+        name: spellings[-1] for name, field in kind.model_fields.items() if (spellings := spellings_of(name, field))
+    }
+    return kind.of({**content, **given}, Door(flags, given, None if words.config is None else Path(words.config)))
 
 
 def _verb(name: str) -> Verb:
@@ -188,6 +216,19 @@ class _Parser(argparse.ArgumentParser):
         if name is not None:
             verb = _verb(name)
             add_options(self, verb.options)
+            general = self.add_argument_group("options of every verb")
+            general.add_argument(
+                "--config", metavar="FILE", help="YAML file with options by name; flags take precedence"
+            )
+            general.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+            general.add_argument("--debug", action="store_true", help="show tracebacks")
+            general.add_argument("-h", "--help", action="help", help="show this help and exit")
+            positionals = [
+                (action.metavar or action.dest, verb.options.model_fields[action.dest].is_required())
+                for action in self._get_positional_actions()
+            ]
+            words = [str(word) if is_required else f"[{word}]" for word, is_required in positionals]
+            self.usage = " ".join([self.prog, *words, "[options]"])
             self.epilog = "example:\n" + textwrap.indent(verb.example, "  ")
 
     def error(self, message: str) -> NoReturn:
@@ -243,49 +284,57 @@ def _parsers() -> tuple[_Parser, list[_Parser]]:
             description=f"{about[0].upper()}{about[1:]}.",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
+            add_help=False,
         )
         verb.set_defaults(verb=name)
         verb.lazy = name
-        verb.add_argument("--config", metavar="FILE", help="YAML file with options by name; flags take precedence")
-        verb.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-        verb.add_argument("--debug", action="store_true", help="show tracebacks")
         made.append(verb)
     return parser, made
 
 
 def add_options(verb: argparse.ArgumentParser, options: type[Options]) -> None:
-    """Give a verb a flag for each of its options, in a group for each class that declares some.
+    """Give a verb a flag for each of its options, in the groups of the help.
 
-    What is not given is absent from the parsed namespace: a config file may give it, else its default holds.
+    What is not given is absent from the parsed namespace: a config file may give it, else its default holds. Types are
+    checked by the options' class.
     """
+    from cauc_ray.api.options import GROUPS, OTHER, Group
+
+    groups = {group: verb.add_argument_group(group.title) for group in GROUPS}
+    for name, field in options.model_fields.items():
+        marks, flag = _marks(field), flag_of(field)
+        if flag.config_only:
+            continue
+        group = next((mark for mark in marks if isinstance(mark, Group)), OTHER)
+        kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field)}
+        kinds = _kinds(field.annotation)
+        if kinds[0] is bool:
+            kwargs["action"] = "store_true"
+        elif get_origin(kinds[0]) is Literal:
+            kwargs["choices"] = get_args(kinds[0])
+        else:
+            kwargs["metavar"] = flag.metavar or name.rpartition("_")[2].upper()
+        if flag.is_positional:
+            verb.add_argument(name, nargs="*" if flag.is_several else "?", **kwargs)
+        else:
+            groups[group].add_argument(*spellings_of(name, field), dest=name, **kwargs)
+
+
+def flag_of(field: FieldInfo) -> Flag:
+    """Return the form of an option on the command line."""
     from cauc_ray.api.options import Flag
 
-    groups, added = dict[str, Any](), set[str]()
-    for declaring in options.__mro__:  # a verb's own first, then what it shares with others
-        for name in inspect.get_annotations(declaring):
-            if name not in options.model_fields or name in added:
-                continue
-            added.add(name)
-            field = options.model_fields[name]
-            kinds = _kinds(field.annotation)
-            metadata = [*field.metadata, *(each for kind in kinds for each in getattr(kind, "__metadata__", ()))]
-            flag = next((each for each in metadata if isinstance(each, Flag)), Flag())
-            if flag.config_only or field.description is None:
-                continue
-            title = getattr(declaring, "GROUP", "options")
-            if title not in groups:
-                groups[title] = verb.add_argument_group(title)
-            kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field)}
-            if kinds[0] is bool:
-                kwargs["action"] = "store_true"
-            elif get_origin(kinds[0]) is Literal:
-                kwargs["choices"] = get_args(kinds[0])
-            else:
-                kwargs |= {"type": flag.read, "metavar": flag.metavar or name.rpartition("_")[2].upper()}
-            if flag.is_positional:
-                groups[title].add_argument(name, nargs="*" if flag.is_several else "?", **kwargs)
-            else:
-                groups[title].add_argument(*(flag.spellings or [f"--{name.replace('_', '-')}"]), dest=name, **kwargs)
+    return next((mark for mark in reversed(_marks(field)) if isinstance(mark, Flag)), Flag())
+
+
+def spellings_of(name: str, field: FieldInfo) -> tuple[str, ...]:
+    """Return the flags of an option, none for one that has no flag."""
+    flag = flag_of(field)
+    return () if flag.is_positional or flag.config_only else flag.spellings or (f"--{name.replace('_', '-')}",)
+
+
+def _marks(field: FieldInfo) -> list[Any]:
+    return [*field.metadata, *(mark for kind in _kinds(field.annotation) for mark in getattr(kind, "__metadata__", ()))]
 
 
 def _kinds(annotation: Any) -> list[Any]:
@@ -298,7 +347,7 @@ def _help(field: FieldInfo) -> str:
     default, about = field.get_default(), str(field.description)
     if field.is_required():
         about += " (required)"
-    elif not (default is None or default is False or default in ((), {}) or "(default" in about):
+    elif not (default is None or default is False or default in ((), {}) or "default:" in about):
         about += f" (default: {','.join(default) if isinstance(default, tuple) else default})"
     return about.replace("%", "%%")
 

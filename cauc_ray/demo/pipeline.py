@@ -16,6 +16,7 @@ import yaml
 import cauc_ray
 from cauc_ray.api.evaluated import evaluation_summary
 from cauc_ray.api.live import progress
+from cauc_ray.api.options import Common, Output
 from cauc_ray.comparison.result import Comparison
 from cauc_ray.data.splits import split_shares
 from cauc_ray.demo import digit_networks
@@ -36,14 +37,17 @@ LIVE = "rf-20"
 TITLES = {"base": "CAUC Base"} | {name: f"CAUC-RF, budget {share:.0%}" for name, share in BUDGETS.items()}
 
 
-def run_demo(output: str | None) -> dict[str, Any]:
-    """Run the demo into a new folder and return what its table shows.
+def run_demo(output: Common[Output | None] = None) -> dict[str, Any]:
+    """Run the demo into a new folder and return what its table shows; a demo that fails leaves no folder behind.
 
-    Raises ConfigError with the install command where scikit-learn or matplotlib is missing, or when the folder exists.
-    A demo that fails leaves no folder behind.
+    Args:
+        output: A new folder (default: cauc-demo, or the next free name).
+
+    Raises:
+        ConfigError: scikit-learn or matplotlib is missing, with the install command, or the folder exists.
     """
     names = ["cauc-demo", *(f"cauc-demo-{n}" for n in range(2, 1000))]
-    folder = Path(output or next(name for name in names if not Path(name).exists())).absolute()
+    folder = Path(str(output or next(name for name in names if not Path(name).exists()))).absolute()
     require_packages("the demo", "demo", "sklearn", "matplotlib")
     with new_folder(folder):
         try:
