@@ -31,7 +31,8 @@ from pydantic import (
     create_model,
 )
 
-from cauc_ray.errors import ConfigError
+from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.files.documents import read_yaml
 from cauc_ray.files.paths import AnyPath, RemotePath, path_of
 from cauc_ray.models.resources import Resources
 
@@ -113,14 +114,9 @@ PYTHON = Door()
 
 
 class Options(BaseModel):
-    """Checked options of functions; a subclass states what they must agree on and what follows from them.
-
-    Attributes:
-        FUNCTIONS: Those that define the options.
-    """
+    """Checked options; a subclass states what they must agree on and what follows from them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    FUNCTIONS: ClassVar[tuple[Callable[..., Any], ...]] = ()
 
     if TYPE_CHECKING:
 
@@ -144,8 +140,37 @@ class Options(BaseModel):
             raise door.error(str(error)) from error
         return options
 
+    @classmethod
+    def read(cls, config: str | Path, given: Mapping[str, Any] = {}, flags: Mapping[str, str] = {}) -> Self:
+        """Read options from a YAML file, and check them; those that are given as well take precedence.
+
+        Relative paths are taken from the file's folder, those that are given from the current one.
+
+        Args:
+            config: The file, a mapping of options by name.
+            given: Options that the command line gives.
+            flags: How it spells them, by name.
+
+        Raises:
+            ConfigError: The file is missing or is not YAML, or an option is unknown, missing or wrong; in one line.
+        """
+        content = read_yaml(Path(config), "config")
+        if not isinstance(content, dict):
+            keys = ", ".join(name for name, field in cls.model_fields.items() if field.is_required())
+            raise ConfigError(f"{config} is not a config: a mapping with {keys} was expected")
+        unknown = next((str(name) for name in content if name not in cls.model_fields), None)
+        if unknown is not None:
+            raise ConfigError(f"{config}: {unknown_name('key', unknown, cls.model_fields)}")
+        return cls.of({**content, **given}, Door(flags, given, Path(config)))
+
+
+class _Pickled:
+    """Pickles options by the functions that define them: other processes derive the class anew."""
+
+    FUNCTIONS: ClassVar[tuple[Callable[..., Any], ...]]
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.FUNCTIONS, dict(self))
+        return _restored, (self.FUNCTIONS, dict(self))  # type: ignore[call-overload]
 
 
 def _restored(functions: tuple[Callable[..., Any], ...], values: Mapping[str, Any]) -> Options:
@@ -204,7 +229,7 @@ def options_of(*functions: Callable[..., Any]) -> type[Any]:
                 default = ... if parameter.default is parameter.empty else parameter.default
                 fields[parameter.name] = (kind, Field(default, description=texts[parameter.name]))
     name = functions[-1].__name__.title().replace("_", "")
-    options: type[Any] = create_model(name, __base__=_RULES.get(functions[-1], Options), **fields)
+    options: type[Any] = create_model(name, __base__=(_Pickled, _RULES.get(functions[-1], Options)), **fields)
     options.FUNCTIONS = functions
     return options
 
@@ -240,20 +265,29 @@ def several(text: str) -> tuple[str, ...] | dict[str, str]:
     return named or tuple(name for (name,) in parts)
 
 
-def _listed(value: Any) -> Any:
-    """Return a text, an array or a list as what types are checked on: a tuple, or a mapping."""
+def _listed(value: Any, info: ValidationInfo) -> Any:
+    """Return an array or a list as what types are checked on, a tuple; of the command, which has texts, also a text."""
     if isinstance(value, str):
-        return several(value)
+        return several(_text(value, info))
     return tuple(value) if isinstance(value, np.ndarray | list) else value
 
 
-def _chains(value: Any) -> Any:
+def _chains(value: Any, info: ValidationInfo) -> Any:
     """Return chains as tuples; a text is A+B,A+B+C."""
-    return tuple(tuple(chain.split("+")) for chain in several(value)) if isinstance(value, str) else _listed(value)
+    if isinstance(value, str):
+        return tuple(tuple(chain.split("+")) for chain in several(_text(value, info)))
+    return _listed(value, info)
 
 
-def _kinds(value: Any) -> Any:
-    return several(value) if isinstance(value, str) and "=" in value else value
+def _kinds(value: Any, info: ValidationInfo) -> Any:
+    return several(_text(value, info)) if isinstance(value, str) and "=" in value else value
+
+
+def _text(value: str, info: ValidationInfo) -> str:
+    """Return a text that lists values. Raises ValueError in Python, where a name may hold a comma."""
+    if isinstance(info.context, Door) and info.context.flags:
+        return value
+    raise ValueError(f"a list or a mapping was expected, got the text {value!r}")
 
 
 def located(value: object, info: ValidationInfo) -> AnyPath:
@@ -309,8 +343,8 @@ _PATH = (PlainSerializer(str, when_used="json"), WithJsonSchema({"type": "string
 _LISTED = BeforeValidator(_listed)
 Location: TypeAlias = Annotated[AnyPath, PlainValidator(located), *_PATH]
 InputPath: TypeAlias = Annotated[str | AnyPath, PlainValidator(located), *_PATH]
-OutputPath: TypeAlias = Annotated[str | AnyPath, PlainValidator(_output), *_PATH]
-Output: TypeAlias = Annotated[OutputPath, Flag("PATH", ("-o", "--output"))]
+OutputPath: TypeAlias = Annotated[AnyPath, PlainValidator(_output), *_PATH]
+Output: TypeAlias = Annotated[str | AnyPath, PlainValidator(_output), *_PATH, Flag("PATH", ("-o", "--output"))]
 DatasetName: TypeAlias = Annotated[str, BeforeValidator(_dataset), Flag("NAME|PATH")]
 EncoderName: TypeAlias = Annotated[str, BeforeValidator(_encoder)]
 Cost: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]

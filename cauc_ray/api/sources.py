@@ -191,7 +191,8 @@ class Source:
 
     def _given_costs(self) -> dict[str, float] | None:
         """Return what calls cost by model, None where options do not give it."""
-        models, costs = self._options.models, self._options.costs
+        models: Sequence[str] | None = self._options.models
+        costs: dict[str, float] | tuple[float, ...] | None = self._options.costs
         if not isinstance(costs, tuple):
             return costs
         if models is None and self.table is not None:

@@ -14,13 +14,12 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from cauc_ray import __version__
 from cauc_ray.cli.supervising import leave_on_signals, supervise
-from cauc_ray.errors import CaucError, ConfigError, ExecutionError, GuardError, masked, own_warnings, unknown_name
+from cauc_ray.errors import CaucError, ExecutionError, GuardError, masked, own_warnings
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -133,28 +132,15 @@ def _run(options: argparse.Namespace, *, is_process: bool) -> int:
 
 
 def _checked(verb: Verb, words: argparse.Namespace) -> Options:
-    """Return a verb's options as flags and a config file give them.
-
-    Relative paths of flags are taken from the current folder, those of the config from the config's folder.
-    """
+    """Return a verb's options as flags and a config file give them."""
     from cauc_ray.api.options import Door
-    from cauc_ray.files.documents import read_yaml
 
-    kind = verb.options
-    given = {name: value for name, value in vars(words).items() if name in kind.model_fields}
-    content: Any = {}
-    if words.config is not None:
-        content = read_yaml(Path(words.config), "config")
-        if not isinstance(content, dict):
-            keys = ", ".join(name for name, field in kind.model_fields.items() if field.is_required())
-            raise ConfigError(f"{words.config} is not a config: a mapping with {keys} was expected")
-        unknown = next((str(name) for name in content if name not in kind.model_fields), None)
-        if unknown is not None:
-            raise ConfigError(f"{words.config}: {unknown_name('key', unknown, kind.model_fields)}")
-    flags = {
-        name: spellings[-1] for name, field in kind.model_fields.items() if (spellings := spellings_of(name, field))
-    }
-    return kind.of({**content, **given}, Door(flags, given, None if words.config is None else Path(words.config)))
+    fields = verb.options.model_fields
+    given = {name: value for name, value in vars(words).items() if name in fields}
+    flags = {name: spelled[-1] for name, field in fields.items() if (spelled := spellings_of(name, field))}
+    if words.config is None:
+        return verb.options.of(given, Door(flags, given))
+    return verb.options.read(words.config, given, flags)
 
 
 def _verb(name: str) -> Verb:
@@ -220,9 +206,9 @@ class _Parser(argparse.ArgumentParser):
             general.add_argument(
                 "--config", metavar="FILE", help="YAML file with options by name; flags take precedence"
             )
-            general.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-            general.add_argument("--debug", action="store_true", help="show tracebacks")
-            general.add_argument("-h", "--help", action="help", help="show this help and exit")
+            general.add_argument("--json", action="store_true", help="Print one JSON object instead of tables")
+            general.add_argument("--debug", action="store_true", help="Show tracebacks")
+            general.add_argument("-h", "--help", action="help", help="Show this help and exit")
             positionals = [
                 (action.metavar or action.dest, verb.options.model_fields[action.dest].is_required())
                 for action in self._get_positional_actions()
@@ -328,9 +314,11 @@ def flag_of(field: FieldInfo) -> Flag:
 
 
 def spellings_of(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """Return the flags of an option, none for one that has no flag."""
+    """Return an option's spellings on the command line: flags, or its placeholder if it has a position."""
     flag = flag_of(field)
-    return () if flag.is_positional or flag.config_only else flag.spellings or (f"--{name.replace('_', '-')}",)
+    if flag.is_positional:
+        return (flag.metavar or name.upper(),)
+    return () if flag.config_only else flag.spellings or (f"--{name.replace('_', '-')}",)
 
 
 def _marks(field: FieldInfo) -> list[Any]:

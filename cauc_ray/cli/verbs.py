@@ -130,7 +130,6 @@ def evaluate(
     from cauc_ray.api import offline
     from cauc_ray.api.evaluated import evaluation_summary
     from cauc_ray.files.parquet import write_parquet
-    from cauc_ray.files.paths import path_of
 
     if predictions is not None:
         offline.require_output_file(predictions, *array_files.files_of(logits), policy)
@@ -139,7 +138,7 @@ def evaluate(
     with live.progress("evaluating"):
         evaluation = offline.evaluate(source, loaded, labels=known_labels, **options)
         if predictions is not None:
-            write_parquet(path_of(predictions), evaluation.to_arrow())
+            write_parquet(predictions, evaluation.to_arrow())
     result = evaluation_summary(evaluation)
     say(result, lambda: show.evaluation(result))
 
@@ -179,7 +178,7 @@ def compare(
     elif logits is not None:
         source, known_labels = array_files.read_logits(logits, labels)
     if not isinstance(source, Mapping):
-        options["address"] = options["address"] or os.environ.get("RAY_ADDRESS")
+        options["address"] = options["address"] or os.environ.get("RAY_ADDRESS") or None
     with live.progress("compare", "cells") as on_cell:
         comparison = comparing.compare(source, known_labels, **options, on_cell=on_cell)
     written = [] if options["output"] is None else [f"written to {options['output']}"]

@@ -86,7 +86,7 @@ class CompareOptions(ChainOptions):
             raise ConfigError(
                 f"{{training_split}}: split {self.training_split!r} has another use already; give one of its own"
             )
-        redrawn = self.redrawn or ()
+        redrawn: tuple[str, ...] = self.redrawn or ()
         _require_unique("{redrawn}:", redrawn)
         for name in redrawn:
             if name not in self.cuts:
