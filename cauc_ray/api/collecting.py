@@ -25,7 +25,7 @@ from cauc_ray.execution.collection import (
     run_side_by_side,
 )
 from cauc_ray.execution.commits import Totals, add_totals
-from cauc_ray.execution.progress import RunProgress
+from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.execution.session import ray_session, runs_here
 from cauc_ray.files.documents import require_folder
 from cauc_ray.files.paths import AnyPath, absolute, hive_values
@@ -106,6 +106,8 @@ def collect(
             _note(works[name], list(works), table, rows)
 
     if plans:
+        at_s = time.monotonic()
+        on_progress({name: RunProgress(at_s, None, 0, (StageProgress(name),)) for name in plans})
         with ray_session(address, max(plan.stages[0].resources.num_cpus for plan in plans.values())):
             run_side_by_side({name: works[name] for name in plans}, rows, on_progress, on_end)
     for name, work in works.items():

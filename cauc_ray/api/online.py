@@ -23,7 +23,7 @@ from cauc_ray.data.datasets import DatasetSpec, RunInput, open_input
 from cauc_ray.errors import CaucWarning, ConfigError, DataError
 from cauc_ray.execution.cluster import cpus_needed
 from cauc_ray.execution.ledger import RunRecord, new_record, parts_of, resumed_record
-from cauc_ray.execution.progress import RunProgress
+from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.execution.runner import CascadeRun, block_rows
 from cauc_ray.execution.session import ray_session, runs_here
 from cauc_ray.files.documents import new_folder, read_json, require_new, write_json
@@ -119,6 +119,7 @@ def run(
     else:
         require_new(folder)
     started = time.perf_counter()
+    on_progress(RunProgress(time.monotonic(), None, 0, tuple(StageProgress(stage.name) for stage in stages)))
     with ray_session(address, cpus_needed(stages)), nullcontext() if resume else new_folder(folder):
         (folder / "summary.json").unlink(missing_ok=True)  # where failed rows are tried again, the run is unfinished
         run_s = CascadeRun(

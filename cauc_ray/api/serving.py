@@ -9,10 +9,10 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from cauc_ray.api.options import Common, OnRay, Options, options_of, takes
 from cauc_ray.errors import ConfigError, ExecutionError, PolicyError, printable, require_packages
@@ -115,6 +115,7 @@ def serve(
             )
         grpc_port = _free_port(host, grpc_port)
     model = require_name(pool.name if name is None else name)
+    on_wait(f"starting {len(policy.stages):,} stages …")
     if local:
         from cauc_ray.serving.local import local_service  # Ray takes seconds to import, and some have none
 
@@ -172,7 +173,7 @@ def set_policy(
     numbers = {"threshold": threshold, "budget": budget, "share": share}
     options = {"policy": content, **numbers, "promote": promote or None, "rollback": rollback or None}
     change = PolicyChange.of({key: value for key, value in options.items() if value is not None})
-    url = url.rstrip("/")
+    url = _require_http(url.rstrip("/"))
     name = name or _only_model(url)
     address = f"{url}/v2/models/{quote(name, safe='')}/policy"
     return _http("PUT", address, change.model_dump(exclude_unset=True))
@@ -185,14 +186,20 @@ def _only_model(url: str) -> str:
     return str(models[0])
 
 
+def _require_http(url: str) -> str:
+    """Return an address of HTTP. Raises ConfigError for another one."""
+    with suppress(ValueError):
+        if urlsplit(url).scheme in ("http", "https"):
+            return url
+    raise ConfigError(f"{url} is not an http address, such as http://127.0.0.1:8000")
+
+
 def _http(method: str, url: str, content: Any = None) -> dict[str, Any]:
     """Make a request of JSON. Raises CaucError in one line."""
     headers: dict[str, Any] = {"Content-Type": "application/json", **_authorization()}
     body = None if content is None else json.dumps(content).encode()
     try:
         request = urllib.request.Request(url, body, headers, method=method)
-        if request.type not in ("http", "https"):
-            raise ConfigError(f"{url} is not an http address")
         with urllib.request.urlopen(request, timeout=HTTP_DEADLINE_S) as response:
             answer = json.load(response)
     except urllib.error.HTTPError as error:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_o
 
 from cauc_ray import __version__
 from cauc_ray.cli.supervising import leave_on_signals, supervise
-from cauc_ray.errors import CaucError, ExecutionError, GuardError, masked, own_warnings
+from cauc_ray.errors import CaucError, masked, own_warnings
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if options.debug:
             raise
         _say("error", str(error))
-        sys.exit(3 if isinstance(error, GuardError) else 4 if isinstance(error, ExecutionError) else 2)
+        sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader has seen enough. Nothing more can be written there, not by Python's own last flush either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

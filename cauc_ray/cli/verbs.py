@@ -225,7 +225,7 @@ def serve(say: Say, *, pool: PoolFile, policy: Common[Location], **options: Any)
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
     with ExitStack() as stack:
-        with live.progress("starting") as on_wait:
+        with live.progress("starting", at_once=True) as on_wait:
             service = stack.enter_context(serving.serve(pool, policy, **options, on_wait=on_wait))
         about = {"url": service.url, "grpc": service.grpc, "model": service.model, "policy_id": service.policy_id}
         say(about, lambda: show.service(service))
