@@ -322,7 +322,8 @@ def spellings_of(name: str, field: FieldInfo) -> tuple[str, ...]:
 
 
 def _marks(field: FieldInfo) -> list[Any]:
-    return [*field.metadata, *(mark for kind in _kinds(field.annotation) for mark in getattr(kind, "__metadata__", ()))]
+    """Return the marks of an option's type, those of the parameter itself last."""
+    return [*(mark for kind in _kinds(field.annotation) for mark in getattr(kind, "__metadata__", ())), *field.metadata]
 
 
 def _kinds(annotation: Any) -> list[Any]:

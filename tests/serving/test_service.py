@@ -14,6 +14,7 @@ from asking import Chain, ask, asked, http, in_force, outputs_of, put_policy, un
 from replicas import replicas_of
 
 import cauc_ray
+from cauc_ray.errors import ConfigError
 from cauc_ray.policies.trace import replay
 
 with warnings.catch_warnings():
