@@ -138,11 +138,11 @@ def set_policy(
     *,
     url: Common[str] = "http://127.0.0.1:8000",
     name: Common[str | None] = None,
-    threshold: float | None = None,
-    budget: float | None = None,
-    share: float | None = None,
-    promote: bool = False,
-    rollback: bool = False,
+    threshold: Common[float | None] = None,
+    budget: Common[float | None] = None,
+    share: Common[float | None] = None,
+    promote: Common[bool] = False,
+    rollback: Common[bool] = False,
 ) -> dict[str, Any]:
     """Change the policies of a running service, on all of its replicas; no model is loaded again.
 

@@ -86,7 +86,7 @@ def fit(
     say: Say,
     *,
     logits: LogitFiles,
-    labels: Common[Location | None] = None,
+    labels: Location | None = None,
     output: Common[Output] = Path("policy.json"),
     **options: Any,
 ) -> None:
@@ -115,7 +115,7 @@ def evaluate(
     *,
     logits: LogitFiles,
     policy: Common[Location],
-    labels: Common[Location | None] = None,
+    labels: Location | None = None,
     predictions: Common[OutputPath | None] = None,
     **options: Any,
 ) -> None:
@@ -158,9 +158,7 @@ def check(say: Say, *, logits: Table, policy: Common[Location], **options: Any) 
     return 0 if result["holds"] else NOT_VALID
 
 
-def compare(
-    say: Say, *, logits: LogitFiles | None = None, labels: Common[Location | None] = None, **options: Any
-) -> int:
+def compare(say: Say, *, logits: LogitFiles | None = None, labels: Location | None = None, **options: Any) -> int:
     """Fit methods and measure them side by side, over budgets, seeds and chains.
 
     Args:
