@@ -96,7 +96,11 @@ def _documented(content: Any, name: str, level: int) -> Iterator[str]:
 
 
 def _signature(content: Any, name: str) -> Iterator[str]:
-    parameters = [each for each in inspect.signature(content).parameters.values() if each.name not in ("self", "cls")]
+    parameters = [
+        parameter
+        for parameter in inspect.signature(content).parameters.values()
+        if parameter.name not in ("self", "cls")
+    ]
     returns = inspect.get_annotations(content).get("return") if inspect.isfunction(content) else None
     end = "" if returns is None else f" -> {returns}"
     if not parameters:

@@ -73,8 +73,8 @@ def read_logits(
     if isinstance(paths, dict):
         arrays: dict[str, Any] = {model: _read(path) for model, path in paths.items()}
     else:
-        table, *others = paths
-        if others:
+        table, *more_tables = paths
+        if more_tables:
             raise ConfigError(f"one logit table was expected, got {len(paths)}: {', '.join(map(str, paths))}")
         if table.suffix not in (".npy", ".npz", ".csv"):
             if labels is not None:

@@ -158,19 +158,19 @@ def _encoder(pool: Pool, embedding: str) -> StageSpec:
         if stage.model.answers_kind == EMBEDDING:
             return stage
         return stage.model_copy(update={"model": FeaturesSpec(of=stage.model), "cost": None})
-    here = Path.cwd()
+    current_folder = Path.cwd()
     # os.path.exists, unlike Path's, is False where a name is too long.
-    if not embedding or not (os.path.exists(here / embedding) or "/" in embedding):
+    if not embedding or not (os.path.exists(current_folder / embedding) or "/" in embedding):
         raise ConfigError(f"{unknown_name('encoder', embedding, names)}, or a hub id ORG/NAME or a folder")
     images = pool.task == "image-classification"
     encoder = (ImageEncoderSpec if images else TextEncoderSpec).model_validate(
-        {"model": embedding}, context={"folder": here}
+        {"model": embedding}, context={"folder": current_folder}
     )
     language = [stage.model.columns_read.names for stage in pool.stages if isinstance(stage.model, LanguageSpec)]
     prompted = next(iter(language), None)
     if isinstance(encoder, TextEncoderSpec) and pool.task == "classification" and prompted:
         encoder = encoder.model_copy(update={"columns": tuple(sorted(prompted)), "required": ()})
-    name = Path(os.path.normpath(here / embedding)).name.replace("=", "-")  # of a link, its own
+    name = Path(os.path.normpath(current_folder / embedding)).name.replace("=", "-")  # of a link, its own
     if name in names:  # in the table it would be the stage, whose call is paid by who looks at it
         raise ConfigError(f"encoder {embedding!r} and a stage of the pool are both named {name!r}; rename one of them")
     try:
@@ -183,18 +183,20 @@ def _encoder(pool: Pool, embedding: str) -> StageSpec:
 def _require_one_unit(stages: Sequence[StageSpec], out: AnyPath) -> None:
     """Refuse costs in several units, and ones in another unit than the table's."""
     for stage in stages:
-        own = stage.model.cost_unit
-        if stage.cost is not None and own is not None and stage.cost.value is None:
-            raise ConfigError(f"stage {stage.name!r}: its calls tell their own cost in {own}; leave its cost out")
+        reported_unit = stage.model.cost_unit
+        if stage.cost is not None and reported_unit is not None and stage.cost.value is None:
+            raise ConfigError(
+                f"stage {stage.name!r}: its calls tell their reported_unit cost in {reported_unit}; leave its cost out"
+            )
     # What a remote model reports is known once it has answered.
     units = {stage.name: cost_unit(stage) for stage in stages if stage.cost is not None or not stage.model.REMOTE}
     if not units:
         return
     first, unit = next(iter(units.items()))
-    for name, other in units.items():
-        if other != unit:
+    for name, stage_unit in units.items():
+        if stage_unit != unit:
             raise ConfigError(
-                f"costs must be in one unit: stage {first!r} has {unit}, stage {name!r} has {other}; "
+                f"costs must be in one unit: stage {first!r} has {unit}, stage {name!r} has {stage_unit}; "
                 "declare all in one under `cost` in the pool file"
             )
     info = _info(out)
@@ -232,8 +234,8 @@ def _note(work: Collection, order: Sequence[str], out: AnyPath, rows: Dataset) -
         )
     kind = work.stage.model.answers_kind
     source = f"{record.source}; {record.logit_kind}"
-    own = PoolModel(name=name, cost=cost, source=source, logit_kind=kind, dtype=record.dtype, noise=record.noise)
-    models = [own.model_copy(update={"prompt": work.stage.model.shown})]
+    declared = PoolModel(name=name, cost=cost, source=source, logit_kind=kind, dtype=record.dtype, noise=record.noise)
+    models = [declared.model_copy(update={"prompt": work.stage.model.shown})]
     for model in before.models if before else []:
         if before is not None and model.name != name:
             models.append(model.model_copy(update={"logit_kind": before.kind(model.name) or "raw"}))
@@ -270,10 +272,10 @@ def _mean_cost(work: Collection, totals: Totals) -> float | None:
 def _summary(name: str, work: Collection, n_new: int, seconds: float | None) -> dict[str, Any]:
     splits = {}
     for split in work.records:
-        own = _totals(work, [split])
-        rows = own["rows"]
+        counts = _totals(work, [split])
+        rows = counts["rows"]
         counted = {key: rows[key] for key in ("labelled", "right")}
-        splits[split] = {"rows": rows["answered"], "failed": own["failed"].total(), **counted}
+        splits[split] = {"rows": rows["answered"], "failed": counts["failed"].total(), **counted}
     totals = _totals(work, work.records)
     record = work.record(next(iter(work.records)))
     assert record is not None

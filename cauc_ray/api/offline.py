@@ -202,7 +202,7 @@ def fit(
         objective: What a chosen threshold maximises.
         certify: Limit of the risk of early answers and its confidence, as risk<=0.05@0.95.
         search: Fit the best sub-chain of the models, at most 12, in any order.
-        safe: Fuse only where supported, and fall back on a single model that is no worse.
+        safe: Fuse only where supported, and fall back on a single model that is at least as good.
         strict: Treat a guard that fires as an error, with exit code 3.
         calibrator: Calibrator of each model: a temperature; with an offset for each option; or an isotonic map of
             confidences, for base with one or two models.
@@ -244,14 +244,14 @@ def fit(
         require_fit(options, len(source.models))
     if options.searches:
         check_pool(source.models)
-    found = None
+    chain_search = None
     if options.searches:
-        found = search_chains(
+        chain_search = search_chains(
             options.method, *_pool(options, source), options.threshold_rule, validation_split, calibrator=calibrator
         )
         # Read again: an example that only other models failed on counts here.
-        source = source.of_models(found.chosen.models)
-        options = options.model_copy(update={"method": found.chosen.method})
+        source = source.of_models(chain_search.chosen.models)
+        options = options.model_copy(update={"method": chain_search.chosen.method})
     if options.is_ours and options.embedding is None:
         splits = source.read(source.models, source.costs)
         policy = _with_prompts(fit_chains(options, *splits), logits)
@@ -259,7 +259,7 @@ def fit(
     else:
         policy = _fit_method(options, source, logits)
     warn_of(policy.guards)
-    return policy.model_copy(update={"search": found})
+    return policy.model_copy(update={"search": chain_search})
 
 
 def _pool(options: FitOptions, source: Source) -> tuple[Examples, Examples | None]:
@@ -307,13 +307,13 @@ def _with_prompts(policy: Policy, logits: Logits, before: Policy | None = None) 
 def _with_noise(policy: Policy, logits: Logits, chain: ChainLogits) -> Policy:
     """Return a policy with what the noise that a logit table records of its models may change on a chain."""
     info = None if isinstance(logits, Mapping) else read_info(logits)
-    found = {model.name: model.noise for model in info.models if model.noise is not None} if info else {}
-    found = {name: found[name] for name in policy.models if name in found}
-    if not found:
+    noise_by_model = {model.name: model.noise for model in info.models if model.noise is not None} if info else {}
+    noise_by_model = {name: noise_by_model[name] for name in policy.models if name in noise_by_model}
+    if not noise_by_model:
         return policy
-    n = may_flip(policy, chain, [found.get(name, 0.0) for name in policy.models])
+    n = may_flip(policy, chain, [noise_by_model.get(name, 0.0) for name in policy.models])
     split = (policy.validation or policy.calibration).split
-    return policy.model_copy(update={"noise": Noise(logits=found, may_flip=n, n=len(chain), split=split)})
+    return policy.model_copy(update={"noise": Noise(logits=noise_by_model, may_flip=n, n=len(chain), split=split)})
 
 
 def _table(logits: Logits) -> str | AnyPath:
@@ -399,8 +399,8 @@ def replace_model(
     if policy.costs == "per-call":
         splits = source.read(models, "per-call")
     else:
-        kept = {stage.name: stage.cost for stage in policy.stages if stage.name in models}
-        splits = source.read(models, {**source.declared, **kept})
+        costs_by_model = {stage.name: stage.cost for stage in policy.stages if stage.name in models}
+        splits = source.read(models, {**source.declared, **costs_by_model})
     replaced = _with_prompts(refit(policy, *splits), logits, policy)
     warn_of(replaced.guards)
     return replaced
@@ -425,7 +425,7 @@ def evaluate(
     Args:
         logits: A table or arrays, as for fit().
         policy: A policy file. In Python also a Policy.
-        labels: Int (N,), labels of arrays; without them there is no accuracy.
+        labels: Int (N,), labels of arrays; without them no accuracy is measured.
         example_ids: Ids of the rows of arrays, as for fit().
         split: Split to replay.
         logit_kind: Kind of the logits, of all models or by model (default: as declared in the table, else the kind that
@@ -541,7 +541,7 @@ def _sharded(
     options: ShardOptions,
     on_pass: Callable[[int], None] = lambda n_passes: None,
 ) -> Iterator[tuple[Shards, list[ShardedChain]]]:
-    """Hold chains in shards, on the Ray session that there is or on one for this alone."""
+    """Hold chains in shards, on the current Ray session or on one for this alone."""
     from cauc_ray.execution import sharded  # Ray takes seconds to import
     from cauc_ray.execution.session import ray_session
 
@@ -618,9 +618,9 @@ def check(
     order = np.random.default_rng(options.seed).permutation(len(chain))
     answered = trace.at(policy.threshold, chain).of_rows(order)
     watch.add(answered)
-    known = chain.labelled[order]
+    labelled = chain.labelled[order]
     correct = answered.predictions == chain.labels[order]
-    watch.add_outcomes(answered.stages[known], answered.confidences[known], correct[known])
+    watch.add_outcomes(answered.stages[labelled], answered.confidences[labelled], correct[labelled])
     early = answered.stages < len(policy.stages) - 1
     agreed = answered.predictions == trace.predictions[order, -1]
     watch.add_agreements(answered.stages[early], agreed[early])

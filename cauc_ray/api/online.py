@@ -93,21 +93,21 @@ def run(
     model_columns = pool.columns_read(stages)
     require_agreement(stages, policy)
     _warn_of_other_costs(stages, policy)
-    here, folder = runs_here(address), absolute(out)
+    is_here, folder = runs_here(address), absolute(out)
     costs = tuple(stage.cost for stage in policy.stages) if policy.costs == "per-model" else None
     models = {stage.name: stage.model.identity for stage in stages}
 
     @cache
     def opened() -> tuple[RunInput, RunRecord]:
         rows = _opened(input, pool, options.columns or {}, model_columns)
-        require_usable(stages, rows.columns, str(rows.path), pool, here)
+        require_usable(stages, rows.columns, str(rows.path), pool, is_here)
         record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity, costs=costs, models=models)
         return rows, resumed_record(folder, record) if resume else record
 
     resume = options.resume and folder.exists() and any(folder.iterdir())
     location = absolute(input) if isinstance(input, str | Path | RemotePath) else None
     if not resume and isinstance(location, RemotePath) and location.exists():
-        require_usable(stages, None, str(location), pool, here)  # it is opened while models load: that may take long
+        require_usable(stages, None, str(location), pool, is_here)  # it is opened while models load: that may take long
     else:
         opened()
     if resume:
@@ -158,24 +158,34 @@ def _opened(
 
 
 def require_usable(
-    stages: Iterable[StageSpec], columns: Iterable[str] | None, rows: str, pool: Pool, here: bool
+    stages: Iterable[StageSpec], columns: Iterable[str] | None, rows: str, pool: Pool, is_here: bool
 ) -> None:
     """Refuse models that cannot be loaded as far as their settings tell, and rows without the columns that they need.
 
-    columns: those of the rows, None where they are unknown.   rows: where these are, for messages.   here: the stages
-    run on this machine. Raises DataError and ConfigError.
+    Args:
+        stages: The stages.
+        columns: Columns of the rows, None where they are unknown.
+        rows: Where these are, for messages.
+        pool: The pool of the stages.
+        is_here: Whether the stages run on this machine.
+
+    Raises:
+        ConfigError: A model cannot be loaded.
+        DataError: A column is missing.
     """
-    there = None if columns is None else frozenset(columns)
+    row_columns = None if columns is None else frozenset(columns)
     for stage in stages:
-        stage.model.check(here)
+        stage.model.check(is_here)
         read = stage.model.columns_read
         # A model that declares no columns is given the inputs that the pool declares.
         needed = read.required | (pool.inputs.keys() if read.names is None else frozenset())
-        missing = sorted(needed.difference(there or needed))
+        missing = sorted(needed.difference(row_columns or needed))
         if missing:
-            has = ", ".join(sorted(there or ()))
+            listed = ", ".join(sorted(row_columns or ()))
             remedy = f"name the column that has it with --columns {missing[0]}=NAME"
-            raise DataError(f"stage {stage.name!r} needs a column {missing[0]!r}, and {rows} has only {has}; {remedy}")
+            raise DataError(
+                f"stage {stage.name!r} needs a column {missing[0]!r}, and {rows} has only {listed}; {remedy}"
+            )
 
 
 def _warn_of_other_costs(stages: tuple[StageSpec, ...], policy: Policy) -> None:
@@ -248,8 +258,8 @@ def summarise(out: AnyPath, policy: Policy, batch_sizes: Mapping[str, int]) -> d
         expected_relative, expected_reach = expected.relative_cost, expected.stages[-1].reached / expected.n
     guard = None
     if n_answered:
-        own = Mean.of_sums(n_answered, totals["cost"]["sum"], totals["cost"]["squares"])
-        guard = as_expected(policy.expected, own, "this input", policy.budget, policy.cost_unit)
+        mean_cost = Mean.of_sums(n_answered, totals["cost"]["sum"], totals["cost"]["squares"])
+        guard = as_expected(policy.expected, mean_cost, "this input", policy.budget, policy.cost_unit)
     return {
         "policy_id": policy.id,
         "method": policy.method,

@@ -82,17 +82,17 @@ class Door:
 
     Attributes:
         flags: Each option as a flag; none in Python.
-        given: Names of the options that flags give.
+        flagged: Names of the options that flags give.
         config: The config file that gives the others, if any.
     """
 
     flags: Mapping[str, str] = field(default_factory=dict)
-    given: Collection[str] = ()
+    flagged: Collection[str] = ()
     config: Path | None = None
 
     def folder_of(self, name: str | None) -> Path | None:
         """Return the folder that an option's relative path is taken from, None for the current one."""
-        return None if self.config is None or name in self.given else self.config.parent
+        return None if self.config is None or name in self.flagged else self.config.parent
 
     def error(self, message: str, about: str | None = None) -> ConfigError:
         """Return an error in the words of this door.
@@ -103,11 +103,11 @@ class Door:
         """
         names = [*([] if about is None else [about]), *re.findall(r"\{(\w+)\}", message)]
         text = re.sub(r"\{(\w+)\}", lambda match: self._spelled(match[1]), message)
-        start = "" if self.config is None or set(names) & set(self.given) else f"{self.config}: "
+        start = "" if self.config is None or set(names) & set(self.flagged) else f"{self.config}: "
         return ConfigError(start + (text if about is None else f"{self._spelled(about)}{text}"))
 
     def _spelled(self, name: str) -> str:
-        return name if self.config is not None and name not in self.given else self.flags.get(name, name)
+        return name if self.config is not None and name not in self.flagged else self.flags.get(name, name)
 
 
 PYTHON = Door()
@@ -141,14 +141,14 @@ class Options(BaseModel):
         return options
 
     @classmethod
-    def read(cls, config: str | Path, given: Mapping[str, Any] = {}, flags: Mapping[str, str] = {}) -> Self:
+    def read(cls, config: str | Path, flag_values: Mapping[str, Any] = {}, flags: Mapping[str, str] = {}) -> Self:
         """Read options from a YAML file, and check them; those that are given as well take precedence.
 
         Relative paths are taken from the file's folder, those that are given from the current one.
 
         Args:
             config: The file, a mapping of options by name.
-            given: Options that the command line gives.
+            flag_values: Options that the command line gives.
             flags: How it spells them, by name.
 
         Raises:
@@ -161,7 +161,7 @@ class Options(BaseModel):
         unknown = next((str(name) for name in content if name not in cls.model_fields), None)
         if unknown is not None:
             raise ConfigError(f"{config}: {unknown_name('key', unknown, cls.model_fields)}")
-        return cls.of({**content, **given}, Door(flags, given, Path(config)))
+        return cls.of({**content, **flag_values}, Door(flags, flag_values, Path(config)))
 
 
 class _Pickled:
@@ -217,7 +217,7 @@ def options_of(*functions: Callable[..., Any]) -> type[Any]:
 
     Options are the parameters that are given by name or belong to a group of the help; not what only Python can give:
     functions, and values of any type. An option that several functions have is the first one's, whose text is the first
-    that there is. Rules are the last function's.
+    of all. Rules are the last function's.
     """
     texts, fields = dict[str, str](), dict[str, Any]()
     for function in functions:

@@ -114,7 +114,7 @@ def _run(options: argparse.Namespace, *, is_process: bool) -> int:
             supervise(own_ray=(checked["address"] or os.environ.get("RAY_ADDRESS") or "local") == "local")
     out = sys.stdout
 
-    def say(result: Mapping[str, Any], show: Callable[[], None], *lines: str) -> None:
+    def present(result: Mapping[str, Any], show: Callable[[], None], *lines: str) -> None:
         with redirect_stdout(out):
             if options.json:
                 print(masked(json.dumps(result, allow_nan=False)))
@@ -122,13 +122,13 @@ def _run(options: argparse.Namespace, *, is_process: bool) -> int:
                 from cauc_ray.api.tables import line
 
                 show()
-                for each in lines:
-                    line(each)
+                for text in lines:
+                    line(text)
             out.flush()
 
     # Ray writes to standard output when it starts, when it ends and when a process dies; that is for the answer alone.
     with warnings_on_stderr("cauc"), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        return verb.work(say, **checked) or 0
+        return verb.work(present, **checked) or 0
 
 
 def _checked(verb: Verb, words: argparse.Namespace) -> Options:
@@ -136,11 +136,11 @@ def _checked(verb: Verb, words: argparse.Namespace) -> Options:
     from cauc_ray.api.options import Door
 
     fields = verb.options.model_fields
-    given = {name: value for name, value in vars(words).items() if name in fields}
+    flag_values = {name: value for name, value in vars(words).items() if name in fields}
     flags = {name: spelled[-1] for name, field in fields.items() if (spelled := spellings_of(name, field))}
     if words.config is None:
-        return verb.options.of(given, Door(flags, given))
-    return verb.options.read(words.config, given, flags)
+        return verb.options.of(flag_values, Door(flags, flag_values))
+    return verb.options.read(words.config, flag_values, flags)
 
 
 def _verb(name: str) -> Verb:
@@ -232,10 +232,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options: argparse.Namespace
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        own = next((verb for verb in verbs if verb.prog == f"cauc {options.verb}"), parser)
-        flags = [flag for action in own._actions for flag in action.option_strings]
+        verb_parser = next((verb for verb in verbs if verb.prog == f"cauc {options.verb}"), parser)
+        flags = [flag for action in verb_parser._actions for flag in action.option_strings]
         near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
-        own.error(f"unknown argument {unknown[0]!r}" + (f"; did you mean {near[0]!r}" if near else ""))
+        verb_parser.error(f"unknown argument {unknown[0]!r}" + (f"; did you mean {near[0]!r}" if near else ""))
     if options.completion is None:
         del options.completion
         return options

@@ -29,7 +29,7 @@ NOT_VALID, INCOMPLETE = 3, 5
 ALIVE_S = 0.5
 
 # Called with a verb's result, with what prints that for people, and with lines that follow.
-Say: TypeAlias = Callable[..., None]
+Present: TypeAlias = Callable[..., None]
 Table: TypeAlias = Annotated[Location, Flag("LOGITS", is_positional=True)]
 PoolFile: TypeAlias = Annotated[Location, Flag("POOL", is_positional=True)]
 
@@ -58,16 +58,21 @@ class Verb:
         return options_of(self.work, getattr(import_module(module), name))
 
 
-def demo(say: Say, **options: Any) -> None:
+def demo(present: Present, **options: Any) -> None:
     """Run the demo."""
     from cauc_ray.demo.pipeline import run_demo
 
     result = run_demo(**options)
-    say(result, lambda: show.demo(result))
+    present(result, lambda: show.demo(result))
 
 
 def collect(
-    say: Say, *, pool: PoolFile, dataset: Common[DatasetName], output: Common[Output] = Path("logits"), **options: Any
+    present: Present,
+    *,
+    pool: PoolFile,
+    dataset: Common[DatasetName],
+    output: Common[Output] = Path("logits"),
+    **options: Any,
 ) -> int:
     """Collect a pool's logits on a dataset.
 
@@ -78,12 +83,12 @@ def collect(
 
     with live.collect_progress() as on_progress:
         summary = collecting.collect(pool, dataset, output, **options, on_progress=on_progress)
-    say(summary, lambda: show.collected(summary), f"written to {output}")
+    present(summary, lambda: show.collected(summary), f"written to {output}")
     return INCOMPLETE if any(model["n_failed"] for model in summary["models"]) else 0
 
 
 def fit(
-    say: Say,
+    present: Present,
     *,
     logits: LogitFiles,
     labels: Location | None = None,
@@ -107,11 +112,11 @@ def fit(
         policy = offline.fit(source, known_labels, **options)
         policy.save(output)
     result = {"policy": str(output), "policy_id": policy.id, **policy.model_dump(mode="json")}
-    say(result, lambda: show_policy(policy), f"written to {output}")
+    present(result, lambda: show_policy(policy), f"written to {output}")
 
 
 def evaluate(
-    say: Say,
+    present: Present,
     *,
     logits: LogitFiles,
     policy: Common[Location],
@@ -140,10 +145,10 @@ def evaluate(
         if predictions is not None:
             write_parquet(predictions, evaluation.to_arrow())
     result = evaluation_summary(evaluation)
-    say(result, lambda: show.evaluation(result))
+    present(result, lambda: show.evaluation(result))
 
 
-def check(say: Say, *, logits: Table, policy: Common[Location], **options: Any) -> int:
+def check(present: Present, *, logits: Table, policy: Common[Location], **options: Any) -> int:
     """Check whether a policy is still valid on saved logits.
 
     Args:
@@ -154,11 +159,13 @@ def check(say: Say, *, logits: Table, policy: Common[Location], **options: Any) 
     loaded = Policy.load(policy)
     with live.progress("checking"):
         result = offline.check(logits, loaded, **options).as_json()
-    say(result, lambda: show.watched(result))
+    present(result, lambda: show.watched(result))
     return 0 if result["holds"] else NOT_VALID
 
 
-def compare(say: Say, *, logits: LogitFiles | None = None, labels: Location | None = None, **options: Any) -> int:
+def compare(
+    present: Present, *, logits: LogitFiles | None = None, labels: Location | None = None, **options: Any
+) -> int:
     """Fit methods and measure them side by side, over budgets, seeds and chains.
 
     Args:
@@ -180,7 +187,7 @@ def compare(say: Say, *, logits: LogitFiles | None = None, labels: Location | No
     with live.progress("compare", "cells") as on_cell:
         comparison = comparing.compare(source, known_labels, **options, on_cell=on_cell)
     written = [] if options["output"] is None else [f"written to {options['output']}"]
-    say(comparison.as_json(), lambda: show.comparison(comparison), *written)
+    present(comparison.as_json(), lambda: show.comparison(comparison), *written)
     failed = [entry for entry in comparison.not_run if entry["why"].startswith("failed: ")]
     for entry in failed:
         cell = f"{entry['set']}, {entry['chain']}: {entry['method']}, seed {entry['seed']}"
@@ -189,7 +196,7 @@ def compare(say: Say, *, logits: LogitFiles | None = None, labels: Location | No
 
 
 def run(
-    say: Say,
+    present: Present,
     *,
     pool: PoolFile,
     policy: Common[Location],
@@ -207,11 +214,11 @@ def run(
     loaded = Policy.load(policy)
     with live.run_progress(loaded.cost_unit) as on_progress:
         summary = online.run(pool, loaded, input, output, **options, on_progress=on_progress)
-    say(summary, lambda: show.run_summary(summary), f"written to {output}")
+    present(summary, lambda: show.run_summary(summary), f"written to {output}")
     return INCOMPLETE if summary["n_failed"] else 0
 
 
-def serve(say: Say, *, pool: PoolFile, policy: Common[Location], **options: Any) -> None:
+def serve(present: Present, *, pool: PoolFile, policy: Common[Location], **options: Any) -> None:
     """Serve a cascade until interrupted; its name and address are shown as soon as it answers."""
     from cauc_ray.api import serving
 
@@ -226,7 +233,7 @@ def serve(say: Say, *, pool: PoolFile, policy: Common[Location], **options: Any)
         with live.progress("starting", at_once=True) as on_wait:
             service = stack.enter_context(serving.serve(pool, policy, **options, on_wait=on_wait))
         about = {"url": service.url, "grpc": service.grpc, "model": service.model, "policy_id": service.policy_id}
-        say(about, lambda: show.service(service))
+        present(about, lambda: show.service(service))
         stopped = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray has taken over SIGTERM
             signal.signal(number, lambda *_: stopped.set())
@@ -235,7 +242,7 @@ def serve(say: Say, *, pool: PoolFile, policy: Common[Location], **options: Any)
 
 
 def set_policy(
-    say: Say,
+    present: Present,
     *,
     policy: Common[Annotated[Location | None, Flag("POLICY", is_positional=True)]] = None,
     **options: Any,
@@ -247,29 +254,29 @@ def set_policy(
     shares = ", ".join(f"{policy_id} has {share:.4g}" for policy_id, share in changed["shares"].items())
     after = f" after {changed['previous']}" if changed["previous"] != changed["policy_id"] else ""
     of_requests = f"; of the requests {shares}" if len(changed["shares"]) > 1 else ""
-    say(changed, lambda: None, f"policy {changed['policy_id']} is in force{after}{of_requests}")
+    present(changed, lambda: None, f"policy {changed['policy_id']} is in force{after}{of_requests}")
 
 
-def plan(say: Say, *, pool: PoolFile, policy: Common[Location], **options: Any) -> None:
+def plan(present: Present, *, pool: PoolFile, policy: Common[Location], **options: Any) -> None:
     """Plan the replicas that sustain a rate."""
     from cauc_ray.planning.figures import show_plan
     from cauc_ray.planning.plan import plan as planned
 
     with live.progress("planning") as on_step:
         result = planned(pool, policy, **options, on_step=on_step)
-    say(result, lambda: show_plan(result))
+    present(result, lambda: show_plan(result))
 
 
-def report(say: Say, *, policy: Common[Location | None] = None, **options: Any) -> None:
+def report(present: Present, *, policy: Common[Location | None] = None, **options: Any) -> None:
     """Write a policy's page and card."""
     from cauc_ray.reporting import writing
 
     with live.progress("reporting"):
         result = writing.report(policy=policy, **options).as_json()
-    say(result, lambda: show.report(result))
+    present(result, lambda: show.report(result))
 
 
-def show_file(say: Say, *, file: Annotated[Path, Flag("FILE", is_positional=True)]) -> None:
+def show_file(present: Present, *, file: Annotated[Path, Flag("FILE", is_positional=True)]) -> None:
     """Show what a file holds.
 
     Args:
@@ -277,8 +284,8 @@ def show_file(say: Say, *, file: Annotated[Path, Flag("FILE", is_positional=True
     """
     from cauc_ray.cli.contents import contents, show_contents
 
-    found = contents(file)
-    say(found, lambda: show_contents(found))
+    content = contents(file)
+    present(content, lambda: show_contents(content))
 
 
 VERBS: Mapping[str, Verb] = {

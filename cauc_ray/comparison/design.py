@@ -101,7 +101,7 @@ def _require_unique(what: str, values: Sequence[Any]) -> None:
         raise ConfigError(f"{what} {duplicate!r} is a duplicate")
 
 
-def _require_chains(where: str, chains: Sequence[Sequence[str]]) -> None:
+def _require_chains(place: str, chains: Sequence[Sequence[str]]) -> None:
     for chain in chains:
-        _require_unique(f"{where}in a chain, model", chain)
-    _require_unique(f"{where}chain", chains)
+        _require_unique(f"{place}in a chain, model", chain)
+    _require_unique(f"{place}chain", chains)

@@ -135,7 +135,7 @@ def _write_models(folder: Path, images: Any, labels: Any) -> None:
         with threadpool_limits(1):  # several threads only wait for each other on networks so small
             of_network = [(*network.fit(images, labels).coefs_, *network.intercepts_) for network in networks]
         # The biases become (E, 1, H), as they are added to (E, n, H).
-        arrays = [np.stack([np.atleast_2d(one) for one in each]) for each in zip(*of_network, strict=True)]
+        arrays = [np.stack([np.atleast_2d(one) for one in layer]) for layer in zip(*of_network, strict=True)]
         weights = f"weights/{name}.npz"
         np.savez(folder / weights, *[array.astype(np.float32) for array in arrays])
         model = {"kind": "python", "factory": "digit_networks:load", "kwargs": {"weights": weights}}
@@ -150,14 +150,14 @@ def _write_models(folder: Path, images: Any, labels: Any) -> None:
 def _row(title: str, figures: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of the demo's table from what a comparison has of a method on the test images."""
     low, high = figures["accuracy_interval"]
-    shown = {key: figures[key] for key in ("accuracy", "cost", "relative_cost", "avoided")}
-    return {"name": title, **shown, "low": low, "high": high}
+    columns = {key: figures[key] for key in ("accuracy", "cost", "relative_cost", "avoided")}
+    return {"name": title, **columns, "low": low, "high": high}
 
 
 def _figures(logits: Path, policy: Policy) -> dict[str, Any]:
     """Return the same of a policy."""
-    found = evaluation_summary(cauc_ray.evaluate(logits, policy))
-    return {**found, "avoided": found["last_stage_avoided"]}
+    summary = evaluation_summary(cauc_ray.evaluate(logits, policy))
+    return {**summary, "avoided": summary["last_stage_avoided"]}
 
 
 def _agreement(logits: Path, policy: Policy, predictions: Path) -> str:

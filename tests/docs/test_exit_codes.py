@@ -14,7 +14,7 @@ TRIES = [([0], 1, 0), ([2, 0], 1, 2), ([4, 4, 5, 0], 3, 5), ([4, 1, 0], 2, 1), (
 
 
 def code_of(language):
-    return next(text for _, _, found, text in BLOCK.findall(PAGE.read_text()) if found == language)
+    return next(text for _, _, name, text in BLOCK.findall(PAGE.read_text()) if name == language)
 
 
 @pytest.mark.parametrize(("codes", "n_tries", "last"), TRIES)
