@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -18,15 +18,8 @@ from cauc_ray.data.datasets import Dataset, DatasetSpec, open_dataset
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import PoolModel, TableInfo, write_info
 from cauc_ray.errors import CaucWarning, ConfigError, explain, unknown_name
-from cauc_ray.execution.collection import (
-    Collection,
-    CollectRecord,
-    plan_collection,
-    run_side_by_side,
-)
 from cauc_ray.execution.commits import Totals, add_totals
 from cauc_ray.execution.progress import RunProgress, StageProgress
-from cauc_ray.execution.session import ray_session, runs_here
 from cauc_ray.files.documents import require_folder
 from cauc_ray.files.paths import AnyPath, absolute, hive_values
 from cauc_ray.models.answers import EMBEDDING
@@ -36,6 +29,9 @@ from cauc_ray.models.pool import Pool, StageSpec, load_pool
 from cauc_ray.models.prompts import LanguageSpec
 from cauc_ray.numbers.intervals import share
 from cauc_ray.numbers.logits import joint_kind
+
+if TYPE_CHECKING:
+    from cauc_ray.execution.collection import Collection
 
 
 def collect(
@@ -78,12 +74,15 @@ def collect(
     """
     started = time.perf_counter()
     options = options_of(collect).of(locals())
+    from cauc_ray.execution.collection import plan_collection, run_side_by_side  # Ray takes seconds to import
+    from cauc_ray.execution.session import ray_session, runs_here
+
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     spec = DatasetSpec(
         str(dataset),
         pool.task,
         options.columns or {},
-        seed,
+        options.seed,
         pool.label_names,
         pool.columns_read(pool.stages),
         skip_unknown_labels,
@@ -130,6 +129,8 @@ def collect(
 def _works(
     pool: Pool, options: Options, out: AnyPath, rows: Dataset, sizes: Mapping[str, int]
 ) -> dict[str, Collection]:
+    from cauc_ray.execution.collection import Collection, CollectRecord
+
     kind: Literal["model", "embedding"] = "model" if options.embedding is None else "embedding"
     if options.embedding is None:
         logits = tuple(stage.name for stage in pool.stages if stage.model.answers_kind != EMBEDDING)

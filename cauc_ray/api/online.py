@@ -21,11 +21,8 @@ from cauc_ray.api.options import Common, OnRay, Options, Pairs, options_of, take
 from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.data.datasets import DatasetSpec, RunInput, open_input
 from cauc_ray.errors import CaucWarning, ConfigError, DataError
-from cauc_ray.execution.cluster import cpus_needed
 from cauc_ray.execution.ledger import RunRecord, new_record, parts_of, resumed_record
 from cauc_ray.execution.progress import RunProgress, StageProgress
-from cauc_ray.execution.runner import CascadeRun, block_rows
-from cauc_ray.execution.session import ray_session, runs_here
 from cauc_ray.files.documents import new_folder, read_json, require_new, write_json
 from cauc_ray.files.parquet import parquet_below, read_parquet
 from cauc_ray.files.paths import AnyPath, RemotePath, absolute
@@ -87,6 +84,10 @@ def run(
         CaucError: nothing is written where a fault is found before the start.
     """
     options: RunOptions = options_of(run).of(locals())
+    from cauc_ray.execution.cluster import cpus_needed  # Ray takes seconds to import
+    from cauc_ray.execution.runner import CascadeRun, block_rows
+    from cauc_ray.execution.session import ray_session, runs_here
+
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     policy = policy_of(policy)
     stages = pool.chain(policy.models)

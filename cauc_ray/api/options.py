@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeA
 
 import numpy as np
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -316,22 +317,20 @@ def _output(value: object, info: ValidationInfo) -> AnyPath:
     return path
 
 
-def _dataset(value: object, info: ValidationInfo) -> str:
+def _dataset(value: str, info: ValidationInfo) -> str:
     """Return a dataset's name, with the path in it taken from the config file's folder."""
     from cauc_ray.data.benchmarks import BENCHMARKS  # pyarrow, which other verbs need not have
 
-    name, is_named, path = str(value).partition("=")
+    name, is_named, path = value.partition("=")
     if is_named and name in BENCHMARKS:
-        return f"{name}={located(path, info)}" if path else str(value)
-    return str(value) if name in BENCHMARKS or name.startswith("hub:") else str(located(value, info))
+        return f"{name}={located(path, info)}" if path else value
+    return value if name in BENCHMARKS or name.startswith("hub:") else str(located(value, info))
 
 
-def _encoder(value: object, info: ValidationInfo) -> str:
+def _encoder(value: str, info: ValidationInfo) -> str:
     """Return a folder next to the config file where there is one of that name, else the name of a stage or a hub id."""
     folder = _folder(info)
-    if folder is None or not (folder / str(value)).exists():
-        return str(value)
-    return str((folder / str(value)).resolve())
+    return value if folder is None or not (folder / value).exists() else str((folder / value).resolve())
 
 
 def checked_as(kind: Any) -> GetPydanticSchema:
@@ -345,8 +344,8 @@ Location: TypeAlias = Annotated[AnyPath, PlainValidator(located), *_PATH]
 InputPath: TypeAlias = Annotated[str | AnyPath, PlainValidator(located), *_PATH]
 OutputPath: TypeAlias = Annotated[AnyPath, PlainValidator(_output), *_PATH]
 Output: TypeAlias = Annotated[str | AnyPath, PlainValidator(_output), *_PATH, Flag("PATH", ("-o", "--output"))]
-DatasetName: TypeAlias = Annotated[str, BeforeValidator(_dataset), Flag("NAME|PATH")]
-EncoderName: TypeAlias = Annotated[str, BeforeValidator(_encoder)]
+DatasetName: TypeAlias = Annotated[str, AfterValidator(_dataset), Flag("NAME|PATH")]
+EncoderName: TypeAlias = Annotated[str, AfterValidator(_encoder)]
 Cost: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Amount: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds: TypeAlias = Annotated[float, Field(gt=0), Flag("S")]

@@ -99,7 +99,8 @@ def serve(
     Raises:
         CaucError: where something does not fit, or a stage does not start.
     """
-    options_of(serve).of(locals())
+    options: ServeOptions = options_of(serve).of(locals())
+    port, grpc_port = options.port, options.grpc_port
     require_packages("serving", "serve", "starlette", "uvicorn", "prometheus_client")
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     source, policy = policy, policy_of(policy)

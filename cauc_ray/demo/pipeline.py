@@ -21,7 +21,6 @@ from cauc_ray.comparison.result import Comparison
 from cauc_ray.data.splits import split_shares
 from cauc_ray.demo import digit_networks
 from cauc_ray.errors import require_packages
-from cauc_ray.execution.session import ray_session
 from cauc_ray.files.documents import new_folder, write_json, write_text
 from cauc_ray.files.parquet import parquet_files, read_parquet, write_parquet
 from cauc_ray.policies.policy import Policy
@@ -59,6 +58,8 @@ def run_demo(output: Common[Output | None] = None) -> dict[str, Any]:
 
 
 def _demo(folder: Path) -> dict[str, Any]:
+    from cauc_ray.execution.session import ray_session  # Ray takes seconds to import
+
     started = time.perf_counter()
     pool, logits = folder / "pool.yaml", folder / "logits"
     for name in ("inputs", "policies", "weights"):

@@ -233,6 +233,7 @@ def test_importing_the_package_and_asking_for_help_load_nothing_heavy():
     help_ = "from cauc_ray.cli.command import main\ntry: main(['--help'])\nexcept SystemExit: pass"
     assert loaded(help_).endswith("[]")
     heavy = "ray torch transformers sklearn"
+    assert loaded(help_.replace("--help", "--completion', 'bash")).endswith("[]")
     assert loaded("import cauc_ray; cauc_ray.fit, cauc_ray.evaluate, cauc_ray.compare, cauc_ray.Policy") == "[]"
 
 
