@@ -1,13 +1,14 @@
-"""The errors that cauc-ray raises for problems that the user can fix.
+"""The errors that cauc-ray raises for problems that the user can fix, with the command's exit code for each.
 
-CaucError
-├── DataError      a logit table, an input or an output folder is missing, damaged or inconsistent
-├── ConfigError    a pool file, an option or a name is wrong
-├── PolicyError    a policy file is unreadable, has another version or does not fit its chain
-├── BudgetError    no operating point is within the budget
-├── RiskError      no threshold meets the risk limit
-├── GuardError     a fitted policy has warnings where none are allowed
-└── ExecutionError a run could not be started or finished
+CaucError               2
+├── DataError           2  a logit table, an input or an output folder is missing, damaged or inconsistent
+├── ConfigError         2  a pool file, an option or a name is wrong
+├── PolicyError         2  a policy file is unreadable, has another version or does not fit its chain
+├── BudgetError         2  no operating point is within the budget
+├── RiskError           2  no threshold meets the risk limit
+├── GuardError          3  a fitted policy has warnings where none are allowed
+└── ExecutionError      4  infrastructure fails: a cluster is lost, a stage is down; the same command may succeed later
+    └── SpendingError   2  calls have cost as much as the pool allows
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 # A password before a host, and values of a query that grant access: keys, tokens, signatures.
 _SECRETS = re.compile(
@@ -77,7 +78,13 @@ def warn(text: str, category: type[CaucWarning] = CaucWarning) -> None:
 
 
 class CaucError(Exception):
-    """A problem that the user can fix; the message states in one line what is wrong and what to do."""
+    """A problem that the user can fix; the message states in one line what is wrong and what to do.
+
+    Attributes:
+        exit_code: The command's exit code.
+    """
+
+    exit_code: ClassVar[int] = 2
 
     def __str__(self) -> str:
         return masked(super().__str__())
@@ -110,6 +117,8 @@ class GuardError(CaucError):
         guards: The checks that warn (policies.evidence.Guard).
     """
 
+    exit_code = 3
+
     def __init__(self, message: str, guards: tuple[Any, ...] = ()) -> None:
         """Take the message and the checks that warn."""
         super().__init__(message)
@@ -117,7 +126,15 @@ class GuardError(CaucError):
 
 
 class ExecutionError(CaucError):
-    """A run could not be started or finished."""
+    """Infrastructure fails: a cluster is lost, a stage is down. The same command may succeed later."""
+
+    exit_code = 4
+
+
+class SpendingError(ExecutionError):
+    """The calls of a stage have cost as much as the pool allows; a retry would spend it again."""
+
+    exit_code = 2
 
 
 def require_packages(what: str, extra: str, *packages: str) -> None:

@@ -14,12 +14,14 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
 import cauc_ray
 from cauc_ray import sample_logits
+from cauc_ray.api.options import options_of
 from cauc_ray.cli.command import VERBS as ABOUT
 from cauc_ray.cli.command import add_options
 from cauc_ray.cli.verbs import VERBS
@@ -48,9 +50,7 @@ def _generated(what: str, name: str = "") -> Iterator[str]:
             yield from _verb(verb)
     elif what == "configs":
         for verb in CONFIGS:
-            schema, declared = SCHEMAS[verb](), inspect.get_annotations(VERBS[verb].options)
-            schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda key: key[0] not in declared))
-            yield from _schema(schema, f"cauc {verb}", level=2)
+            yield from _schema(SCHEMAS[verb](), f"cauc {verb}", level=2)
     elif what == "methods":
         yield from _methods()
     elif what == "python":
@@ -96,7 +96,11 @@ def _documented(content: Any, name: str, level: int) -> Iterator[str]:
 
 
 def _signature(content: Any, name: str) -> Iterator[str]:
-    parameters = [each for each in inspect.signature(content).parameters.values() if each.name not in ("self", "cls")]
+    parameters = [
+        parameter
+        for parameter in inspect.signature(content).parameters.values()
+        if parameter.name not in ("self", "cls")
+    ]
     returns = inspect.get_annotations(content).get("return") if inspect.isfunction(content) else None
     end = "" if returns is None else f" -> {returns}"
     if not parameters:
@@ -109,11 +113,24 @@ def _signature(content: Any, name: str) -> Iterator[str]:
             is_starred = True
             yield "    *,"
         prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        annotation = "" if parameter.annotation is parameter.empty else f": {parameter.annotation}"
+        annotation = "" if parameter.annotation is parameter.empty else f": {_annotation(content, parameter)}"
         value = repr(parameter.default)
         default = "" if parameter.default is parameter.empty else f" = {'…' if value.startswith('<') else value}"
         yield f"    {prefix}{parameter.name}{annotation}{default},"
     yield f"){end}"
+
+
+def _annotation(content: Any, parameter: inspect.Parameter) -> str:
+    """Return a parameter's type; that of an option of the command without what only the command reads."""
+    if not any(content in verb.options.FUNCTIONS for verb in VERBS.values()):
+        return str(parameter.annotation)
+    if parameter.name not in options_of(content).model_fields:
+        return str(parameter.annotation)
+    holder = type("Holder", (), {"__annotations__": {parameter.name: parameter.annotation}})
+    kind = get_type_hints(holder, globalns=content.__globals__)[parameter.name]
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    names = ("None" if kind is NoneType else kind.__name__ if isinstance(kind, type) else str(kind) for kind in kinds)
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", " | ".join(names))
 
 
 def _sections(docstring: str) -> Iterator[str]:
@@ -203,7 +220,7 @@ def _described(definition: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     about, meanings = _parsed(definition.get("description"), definition["properties"])
     for parent in _classes(BaseModel).get(definition.get("title", ""), BaseModel).__mro__[1:]:
         meanings = _parsed(parent.__doc__, definition["properties"])[1] | meanings
-    return ("" if about.startswith("Options of `cauc") else about), meanings
+    return about, meanings
 
 
 def _classes(base: type) -> dict[str, type]:

@@ -13,7 +13,7 @@ from zipfile import BadZipFile
 import numpy as np
 from pydantic import PlainSerializer, PlainValidator, ValidationInfo, WithJsonSchema
 
-from cauc_ray.api.options import Flag, Location, located
+from cauc_ray.api.options import Flag, located
 from cauc_ray.errors import ConfigError, DataError, first_line
 from cauc_ray.files.paths import AnyPath, RemotePath, readable
 
@@ -55,7 +55,6 @@ LogitFiles: TypeAlias = Annotated[
     WithJsonSchema(_SCHEMA),
     Flag("LOGITS", is_positional=True, is_several=True),
 ]
-LabelsFile: TypeAlias = Annotated[Location, Flag("FILE")]
 
 
 def read_logits(
@@ -74,8 +73,8 @@ def read_logits(
     if isinstance(paths, dict):
         arrays: dict[str, Any] = {model: _read(path) for model, path in paths.items()}
     else:
-        table, *others = paths
-        if others:
+        table, *more_tables = paths
+        if more_tables:
             raise ConfigError(f"one logit table was expected, got {len(paths)}: {', '.join(map(str, paths))}")
         if table.suffix not in (".npy", ".npz", ".csv"):
             if labels is not None:

@@ -7,26 +7,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from cauc_ray.api.online import require_usable
-from cauc_ray.api.options import CollectOptions
+from cauc_ray.api.options import Common, EncoderName, Names, OnRay, Options, Pairs, Seed, options_of
 from cauc_ray.api.summaries import CollectSummary
 from cauc_ray.data.datasets import Dataset, DatasetSpec, open_dataset
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import PoolModel, TableInfo, write_info
 from cauc_ray.errors import ConfigError, explain, unknown_name, warn
-from cauc_ray.execution.collection import (
-    Collection,
-    CollectRecord,
-    plan_collection,
-    run_side_by_side,
-)
 from cauc_ray.execution.commits import Totals, add_totals
-from cauc_ray.execution.progress import RunProgress
-from cauc_ray.execution.session import ray_session, runs_here
+from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.files.documents import require_folder
 from cauc_ray.files.paths import AnyPath, absolute, hive_values
 from cauc_ray.models.answers import EMBEDDING
@@ -37,37 +30,41 @@ from cauc_ray.models.prompts import LanguageSpec
 from cauc_ray.numbers.intervals import share
 from cauc_ray.numbers.logits import joint_kind
 
+if TYPE_CHECKING:
+    from cauc_ray.execution.collection import Collection
+
 
 def collect(
     pool: str | AnyPath | Pool,
     dataset: str | AnyPath,
     out: str | AnyPath,
     *,
-    split: str | None = None,
-    models: Sequence[str] | None = None,
-    columns: Mapping[str, str] | None = None,
+    split: Common[str | None] = None,
+    models: Common[Annotated[Names, Field(min_length=1)] | None] = None,
+    columns: Common[Pairs | None] = None,
     skip_unknown_labels: bool = False,
-    embedding: str | None = None,
-    seed: int = 0,
-    address: str | None = None,
+    embedding: EncoderName | None = None,
+    seed: Seed = 0,
+    address: OnRay[str | None] = None,
     on_progress: Callable[[Mapping[str, RunProgress]], None] = lambda progress: None,
 ) -> CollectSummary:
     """Save the logits of a pool's models on a labelled dataset in a logit table, on Ray.
 
     Args:
-        pool: a pool, or its file.
-        dataset: a benchmark by name, NAME=PATH for its files, or the path or URI of a file or folder.
-        out: the table, by path or URI, new or one to add to: rows and models that it has are not collected again.
-        split: one of the dataset's splits; without it calibration, validation and test; "all" for every row of every
-            file.
-        models: some of the pool's; without them all.
-        columns: the dataset's own names of columns, by what they are called here.
-        skip_unknown_labels: leave out rows whose label is none of the pool's, with a warning.
-        embedding: collect these instead of logits: a stage of the pool for what enters its last layer, else a hub id or
-            folder of a sentence or vision encoder.
-        seed: of the splits.
-        address: of a Ray cluster, as for run().
-        on_progress: called with the state of the collection as it goes on.
+        pool: A pool file. In Python also a Pool.
+        dataset: A benchmark by name, NAME=PATH for its files, or a file or folder of tables or images, by path or URI.
+        out: The table, by path or URI, new or to add to: rows and models that it has are not collected again.
+        split: One of the dataset's splits, or all for every row of every file (default: calibration, validation and
+            test).
+        models: Names of models of the pool (default: all).
+        columns: The data's own names for example_id, label, image, question, choices (a+b+c for several), context and
+            other columns that models read, as image=jpeg.
+        skip_unknown_labels: Leave out rows whose label is not one of the pool's, with a warning.
+        embedding: Encoder whose embeddings are collected instead of logits: a stage of the pool for the input of its
+            last layer, or the hub id or folder of a sentence or vision encoder.
+        seed: Seed of the splits.
+        address: Address of a Ray cluster (default: RAY_ADDRESS, else a session of this machine).
+        on_progress: Called with the state of the collection as it goes on.
 
     Returns:
         A summary. Rows that a model cannot answer are in out/failed.
@@ -76,13 +73,16 @@ def collect(
         CaucError: for the pool, the dataset or the table, and where models end.
     """
     started = time.perf_counter()
-    options = CollectOptions.of({**locals(), "columns": dict(columns or {})})
+    options = options_of(collect).of(locals())
+    from cauc_ray.execution.collection import plan_collection, run_side_by_side  # Ray takes seconds to import
+    from cauc_ray.execution.session import ray_session, runs_here
+
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     spec = DatasetSpec(
         str(dataset),
         pool.task,
-        options.columns,
-        seed,
+        options.columns or {},
+        options.seed,
         pool.label_names,
         pool.columns_read(pool.stages),
         skip_unknown_labels,
@@ -105,6 +105,8 @@ def collect(
             _note(works[name], list(works), table, rows)
 
     if plans:
+        at_s = time.monotonic()
+        on_progress({name: RunProgress(at_s, None, 0, (StageProgress(name),)) for name in plans})
         with ray_session(address, max(plan.stages[0].resources.num_cpus for plan in plans.values())):
             run_side_by_side({name: works[name] for name in plans}, rows, on_progress, on_end)
     for name, work in works.items():
@@ -126,8 +128,10 @@ def collect(
 
 
 def _works(
-    pool: Pool, options: CollectOptions, out: AnyPath, rows: Dataset, sizes: Mapping[str, int]
+    pool: Pool, options: Options, out: AnyPath, rows: Dataset, sizes: Mapping[str, int]
 ) -> dict[str, Collection]:
+    from cauc_ray.execution.collection import Collection, CollectRecord
+
     kind: Literal["model", "embedding"] = "model" if options.embedding is None else "embedding"
     if options.embedding is None:
         logits = tuple(stage.name for stage in pool.stages if stage.model.answers_kind != EMBEDDING)
@@ -156,19 +160,19 @@ def _encoder(pool: Pool, embedding: str) -> StageSpec:
         if stage.model.answers_kind == EMBEDDING:
             return stage
         return stage.model_copy(update={"model": FeaturesSpec(of=stage.model), "cost": None})
-    here = Path.cwd()
+    current_folder = Path.cwd()
     # os.path.exists, unlike Path's, is False where a name is too long.
-    if not embedding or not (os.path.exists(here / embedding) or "/" in embedding):
+    if not embedding or not (os.path.exists(current_folder / embedding) or "/" in embedding):
         raise ConfigError(f"{unknown_name('encoder', embedding, names)}, or a hub id ORG/NAME or a folder")
     images = pool.task == "image-classification"
     encoder = (ImageEncoderSpec if images else TextEncoderSpec).model_validate(
-        {"model": embedding}, context={"folder": here}
+        {"model": embedding}, context={"folder": current_folder}
     )
     language = [stage.model.columns_read.names for stage in pool.stages if isinstance(stage.model, LanguageSpec)]
     prompted = next(iter(language), None)
     if isinstance(encoder, TextEncoderSpec) and pool.task == "classification" and prompted:
         encoder = encoder.model_copy(update={"columns": tuple(sorted(prompted)), "required": ()})
-    name = Path(os.path.normpath(here / embedding)).name.replace("=", "-")  # of a link, its own
+    name = Path(os.path.normpath(current_folder / embedding)).name.replace("=", "-")  # of a link, its own
     if name in names:  # in the table it would be the stage, whose call is paid by who looks at it
         raise ConfigError(f"encoder {embedding!r} and a stage of the pool are both named {name!r}; rename one of them")
     try:
@@ -181,18 +185,20 @@ def _encoder(pool: Pool, embedding: str) -> StageSpec:
 def _require_one_unit(stages: Sequence[StageSpec], out: AnyPath) -> None:
     """Refuse costs in several units, and ones in another unit than the table's."""
     for stage in stages:
-        own = stage.model.cost_unit
-        if stage.cost is not None and own is not None and stage.cost.value is None:
-            raise ConfigError(f"stage {stage.name!r}: its calls tell their own cost in {own}; leave its cost out")
+        reported_unit = stage.model.cost_unit
+        if stage.cost is not None and reported_unit is not None and stage.cost.value is None:
+            raise ConfigError(
+                f"stage {stage.name!r}: its calls tell their reported_unit cost in {reported_unit}; leave its cost out"
+            )
     # What a remote model reports is known once it has answered.
     units = {stage.name: cost_unit(stage) for stage in stages if stage.cost is not None or not stage.model.REMOTE}
     if not units:
         return
     first, unit = next(iter(units.items()))
-    for name, other in units.items():
-        if other != unit:
+    for name, stage_unit in units.items():
+        if stage_unit != unit:
             raise ConfigError(
-                f"costs must be in one unit: stage {first!r} has {unit}, stage {name!r} has {other}; "
+                f"costs must be in one unit: stage {first!r} has {unit}, stage {name!r} has {stage_unit}; "
                 "declare all in one under `cost` in the pool file"
             )
     info = _info(out)
@@ -230,8 +236,8 @@ def _note(work: Collection, order: Sequence[str], out: AnyPath, rows: Dataset) -
         )
     kind = work.stage.model.answers_kind
     source = f"{record.source}; {record.logit_kind}"
-    own = PoolModel(name=name, cost=cost, source=source, logit_kind=kind, dtype=record.dtype, noise=record.noise)
-    models = [own.model_copy(update={"prompt": work.stage.model.shown})]
+    declared = PoolModel(name=name, cost=cost, source=source, logit_kind=kind, dtype=record.dtype, noise=record.noise)
+    models = [declared.model_copy(update={"prompt": work.stage.model.shown})]
     for model in before.models if before else []:
         if before is not None and model.name != name:
             models.append(model.model_copy(update={"logit_kind": before.kind(model.name) or "raw"}))
@@ -268,10 +274,10 @@ def _mean_cost(work: Collection, totals: Totals) -> float | None:
 def _summary(name: str, work: Collection, n_new: int, seconds: float | None) -> dict[str, Any]:
     splits = {}
     for split in work.records:
-        own = _totals(work, [split])
-        rows = own["rows"]
+        counts = _totals(work, [split])
+        rows = counts["rows"]
         counted = {key: rows[key] for key in ("labelled", "right")}
-        splits[split] = {"rows": rows["answered"], "failed": own["failed"].total(), **counted}
+        splits[split] = {"rows": rows["answered"], "failed": counts["failed"].total(), **counted}
     totals = _totals(work, work.records)
     record = work.record(next(iter(work.records)))
     assert record is not None

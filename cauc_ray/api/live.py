@@ -45,6 +45,13 @@ class Status:
     doing: str
     detail: str = ""
     _metrics: JobMetrics | None = field(default=None, repr=False)
+    _begun: bool = field(default=False, repr=False)
+
+    def begin(self, line: str) -> None:
+        """Write the first line at once where standard error is not a terminal, which shows a bar."""
+        if not self._begun and not Console(stderr=True).is_terminal:
+            _write(line)
+        self._begun = True
 
     def count(self, done: int, total: int | None, unit: str) -> None:
         """Note that so much is done, of a total where that is known, also for Ray's metrics."""
@@ -66,10 +73,8 @@ def _status(doing: str) -> Iterator[Status]:
 
     def write() -> None:
         while not ended.wait(LINE_EVERY_S):
-            with suppress(OSError, ValueError):  # nobody reads it any more
-                detail = f": {status.detail}" if status.detail else ""
-                sys.stderr.write(f"cauc: {status.doing}{detail}, {_clock(time.monotonic() - started)}\n")
-                sys.stderr.flush()
+            detail = f": {status.detail}" if status.detail else ""
+            _write(f"{status.doing}{detail}, {_clock(time.monotonic() - started)}")
 
     if not Console(stderr=True).is_terminal:
         threading.Thread(target=write, daemon=True).start()
@@ -79,9 +84,15 @@ def _status(doing: str) -> Iterator[Status]:
         ended.set()
 
 
+def _write(line: str) -> None:
+    with suppress(OSError, ValueError):  # nobody reads it any more
+        sys.stderr.write(f"cauc: {line}\n")
+        sys.stderr.flush()
+
+
 @contextmanager
-def progress(doing: str, unit: str = "steps") -> Iterator[Callable[..., None]]:
-    """Show how far something is, once it has taken two seconds.
+def progress(doing: str, unit: str = "steps", *, at_once: bool = False) -> Iterator[Callable[..., None]]:
+    """Show how far something is, once it has taken two seconds; at once: also write what it does first.
 
     Yields what to call with what is done or waited for, and for things that are counted with how many are done and
     their number.
@@ -93,6 +104,8 @@ def progress(doing: str, unit: str = "steps") -> Iterator[Callable[..., None]]:
     timer.start()
 
     def on_next(what: object, done: int | None = None, of: int | None = None) -> None:
+        if at_once:
+            status.begin(str(what))
         if done is None:
             status.detail = str(what)
             bar.update(task, description=str(what))
@@ -125,11 +138,12 @@ def collect_progress() -> Iterator[Callable[[Mapping[str, RunProgress]], None]]:
 
         def on_progress(models: Mapping[str, RunProgress]) -> None:
             # Only now is there something to show: an error before this shall be one line.
+            status.begin(starting(len(models)))
             progress.start()
             for name, at in models.items():
                 if name not in tasks:
-                    tasks[name] = progress.add_task(name, total=at.n_rows)
-                progress.update(tasks[name], completed=at.n_finished)
+                    tasks[name] = progress.add_task(name)
+                progress.update(tasks[name], completed=at.n_finished, total=at.n_rows)
             totals = [model.n_rows for model in models.values() if model.n_rows is not None]
             done = sum(model.n_finished for model in models.values())
             status.count(done, sum(totals) if len(totals) == len(models) else None, "rows")
@@ -151,6 +165,7 @@ def run_progress(cost_unit: str) -> Iterator[Callable[[RunProgress], None]]:
     with _status("run") as status:
 
         def on_progress(progress: RunProgress) -> None:
+            status.begin(starting(len(progress.stages)))
             status.count(progress.n_finished, progress.n_rows, "rows")
             if not console.is_terminal:
                 return
@@ -163,6 +178,11 @@ def run_progress(cost_unit: str) -> Iterator[Callable[[RunProgress], None]]:
             yield on_progress
         finally:
             live.stop()
+
+
+def starting(n_stages: int) -> str:
+    """Return the first line on something that starts stages."""
+    return f"starting {n_stages:,} stage{'' if n_stages == 1 else 's'} …"
 
 
 def run_view(progress: RunProgress, rates: RunRates, cost_unit: str, elapsed_s: float) -> RenderableType:

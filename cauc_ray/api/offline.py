@@ -7,14 +7,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from cauc_ray.api.checked import Check
 from cauc_ray.api.evaluated import Evaluation
-from cauc_ray.api.options import ChainOptions, CheckOptions, Cut, EvaluateOptions, FitOptions, ShardOptions
+from cauc_ray.api.options import (
+    Common,
+    Costs,
+    Cut,
+    Kinds,
+    Names,
+    OfChain,
+    OnRay,
+    Options,
+    Seconds,
+    Seed,
+    ShardCount,
+    ShardResources,
+    options_of,
+    takes,
+)
 from cauc_ray.api.sources import (
+    ChainOptions,
     Logits,
     Source,
     examples_of,
@@ -31,53 +48,133 @@ from cauc_ray.files.paths import AnyPath, absolute, path_of
 from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain, ChainLogits
+from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.numbers.sweep import Objective
-from cauc_ray.policies.by_method import fit_method, fit_policy, refit
+from cauc_ray.policies.by_method import SINGLE, fit_method, fit_policy, refit
 from cauc_ray.policies.checks import require_quiet, warn_of
 from cauc_ray.policies.evidence import Noise
 from cauc_ray.policies.fitting import Fitting
-from cauc_ray.policies.method import method_named
+from cauc_ray.policies.method import METHODS, OURS, method_named
 from cauc_ray.policies.monitor import Watch
 from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.policies.pools import check_pool
 from cauc_ray.policies.safe import require_safe_rule
 from cauc_ray.policies.search import search_chains, with_search
-from cauc_ray.policies.threshold import Compared
+from cauc_ray.policies.threshold import Compared, ThresholdRule
 from cauc_ray.policies.trace import Examples, may_flip, trace_policy
 
 if TYPE_CHECKING:
     from cauc_ray.execution.sharded import ShardedChain, Shards, ShardsWatched
 
 
+class ShardOptions(Options):
+    """Options of how logits that need not fit in one process are divided over a Ray cluster."""
+
+    def require_agreement(self) -> None:
+        """Raise ConfigError for settings of shards without shards."""
+        if self.shards is None and (self.resources is not None or self.deadline_s is not None):
+            raise ConfigError("{resources} and {deadline_s} are for shards; give {shards} as well")
+
+
+class FitOptions(ChainOptions, ShardOptions):
+    """Options of a fit."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether the method is one of CAUC's own."""
+        return self.method in ("auto", *OURS)
+
+    @property
+    def searches(self) -> bool:
+        """Return whether the chain is chosen among all sub-chains of the models."""
+        return bool(self.search or self.method == "auto")
+
+    @property
+    def threshold_rule(self) -> ThresholdRule:
+        """Return what decides the threshold. Raises ConfigError where options contradict each other."""
+        limit = None if self.certify is None else RiskLimit.parse(self.certify)
+        compare: Compared = self.rule if self.method == "rf" else "confidence"
+        return ThresholdRule(self.threshold, self.budget, self.objective, limit, self.price, compare)
+
+    def require_agreement(self) -> None:
+        """Raise ConfigError where a method cannot be fitted by the other options."""
+        ChainOptions.require_agreement(self)
+        ShardOptions.require_agreement(self)
+        _ = self.threshold_rule
+        if self.rule == "gain" and (
+            self.method not in ("rf", "stacked", "auto") or self.safe or self.shards is not None
+        ):
+            raise ConfigError(
+                "the {rule} gain is for method rf, without {safe} and {shards}; stacked always follows it"
+            )
+        if not self.is_ours:
+            self._require_plain()
+        elif self.embedding is not None and self.method not in ("stacked", "auto"):
+            raise ConfigError(f"method {self.method} looks at no embedding; leave {{embedding}} out")
+        if self.searches and self.safe:
+            raise ConfigError(
+                "a search measures chains without the checks of {safe}; leave one of {search} and {safe} out"
+            )
+        if self.searches and self.price is not None:
+            raise ConfigError("a search chooses a chain by its best threshold; leave one of {search} and {price} out")
+        if self.search and self.rule == "gain" and self.method == "rf":
+            raise ConfigError(
+                "a search compares confidences of rf: search by {method} stacked, or leave {rule} gain out"
+            )
+        if self.searches and self.certify is not None:
+            raise ConfigError(
+                "a chain that was chosen on validation cannot be certified there; leave one of {search} and {certify} "
+                "out"
+            )
+        if self.shards is not None and (self.searches or self.validation is not None or self.method == "stacked"):
+            raise ConfigError(
+                "a search, stacked, and {validation} as a share need all logits in one process; leave {shards} out"
+            )
+
+    def _require_plain(self) -> None:
+        """Raise ConfigError unless a method of the comparison can be fitted by the options."""
+        if not self.method.startswith(f"{SINGLE}:") and self.method not in METHODS:
+            raise ConfigError(unknown_name("method", self.method, METHODS))
+        if self.method in METHODS and (why := METHODS[self.method].unpublished):
+            raise ConfigError(f"method {self.method} {why}; `cauc compare` runs it")
+        plain = {"search": False, "safe": False, "calibrator": "temperature", "shards": None}
+        # A price is one of confidences, which other methods do not compare with their threshold.
+        plain |= {"price": None}
+        surplus = next((name for name, default in plain.items() if getattr(self, name) != default), None)
+        if surplus is not None:
+            raise ConfigError(f"{{{surplus}}} is for methods base, rf and stacked, not for {self.method}; leave it out")
+
+
+@takes(FitOptions)
 def fit(
     logits: Logits,
     labels: Any = None,
     *,
     example_ids: Any = None,
-    models: Sequence[str] | None = None,
-    method: str = "base",
-    embedding: str | None = None,
-    costs: Mapping[str, float] | Sequence[float] | None = None,
-    cost_unit: str | None = None,
-    calibration_split: str = "calibration",
-    validation_split: str = "validation",
-    validation: Cut = None,
-    seed: int = 0,
-    budget: float | None = None,
-    threshold: float | None = None,
-    price: float | None = None,
+    models: Common[Names | None] = None,
+    method: Common[str] = "base",
+    budget: Common[float | None] = None,
+    threshold: Common[float | None] = None,
+    validation: Common[Cut] = None,
+    price: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None,
     rule: Compared = "confidence",
     objective: Objective = "accuracy",
     certify: str | None = None,
     search: bool = False,
-    strict: bool = False,
     safe: bool = False,
+    strict: bool = False,
     calibrator: CalibratorKind = "temperature",
-    logit_kind: LogitKinds = None,
-    shards: int | Literal["auto"] | None = None,
-    resources: Mapping[str, Any] | None = None,
-    deadline_s: float | None = None,
-    address: str | None = None,
+    embedding: str | None = None,
+    costs: OfChain[Costs | None] = None,
+    cost_unit: OfChain[str | None] = None,
+    calibration_split: OfChain[str] = "calibration",
+    validation_split: OfChain[str] = "validation",
+    seed: OfChain[Seed] = 0,
+    logit_kind: OfChain[Kinds | None] = None,
+    shards: ShardCount | None = None,
+    resources: ShardResources | None = None,
+    deadline_s: OnRay[Seconds | None] = None,
+    address: OnRay[str | None] = None,
 ) -> Policy:
     """Fit a policy on arrays of logits or on a logit table.
 
@@ -85,53 +182,43 @@ def fit(
     byte for byte.
 
     Args:
-        logits: a table's path or URI; or by model arrays (N, K) with a column for each option: numpy arrays, lists,
+        logits: A table's path or URI; or by model arrays (N, K) with a column for each option: numpy arrays, lists,
             pandas or polars frames.
-        labels: int (N,), the index of the right option; only for arrays, whose policy is fitted on them.
-        example_ids: (N,), of arrays, each once; without them row i is "i", the position as text. Nothing depends on
-            the order of rows, but of shares that are cut off where ids are positions.
-        models: the chain, cheapest first; without them all models by rising cost.
-        method: "base", "rf", "stacked", which adds to RF what recalibrates each model, or "auto" for the best stacked
-            sub-chain of the models, on validation at a budget. Else "single:MODEL", or a method that
-            compare() runs, for a policy that does the same.
-        embedding: an encoder of the table, which such a method, stacked or auto, reads: the policy's first stage. The
-            last two leave it out where it says nothing of the labels. Its calls cost nothing unless costs has them by
-            its name.
-        costs: of a call of each model, by name or in the order of models; without them the table's.
-        cost_unit: of costs; without it the table's, else "cost units".
-        calibration_split: what the policy is fitted on.
-        validation_split: what its threshold is chosen on.
-        validation: without the latter, a share of the calibration examples, cut off at random; the policy records how
-            many and a digest of which. For arrays also (logits, labels) or (logits, labels, example_ids).
-        seed: of that cut.
-        budget: mean cost per example that the threshold is chosen for.
-        threshold: one to use as it is.
-        price: of a unit of cost, in errors: the threshold is 1 - r - price x c, of the last model's error r on
-            calibration and its cost c; of more than two models r is the error of the last stage's answers, and c the
-            cost of all calls after the first. Of gains and of stacked: the expected gain per unit of cost at which a
-            row stops.
-        rule: what "rf" compares: its "confidence" with one threshold, or its expected "gain" per cost with a price,
-            which gives each stage a threshold of its own. A stacked cascade always goes by gains.
-        objective: what a chosen threshold maximises, "accuracy" or "macro-f1".
-        certify: "risk<=0.05@0.95" for the threshold of most coverage at which, with that confidence, answers given
-            before the last stage are wrong at most so often, by validation's labels.
-        search: take models as a pool, in any order, and fit the best of its sub-chains, cheapest first: the policy is
-            that of its models alone, with what else there was under search (see policies.search).
-        strict: raise GuardError if a guard fires (docs/how-to/guards.md).
-        safe: fuse only where that is supported, and fall back on a single model where the chain is no better on
-            validation (see policies.fitting); not with search or certify.
-        calibrator: of every model: "temperature"; "offsets", with one for each option of a fixed set as well;
-            "isotonic", with a map of the confidence to how often such answers were right, for Base with one or two
-            models.
-        logit_kind: of all models or by model: "raw", "log-probabilities", "probabilities" or "surrogate"; without it
-            as the table declares, else raw.
-        shards: keep a table's logits in this many actors on a Ray cluster, "auto" for as many as it has room for:
-            for tables that need not fit in this process, which holds of each row its id, its label and 12 bytes for
-            each model. Every node that holds a shard must be able to read the table by its path. Not with search, or
-            with validation as a share.
-        resources: what each shard occupies, and the labels of the nodes that may hold it, as in a pool file.
-        deadline_s: for one answer of all shards, the reading of their rows included; an hour without it.
-        address: of the Ray cluster of the shards, as for run.
+        labels: Int (N,), index of the right option; only for arrays, whose policy is fitted on them.
+        example_ids: (N,), unique ids of the rows of arrays; without them row i is "i", the position as text. The order
+            of rows means nothing, except for shares that are cut off where ids are positions.
+        models: The chain, cheapest first (default: all models, by cost).
+        method: base, rf, stacked (RF with biases that recalibrate each model), auto (the best stacked sub-chain at a
+            budget), single:MODEL, or a method of `cauc compare`.
+        budget: Mean cost per example to choose the threshold for.
+        threshold: A threshold to use as it is.
+        validation: Share of the calibration examples to choose the threshold on, drawn at random (default: the
+            validation split). In Python, for arrays, also (logits, labels) or (logits, labels, example_ids).
+        price: Price of a unit of cost, in errors. The threshold is 1 - r - price x c, with the last stage's error r on
+            calibration and the cost c of all calls after the first. For gains and stacked, the least gain per unit of
+            cost that is worth a call.
+        rule: What rf compares: its confidence with one threshold, or its expected gain per cost with a price. Stacked
+            always compares gains.
+        objective: What a chosen threshold maximises.
+        certify: Limit of the risk of early answers and its confidence, as risk<=0.05@0.95.
+        search: Fit the best sub-chain of the models, at most 12, in any order.
+        safe: Fuse only where supported, and fall back on a single model that is at least as good.
+        strict: Treat a guard that fires as an error, with exit code 3.
+        calibrator: Calibrator of each model: a temperature; with an offset for each option; or an isotonic map of
+            confidences, for base with one or two models.
+        embedding: Encoder of the table, whose embeddings the method reads. Its calls are free unless costs name it.
+        costs: Cost of a call of each model, by name or in the order of models (default: the table's).
+        cost_unit: Unit of the costs (default: the table's, else 'cost units').
+        calibration_split: Split to fit on.
+        validation_split: Split to choose the threshold on.
+        seed: Random seed.
+        logit_kind: Kind of the logits, of all models or by model: raw, log-probabilities, probabilities or surrogate
+            (default: as declared in the table, else raw).
+        shards: Number of Ray actors that keep a table's logits, or auto for as many as the cluster has room for
+            (default: this process keeps them). Every node must be able to read the table.
+        resources: Resources of a shard and labels of its node, as in a pool file.
+        deadline_s: Seconds for one answer of all shards (default: an hour).
+        address: Address of a Ray cluster (default: RAY_ADDRESS, else a session of this machine).
 
     Returns:
         The policy. Warns, with CaucWarning, of each guard that fires.
@@ -147,7 +234,7 @@ def fit(
         >>> policy.models, policy.cost_unit
         (('small', 'large'), 'k multiply-adds')
     """
-    options = FitOptions.of(locals())
+    options: FitOptions = options_of(fit).of(locals())
     if options.shards is not None:
         policy = _with_prompts(fit_shards(_table(logits), options).policy, logits)
         warn_of(policy.guards)
@@ -157,14 +244,14 @@ def fit(
         require_fit(options, len(source.models))
     if options.searches:
         check_pool(source.models)
-    found = None
+    chain_search = None
     if options.searches:
-        found = search_chains(
+        chain_search = search_chains(
             options.method, *_pool(options, source), options.threshold_rule, validation_split, calibrator=calibrator
         )
         # Read again: an example that only other models failed on counts here.
-        source = source.of_models(found.chosen.models)
-        options = options.model_copy(update={"method": found.chosen.method})
+        source = source.of_models(chain_search.chosen.models)
+        options = options.model_copy(update={"method": chain_search.chosen.method})
     if options.is_ours and options.embedding is None:
         splits = source.read(source.models, source.costs)
         policy = _with_prompts(fit_chains(options, *splits), logits)
@@ -172,7 +259,7 @@ def fit(
     else:
         policy = _fit_method(options, source, logits)
     warn_of(policy.guards)
-    return policy if found is None else with_search(policy, found)
+    return policy if chain_search is None else with_search(policy, chain_search)
 
 
 def _pool(options: FitOptions, source: Source) -> tuple[Examples, Examples | None]:
@@ -220,13 +307,13 @@ def _with_prompts(policy: Policy, logits: Logits, before: Policy | None = None) 
 def _with_noise(policy: Policy, logits: Logits, chain: ChainLogits) -> Policy:
     """Return a policy with what the noise that a logit table records of its models may change on a chain."""
     info = None if isinstance(logits, Mapping) else read_info(logits)
-    found = {model.name: model.noise for model in info.models if model.noise is not None} if info else {}
-    found = {name: found[name] for name in policy.models if name in found}
-    if not found:
+    noise_by_model = {model.name: model.noise for model in info.models if model.noise is not None} if info else {}
+    noise_by_model = {name: noise_by_model[name] for name in policy.models if name in noise_by_model}
+    if not noise_by_model:
         return policy
-    n = may_flip(policy, chain, [found.get(name, 0.0) for name in policy.models])
+    n = may_flip(policy, chain, [noise_by_model.get(name, 0.0) for name in policy.models])
     split = (policy.validation or policy.calibration).split
-    return policy.model_copy(update={"noise": Noise(logits=found, may_flip=n, n=len(chain), split=split)})
+    return policy.model_copy(update={"noise": Noise(logits=noise_by_model, may_flip=n, n=len(chain), split=split)})
 
 
 def _table(logits: Logits) -> str | AnyPath:
@@ -297,7 +384,7 @@ def replace_model(
         if name not in policy.models:
             raise ConfigError(unknown_name("model", name, policy.models))
     models = [replacements.get(name, name) for name in policy.models]
-    options = ChainOptions.of(
+    options: FitOptions = options_of(fit).of(
         {
             "costs": None if costs is None else dict(costs),
             "cost_unit": policy.cost_unit if isinstance(logits, Mapping) else None,
@@ -312,42 +399,45 @@ def replace_model(
     if policy.costs == "per-call":
         splits = source.read(models, "per-call")
     else:
-        kept = {stage.name: stage.cost for stage in policy.stages if stage.name in models}
-        splits = source.read(models, {**source.declared, **kept})
+        costs_by_model = {stage.name: stage.cost for stage in policy.stages if stage.name in models}
+        splits = source.read(models, {**source.declared, **costs_by_model})
     replaced = _with_prompts(refit(policy, *splits), logits, policy)
     warn_of(replaced.guards)
     return replaced
 
 
+@takes(ShardOptions)
 def evaluate(
     logits: Logits,
     policy: str | AnyPath | Policy,
     *,
     labels: Any = None,
     example_ids: Any = None,
-    split: str = "test",
-    logit_kind: LogitKinds = None,
-    shards: int | Literal["auto"] | None = None,
-    resources: Mapping[str, Any] | None = None,
-    deadline_s: float | None = None,
-    address: str | None = None,
+    split: Common[str] = "test",
+    logit_kind: Kinds | None = None,
+    shards: ShardCount | None = None,
+    resources: ShardResources | None = None,
+    deadline_s: OnRay[Seconds | None] = None,
+    address: OnRay[str | None] = None,
 ) -> Evaluation:
     """Replay a policy on a split of a logit table, or on arrays.
 
     Args:
-        logits: a table or arrays, as for fit().
-        policy: a policy, or its file.
-        labels: int (N,), of arrays; None where there are none, and then there is no accuracy.
-        example_ids: of arrays, as for fit().
-        split: of a table.
-        logit_kind: as for fit(); what is not declared is of the kind that the policy was fitted on.
-        shards: as for fit(), like resources, deadline_s and address.
-        resources: of each shard.
-        deadline_s: for one answer of all shards.
-        address: of the Ray cluster of the shards.
+        logits: A table or arrays, as for fit().
+        policy: A policy file. In Python also a Policy.
+        labels: Int (N,), labels of arrays; without them no accuracy is measured.
+        example_ids: Ids of the rows of arrays, as for fit().
+        split: Split to replay.
+        logit_kind: Kind of the logits, of all models or by model (default: as declared in the table, else the kind that
+            the policy was fitted on).
+        shards: Number of Ray actors that keep a table's logits, or auto for as many as the cluster has room for
+            (default: this process keeps them).
+        resources: Resources of a shard and labels of its node, as in a pool file.
+        deadline_s: Seconds for one answer of all shards (default: an hour).
+        address: Address of a Ray cluster (default: RAY_ADDRESS, else a session of this machine).
 
     Returns:
-        The answers and what they are worth. Warns, with CaucWarning, where examples cost other than the policy expects.
+        The answers and their measures. Warns, with CaucWarning, where examples cost other than the policy expects.
 
     Raises:
         CaucError: DataError for the logits, PolicyError for the policy's file.
@@ -359,13 +449,14 @@ def evaluate(
         >>> measures.accuracy.value > 0.9, measures.cost < 5.0
         (True, True)
     """
-    options, policy = EvaluateOptions.of(locals()), policy_of(policy)
+    options: ShardOptions = options_of(evaluate).of(locals())
+    policy = policy_of(policy)
     if options.shards is not None:
         evaluation, _ = evaluate_shards(_table(logits), policy, options)
         warn_of(evaluation.guards)
         _warn_of_own_rows(policy, evaluation.chain)
         return evaluation
-    chain = read_policy_chain(logits, policy, options.split, logit_kind, labels, example_ids)
+    chain = read_policy_chain(logits, policy, options.split, options.logit_kind, labels, example_ids)
     order = positions_of_rows(chain, example_ids) if isinstance(logits, Mapping) else None
     evaluation = Evaluation.of(policy, chain, order, option_names(logits))
     warn_of(evaluation.guards)
@@ -434,11 +525,9 @@ def fit_shards(
     return Calibration(policy, tuple(map(len, heads)), held.watched, read_s, fit_s)
 
 
-def evaluate_shards(
-    logits: str | AnyPath, policy: Policy, options: EvaluateOptions
-) -> tuple[Evaluation, ShardsWatched]:
+def evaluate_shards(logits: str | AnyPath, policy: Policy, options: ShardOptions) -> tuple[Evaluation, ShardsWatched]:
     """Measure a policy as evaluate() does, on logits that stay in shards on a Ray cluster."""
-    heads = read_policy_heads(absolute(logits), policy, options)
+    heads = read_policy_heads(absolute(logits), policy, options.split, options.logit_kind)
     with _sharded([heads], options) as (held, (chain,)):
         evaluation = Evaluation.of(policy, chain, names=option_names(logits))
     return evaluation, held.watched
@@ -450,7 +539,7 @@ def _sharded(
     options: ShardOptions,
     on_pass: Callable[[int], None] = lambda n_passes: None,
 ) -> Iterator[tuple[Shards, list[ShardedChain]]]:
-    """Hold chains in shards, on the Ray session that there is or on one for this alone."""
+    """Hold chains in shards, on the current Ray session or on one for this alone."""
     from cauc_ray.execution import sharded  # Ray takes seconds to import
     from cauc_ray.execution.session import ray_session
 
@@ -466,9 +555,9 @@ def check(
     *,
     labels: Any = None,
     example_ids: Any = None,
-    split: str = "test",
-    seed: int = 0,
-    logit_kind: LogitKinds = None,
+    split: Common[str] = "test",
+    logit_kind: Kinds | None = None,
+    seed: Seed = 0,
 ) -> Check:
     """Check whether a policy is still valid on a split of a logit table, or on arrays.
 
@@ -476,32 +565,33 @@ def check(
     label count where no label is needed.
 
     Args:
-        logits: a table or arrays, as for fit().
-        policy: a policy, or its file.
-        labels: as for evaluate(), like example_ids.
-        example_ids: of arrays.
-        split: of a table.
-        seed: of the order in which examples come; the order in which a table stores them means nothing.
-        logit_kind: as for evaluate().
+        logits: A table or arrays, as for fit().
+        policy: A policy file, fitted with labelled validation. In Python also a Policy.
+        labels: Labels of arrays, as for evaluate().
+        example_ids: Ids of the rows of arrays.
+        split: Split to check.
+        logit_kind: Kind of the logits, of all models or by model (default: as declared in the table, else the kind that
+            the policy was fitted on).
+        seed: Seed of the order in which examples come; the order in a table means nothing.
 
     Returns:
-        What was seen, and the verdict.
+        The counts, and the verdict.
 
     Raises:
         CaucError: PolicyError where the policy has no reference or its file cannot be read, DataError for the logits,
             ConfigError for the arguments.
     """
-    options, policy = CheckOptions.of(locals()), policy_of(policy)
+    options, policy = options_of(check).of(locals()), policy_of(policy)
     watch = Watch(policy)
-    chain = read_policy_chain(logits, policy, options.split, logit_kind, labels, example_ids)
+    chain = read_policy_chain(logits, policy, options.split, options.logit_kind, labels, example_ids)
     policy.check_chain(chain)
     trace = trace_policy(policy, chain, likeliest=True)
     order = np.random.default_rng(options.seed).permutation(len(chain))
     answered = trace.at(policy.threshold, chain).of_rows(order)
     watch.add(answered)
-    known = chain.labelled[order]
+    labelled = chain.labelled[order]
     correct = answered.predictions == chain.labels[order]
-    watch.add_outcomes(answered.stages[known], answered.confidences[known], correct[known])
+    watch.add_outcomes(answered.stages[labelled], answered.confidences[labelled], correct[labelled])
     early = answered.stages < len(policy.stages) - 1
     agreed = answered.predictions == trace.predictions[order, -1]
     watch.add_agreements(answered.stages[early], agreed[early])

@@ -16,16 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.api.options import RunOptions
+from cauc_ray.api.options import Common, OnRay, Options, Pairs, options_of, takes
 from cauc_ray.api.summaries import RunSummary
 from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.data.datasets import DatasetSpec, RunInput, open_input
-from cauc_ray.errors import DataError, warn
-from cauc_ray.execution.cluster import cpus_needed
+from cauc_ray.errors import ConfigError, DataError, warn
 from cauc_ray.execution.ledger import RunRecord, new_record, parts_of, resumed_record
-from cauc_ray.execution.progress import RunProgress
-from cauc_ray.execution.runner import CascadeRun, block_rows
-from cauc_ray.execution.session import ray_session, runs_here
+from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.files.documents import new_folder, read_json, require_new, write_json
 from cauc_ray.files.parquet import parquet_below, read_parquet
 from cauc_ray.files.paths import AnyPath, RemotePath, absolute
@@ -40,34 +37,44 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 
+class RunOptions(Options):
+    """Options of a run."""
+
+    def require_agreement(self) -> None:
+        """Raise ConfigError where failed rows are to be tried again in a new run."""
+        if self.retry_failed and not self.resume:
+            raise ConfigError("only a run that is resumed has failed rows to try again; give {resume} as well")
+
+
+@takes(RunOptions)
 def run(
     pool: str | AnyPath | Pool,
     policy: str | AnyPath | Policy,
     input: str | AnyPath | Dataset,
     out: str | AnyPath,
     *,
-    resume: bool = False,
-    retry_failed: bool = False,
-    columns: Mapping[str, str] | None = None,
-    address: str | None = None,
+    resume: Common[bool] = False,
+    retry_failed: Common[bool] = False,
+    columns: Common[Pairs | None] = None,
+    address: OnRay[str | None] = None,
     on_progress: Callable[[RunProgress], None] = lambda progress: None,
 ) -> RunSummary:
     """Run a policy's chain on every row of an input, on Ray.
 
     Args:
-        pool: the pool that has the chain's stages, or its file.
-        policy: a policy, or its file.
-        input: a file or folder, by path or URI, with the columns that models read (Parquet, CSV, JSON, Arrow, ORC,
-            also compressed); images; a benchmark, as for collect(); or a ray.data.Dataset. Each run executes a Dataset
-            anew, and resuming needs its rows in the same order.
-        out: a new folder, by path or URI, for predictions/, ledger/, failed/ (only if a row failed), manifest/ and
+        pool: A pool file with the chain's stages. In Python also a Pool.
+        policy: A policy file. In Python also a Policy.
+        input: A file or folder, by path or URI: tables with the columns that models read (Parquet, CSV, JSON, Arrow,
+            ORC, also compressed) or images; or NAME=PATH for the files of a benchmark. In Python also a
+            ray.data.Dataset: each run executes it anew, and resuming needs its rows in the same order.
+        out: A new folder, by path or URI, for predictions/, ledger/, failed/ (only if a row failed), manifest/ and
             summary.json.
-        resume: continue the run in out that ended early: what it committed stays, the rest is done again. Where out
-            does not exist or is empty, a new run starts.
-        retry_failed: with resume, also of a finished run, try the rows in out/failed again.
-        columns: the input's own names of columns, by what they are called here.
-        address: of a Ray cluster; without it the session of this process, or one for this run.
-        on_progress: called with the state of the run as it goes on.
+        resume: Continue the run in the output folder that ended early, if any: its commits stay.
+        retry_failed: With resume, try the failed rows again, also those of a finished run.
+        columns: The data's own names for example_id, label, image, question, choices (a+b+c for several), context and
+            other columns that models read, as image=jpeg.
+        address: Address of a Ray cluster (default: RAY_ADDRESS, else a session of this machine).
+        on_progress: Called with the state of the run as it goes on.
 
     Returns:
         The summary. Warns, with CaucWarning, where the pool's costs are not the policy's, and at the end where rows
@@ -76,28 +83,32 @@ def run(
     Raises:
         CaucError: nothing is written where a fault is found before the start.
     """
-    options = RunOptions.of({**locals(), "columns": dict(columns or {})})
+    options: RunOptions = options_of(run).of(locals())
+    from cauc_ray.execution.cluster import cpus_needed  # Ray takes seconds to import
+    from cauc_ray.execution.runner import CascadeRun, block_rows
+    from cauc_ray.execution.session import ray_session, runs_here
+
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     policy = policy_of(policy)
     stages = pool.chain(policy.models)
     model_columns = pool.columns_read(stages)
     require_agreement(stages, policy)
     _warn_of_other_costs(stages, policy)
-    here, folder = runs_here(address), absolute(out)
+    is_here, folder = runs_here(address), absolute(out)
     costs = tuple(stage.cost for stage in policy.stages) if policy.costs == "per-model" else None
     models = {stage.name: stage.model.identity for stage in stages}
 
     @cache
     def opened() -> tuple[RunInput, RunRecord]:
-        rows = _opened(input, pool, options.columns, model_columns)
-        require_usable(stages, rows.columns, str(rows.path), pool, here)
+        rows = _opened(input, pool, options.columns or {}, model_columns)
+        require_usable(stages, rows.columns, str(rows.path), pool, is_here)
         record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity, costs=costs, models=models)
         return rows, resumed_record(folder, record) if resume else record
 
     resume = options.resume and folder.exists() and any(folder.iterdir())
     location = absolute(input) if isinstance(input, str | Path | RemotePath) else None
     if not resume and isinstance(location, RemotePath) and location.exists():
-        require_usable(stages, None, str(location), pool, here)  # it is opened while models load: that may take long
+        require_usable(stages, None, str(location), pool, is_here)  # it is opened while models load: that may take long
     else:
         opened()
     if resume:
@@ -109,6 +120,7 @@ def run(
     else:
         require_new(folder)
     started = time.perf_counter()
+    on_progress(RunProgress(time.monotonic(), None, 0, tuple(StageProgress(stage.name) for stage in stages)))
     with ray_session(address, cpus_needed(stages)), nullcontext() if resume else new_folder(folder):
         (folder / "summary.json").unlink(missing_ok=True)  # where failed rows are tried again, the run is unfinished
         run_s = CascadeRun(
@@ -148,24 +160,34 @@ def _opened(
 
 
 def require_usable(
-    stages: Iterable[StageSpec], columns: Iterable[str] | None, rows: str, pool: Pool, here: bool
+    stages: Iterable[StageSpec], columns: Iterable[str] | None, rows: str, pool: Pool, is_here: bool
 ) -> None:
     """Refuse models that cannot be loaded as far as their settings tell, and rows without the columns that they need.
 
-    columns: those of the rows, None where they are unknown.   rows: where these are, for messages.   here: the stages
-    run on this machine. Raises DataError and ConfigError.
+    Args:
+        stages: The stages.
+        columns: Columns of the rows, None where they are unknown.
+        rows: Where these are, for messages.
+        pool: The pool of the stages.
+        is_here: Whether the stages run on this machine.
+
+    Raises:
+        ConfigError: A model cannot be loaded.
+        DataError: A column is missing.
     """
-    there = None if columns is None else frozenset(columns)
+    row_columns = None if columns is None else frozenset(columns)
     for stage in stages:
-        stage.model.check(here)
+        stage.model.check(is_here)
         read = stage.model.columns_read
         # A model that declares no columns is given the inputs that the pool declares.
         needed = read.required | (pool.inputs.keys() if read.names is None else frozenset())
-        missing = sorted(needed.difference(there or needed))
+        missing = sorted(needed.difference(row_columns or needed))
         if missing:
-            has = ", ".join(sorted(there or ()))
+            listed = ", ".join(sorted(row_columns or ()))
             remedy = f"name the column that has it with --columns {missing[0]}=NAME"
-            raise DataError(f"stage {stage.name!r} needs a column {missing[0]!r}, and {rows} has only {has}; {remedy}")
+            raise DataError(
+                f"stage {stage.name!r} needs a column {missing[0]!r}, and {rows} has only {listed}; {remedy}"
+            )
 
 
 def _warn_of_other_costs(stages: tuple[StageSpec, ...], policy: Policy) -> None:
@@ -236,8 +258,8 @@ def summarise(out: AnyPath, policy: Policy, batch_sizes: Mapping[str, int]) -> d
         expected_relative, expected_reach = expected.relative_cost, expected.stages[-1].reached / expected.n
     guard = None
     if n_answered:
-        own = Mean.of_sums(n_answered, totals["cost"]["sum"], totals["cost"]["squares"])
-        guard = as_expected(policy.expected, own, "this input", policy.budget, policy.cost_unit)
+        mean_cost = Mean.of_sums(n_answered, totals["cost"]["sum"], totals["cost"]["squares"])
+        guard = as_expected(policy.expected, mean_cost, "this input", policy.budget, policy.cost_unit)
     return {
         "policy_id": policy.id,
         "method": policy.method,

@@ -9,12 +9,12 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
-from cauc_ray.api.options import ServeOptions, SetPolicyOptions
+from cauc_ray.api.options import Common, OnRay, Options, options_of, takes
 from cauc_ray.api.summaries import PolicyInForce
 from cauc_ray.display import Sheet, Shown
 from cauc_ray.errors import ConfigError, ExecutionError, PolicyError, printable, require_packages
@@ -68,16 +68,26 @@ class Service(Shown):
         return self._running.__exit__(*error)  # type: ignore[arg-type]
 
 
+class ServeOptions(Options):
+    """Options of a service."""
+
+    def require_agreement(self) -> None:
+        """Raise ConfigError for a local service on a cluster."""
+        if self.local and self.address is not None:
+            raise ConfigError("a local service runs without Ray: give either {local} or {address}")
+
+
+@takes(ServeOptions)
 def serve(
     pool: str | AnyPath | Pool,
     policy: str | AnyPath | Policy,
     *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
+    host: Common[str] = "127.0.0.1",
+    port: Common[int] = 8000,
+    local: Common[bool] = False,
     grpc_port: int | None = None,
     name: str | None = None,
-    local: bool = False,
-    address: str | None = None,
+    address: OnRay[str | None] = None,
     on_wait: Callable[[str], None] = lambda state: None,
 ) -> Service:
     """Serve a policy's chain over HTTP, and return once all stages are ready.
@@ -85,15 +95,15 @@ def serve(
     For the length of a block with `with serve(…) as service:`, in a notebook until service.stop().
 
     Args:
-        pool: a pool, or its file.
-        policy: a policy, or its file.
-        host: the address to listen on.
-        port: the port to listen on; 0 takes a free one.
-        grpc_port: the port to answer gRPC on as well; 0 takes a free one.
-        name: of the model in URLs; without one the pool's.
-        local: serve from this process, without Ray.
-        address: of a Ray cluster; without it the session of this process, or one for this service.
-        on_wait: called with a few words on what is waited for.
+        pool: A pool file. In Python also a Pool.
+        policy: A policy file. In Python also a Policy.
+        host: Address to listen on; 0.0.0.0 for all networks.
+        port: Port to listen on; 0 takes a free one.
+        local: Serve from this process, without Ray.
+        grpc_port: Port to answer gRPC on as well; 0 takes a free one (default: none).
+        name: Name of the model in URLs (default: the pool's).
+        address: Address of a Ray cluster (default: RAY_ADDRESS, else a session of this machine).
+        on_wait: Called with a few words on what is waited for.
 
     Returns:
         The service, with its url and model.
@@ -101,7 +111,8 @@ def serve(
     Raises:
         CaucError: where something does not fit, or a stage does not start.
     """
-    ServeOptions.of(locals())
+    options: ServeOptions = options_of(serve).of(locals())
+    port, grpc_port = options.port, options.grpc_port
     require_packages("serving", "serve", "starlette", "uvicorn", "prometheus_client")
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     source, policy = policy, policy_of(policy)
@@ -117,6 +128,7 @@ def serve(
             )
         grpc_port = _free_port(host, grpc_port)
     model = require_name(pool.name if name is None else name)
+    on_wait(f"starting {len(policy.stages):,} stages …")
     if local:
         from cauc_ray.serving.local import local_service  # Ray takes seconds to import, and some have none
 
@@ -137,28 +149,29 @@ def serve(
 def set_policy(
     policy: str | AnyPath | Policy | None = None,
     *,
-    url: str = "http://127.0.0.1:8000",
-    name: str | None = None,
-    threshold: float | None = None,
-    budget: float | None = None,
-    share: float | None = None,
-    promote: bool = False,
-    rollback: bool = False,
+    url: Common[str] = "http://127.0.0.1:8000",
+    name: Common[str | None] = None,
+    threshold: Common[float | None] = None,
+    budget: Common[float | None] = None,
+    share: Common[float | None] = None,
+    promote: Common[bool] = False,
+    rollback: Common[bool] = False,
 ) -> PolicyInForce:
     """Change the policies of a running service, on all of its replicas; no model is loaded again.
 
     Sends the environment's CAUC_POLICY_TOKEN if there is one.
 
     Args:
-        policy: a policy, or its file; None keeps the one in force and changes its threshold or budget.
-        url: of the service.
-        name: of its model; needed where it has several.
-        threshold: a threshold to use as it is.
-        budget: mean cost per example, looked up on the policy's curve.
-        share: of the requests; the policy becomes the candidate, and the one in force has the rest. Without a policy,
-            threshold and budget: another share for the candidate, which 0 ends.
-        promote: let the candidate have all requests.
-        rollback: end the candidate.
+        policy: A policy file (default: the policy in force, whose threshold or budget changes). In Python also a
+            Policy.
+        url: Address of the service.
+        name: Name of the model (default: the service's only one).
+        threshold: A threshold to use as it is.
+        budget: Mean cost per example, looked up on the policy's curve.
+        share: Share of the requests that the policy gets as the candidate. Without a policy, threshold and budget:
+            another share for the candidate, which 0 ends.
+        promote: Give the candidate all requests.
+        rollback: End the candidate.
 
     Returns:
         policy_id, previous, version, shares (by policy id) and replicas, which is None where one has not confirmed the
@@ -168,12 +181,12 @@ def set_policy(
         CaucError: PolicyError where the service refuses, also where a change at the same time has replaced this one;
             ExecutionError where it cannot be reached.
     """
-    SetPolicyOptions.of({**locals(), "policy": None})
+    options_of(set_policy).of(locals())
     content = None if policy is None else policy_of(policy).packed()
     numbers = {"threshold": threshold, "budget": budget, "share": share}
     options = {"policy": content, **numbers, "promote": promote or None, "rollback": rollback or None}
     change = PolicyChange.of({key: value for key, value in options.items() if value is not None})
-    url = url.rstrip("/")
+    url = _require_http(url.rstrip("/"))
     name = name or _only_model(url)
     address = f"{url}/v2/models/{quote(name, safe='')}/policy"
     return PolicyInForce(_http("PUT", address, change.model_dump(exclude_unset=True)))
@@ -186,14 +199,20 @@ def _only_model(url: str) -> str:
     return str(models[0])
 
 
+def _require_http(url: str) -> str:
+    """Return an address of HTTP. Raises ConfigError for another one."""
+    with suppress(ValueError):
+        if urlsplit(url).scheme in ("http", "https"):
+            return url
+    raise ConfigError(f"{url} is not an http address, such as http://127.0.0.1:8000")
+
+
 def _http(method: str, url: str, content: Any = None) -> dict[str, Any]:
     """Make a request of JSON. Raises CaucError in one line."""
     headers: dict[str, Any] = {"Content-Type": "application/json", **_authorization()}
     body = None if content is None else json.dumps(content).encode()
     try:
         request = urllib.request.Request(url, body, headers, method=method)
-        if request.type not in ("http", "https"):
-            raise ConfigError(f"{url} is not an http address")
         with urllib.request.urlopen(request, timeout=HTTP_DEADLINE_S) as response:
             answer = json.load(response)
     except urllib.error.HTTPError as error:

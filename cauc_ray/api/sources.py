@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.api.options import ChainOptions, EvaluateOptions
+from cauc_ray.api.options import Cut, Options
 from cauc_ray.data.logits import (
     CallCosts,
     ChainHeads,
@@ -93,6 +93,41 @@ class LogitArrays:
         return chain.of_rows(text_order(chain.example_ids))
 
 
+class ChainOptions(Options):
+    """Options of which models are read, at what costs, and on which splits."""
+
+    @property
+    def splits(self) -> tuple[str, str]:
+        """Return the names of the calibration and validation split."""
+        return self.calibration_split, self.validation_split
+
+    @property
+    def cuts(self) -> dict[str, Cut]:
+        """Return by name the splits that are read, the first of which is calibration.
+
+        None for a split of its own, else a share of the first, or arrays.
+        """
+        return {self.calibration_split: None, self.validation_split: self.validation}
+
+    def require_agreement(self) -> None:
+        """Raise ConfigError unless models differ and splits are disjoint."""
+        models = self.models
+        if models == ():
+            raise ConfigError("{models}: a chain needs at least one model")
+        duplicate = next((model for model in models or () if models.count(model) > 1), None)
+        if duplicate is not None:
+            raise ConfigError(f"{{models}}: {duplicate!r} is a duplicate in the chain")
+        if self.calibration_split == self.validation_split:
+            raise ConfigError(
+                "{calibration_split} and {validation_split} must be two splits, both are "
+                f"{self.calibration_split!r}"
+            )
+        if sum(cut for cut in self.cuts.values() if isinstance(cut, float)) >= 1:
+            raise ConfigError(
+                "the shares of validation and test leave no example to calibrate on; their sum must be below 1"
+            )
+
+
 class Source:
     """A table or arrays, on the splits that options name or cut.
 
@@ -131,18 +166,18 @@ class Source:
 
     def of_models(self, models: Sequence[str]) -> Source:
         """Return the source with some of its models as the chain."""
-        found = copy(self)
-        found.models = tuple(models)
-        return found
+        source = copy(self)
+        source.models = tuple(models)
+        return source
 
     @property
     def hidden(self) -> tuple[str, ...]:
         """Return the models of the chain whose hidden states the table has on all splits: embeddings by their names."""
         if self.table is None:
             return ()
-        wanted, known = {*map(self.origin, self.splits)}, encoders(self.table.path)
-        folders = {model: self.table.path / f"embedding={model}" for model in self.models if model in known}
-        return tuple(model for model, folder in folders.items() if wanted <= {*hive_values(folder, "split")})
+        origins, encoder_names = {*map(self.origin, self.splits)}, encoders(self.table.path)
+        folders = {model: self.table.path / f"embedding={model}" for model in self.models if model in encoder_names}
+        return tuple(model for model, folder in folders.items() if origins <= {*hive_values(folder, "split")})
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -155,7 +190,8 @@ class Source:
 
     def _given_costs(self) -> dict[str, float] | None:
         """Return what calls cost by model, None where options do not give it."""
-        models, costs = self._options.models, self._options.costs
+        models: Sequence[str] | None = self._options.models
+        costs: dict[str, float] | tuple[float, ...] | None = self._options.costs
         if not isinstance(costs, tuple):
             return costs
         if models is None and self.table is not None:
@@ -284,7 +320,7 @@ def _in_order(costs: ModelCosts, models: Sequence[str]) -> CallCosts:
 def _opened(
     logits: Any, splits: Mapping[str, Sequence[Any]], logit_kind: LogitKinds, undeclared: Mapping[str, LogitKind]
 ) -> LogitTable | LogitArrays:
-    """Open a table, or take arrays.   splits: as LogitArrays takes them, the first with the logits.
+    """Open a table, or take arrays, by splits as LogitArrays takes them, the first with the logits.
 
     Raises ConfigError unless logits are arrays by model, or the path of a table without anything that goes with arrays.
     """
@@ -295,8 +331,8 @@ def _opened(
             "logits: the path of a logit table, or arrays by model, as {'small': (N, K), 'large': (N, K)}; got "
             f"{type(logits).__name__}"
         )
-    (_, *given), *others = splits.values()
-    if others or any(each is not None for each in given):
+    (_, *array_facts), *array_splits = splits.values()
+    if array_splits or any(fact is not None for fact in array_facts):
         raise ConfigError("a logit table has its own labels, ids and splits; those given go with arrays")
     return LogitTable(str(logits) if isinstance(logits, PathLike) else logits, logit_kind, undeclared=undeclared)
 
@@ -341,12 +377,12 @@ def read_policy_chain(
     return replace(chain, costs=Costs(policy.cost_unit, chain.costs.per_call))
 
 
-def read_policy_heads(logits: str | AnyPath, policy: Policy, options: EvaluateOptions) -> ChainHeads:
+def read_policy_heads(logits: str | AnyPath, policy: Policy, split: str, logit_kind: LogitKinds = None) -> ChainHeads:
     """Read a policy's models on a split of a table as read_policy_chain does, but the logits."""
     if policy.encoder is not None:
         raise ConfigError(f"shards hold no embeddings, which policy {policy.id} reads: leave shards out")
-    table = LogitTable(logits, options.logit_kind, undeclared=policy.kinds_by_model)
-    return table.read_chain_heads(policy.models, options.split, costs=_costs_of(policy))
+    table = LogitTable(logits, logit_kind, undeclared=policy.kinds_by_model)
+    return table.read_chain_heads(policy.models, split, costs=_costs_of(policy))
 
 
 def option_names(logits: Logits) -> tuple[str, ...] | None:
@@ -381,11 +417,16 @@ def read_examples(
 
     A further one is what learned methods are trained on.
 
-    purpose: of that measuring, for messages.   embedding: an encoder of the table; one that is named like a model of
-    the table is that model up to its last layer, whose call is paid by who looks.   texts: of the queries.
-    hidden: models of the table whose hidden states are read.
-    Raises DataError or ConfigError as LogitTable.read_chain and read_embeddings do, and where splits are missing or
-    differ.
+    Args:
+        source: The table or arrays.
+        purpose: Purpose of the measuring, for messages.
+        embedding: An encoder of the table; one that is named like a model of the table is that model up to its last
+            layer, whose call is paid by the methods that look at it.
+        texts: Texts of the queries.
+        hidden: Models of the table whose hidden states are read.
+
+    Raises:
+        CaucError: As LogitTable.read_chain and read_embeddings do, and where splits are missing or differ.
     """
     purposes = ("calibration", "choosing thresholds", purpose, "training")
     first, second, last, *training = examples_of(source, purposes[: len(source.splits)], embedding, texts, hidden)
@@ -404,7 +445,7 @@ def examples_of(
     purposes: of each split, for messages.
     """
     chains, table = source.read_all(source.models, source.costs), source.table
-    found: list[Examples] = []
+    examples: list[Examples] = []
     for split, why in zip(source.splits, purposes, strict=True):
         if split not in chains:
             raise DataError(f"{source.path} has no split {split!r}, which thresholds are chosen on")
@@ -415,47 +456,47 @@ def examples_of(
             if table is None:
                 raise ConfigError(f"embedding: {embedding!r} is looked up in a logit table; arrays have no embeddings")
             vectors = read_embeddings(table.path, embedding, source.origin(split), chain.example_ids)
-            given = (source.costs or {}).get(embedding)
-            call = _embedding_call(table, embedding, chain, source.origin(split), given)
+            declared_cost = (source.costs or {}).get(embedding)
+            call = _embedding_call(table, embedding, chain, source.origin(split), declared_cost)
         read = None if texts is None else texts.of(chain.example_ids)
         states = {
             model: read_embeddings(table.path, model, source.origin(split), chain.example_ids)
             for model in hidden
             if table is not None
         }
-        found.append(Examples(chain, vectors, read, call, embedding or "encoder", states))
-    first, *others = found
-    for other in others:
-        for own, known in zip(_vectors(other), _vectors(first), strict=True):
-            if own.shape[1] != known.shape[1]:
+        examples.append(Examples(chain, vectors, read, call, embedding or "encoder", states))
+    first, *other_splits = examples
+    for examples_of_split in other_splits:
+        for vectors, first_vectors in zip(_vectors(examples_of_split), _vectors(first), strict=True):
+            if vectors.shape[1] != first_vectors.shape[1]:
                 raise DataError(
-                    f"{other.chain.source}: its embeddings have {own.shape[1]} numbers, those of {first.chain.source} "
-                    f"have {known.shape[1]}"
+                    f"{examples_of_split.chain.source}: its embeddings have {vectors.shape[1]} numbers, those of "
+                    f"{first.chain.source} have {first_vectors.shape[1]}"
                 )
-    return found
+    return examples
 
 
 def _vectors(examples: Examples) -> list[Floats]:
-    return [own for own in (examples.embeddings, *examples.hidden.values()) if own is not None]
+    return [vectors for vectors in (examples.embeddings, *examples.hidden.values()) if vectors is not None]
 
 
 def _embedding_call(
-    table: LogitTable, name: str, chain: ChainLogits, split: str, given: float | None
+    table: LogitTable, name: str, chain: ChainLogits, split: str, declared_cost: float | None
 ) -> EmbeddingCall | None:
-    """Return the call that the embeddings take.   given: what it costs by options, None where they do not give it.
+    """Return the call that the embeddings take, at the cost that options declare or the table has.
 
-    Raises DataError where what it costs is not known.
+    Raises DataError where the cost is unknown.
     """
     if name not in table.models:
-        return None if given is None else EmbeddingCall(name, None, given)
+        return None if declared_cost is None else EmbeddingCall(name, None, declared_cost)
     if name in chain.models:
         return EmbeddingCall(name, chain.models.index(name))
     counted: CallCosts = "per-call" if chain.per_call_costs else "per-model"
-    own = table.read_chain_heads([name], split, costs=counted).arguments
-    costs = own["costs"].per_call
+    heads = table.read_chain_heads([name], split, costs=counted).arguments
+    costs = heads["costs"].per_call
     if costs.ndim == 1:
         return EmbeddingCall(name, None, float(costs[0]))
-    rows = pc.index_in(pa.array(chain.example_ids, pa.string()), value_set=pa.array(own["example_ids"], pa.string()))
+    rows = pc.index_in(pa.array(chain.example_ids, pa.string()), value_set=pa.array(heads["example_ids"], pa.string()))
     if rows.null_count:
         example = chain.example_ids[pc.index(rows.is_null(), True).as_py()]
         raise DataError(
@@ -486,17 +527,17 @@ def _of_split(chain: Chain) -> dict[str, Any]:
     }
 
 
-def difference(found: object, expected: Mapping[str, Any]) -> str | None:
+def difference(stored: object, expected: Mapping[str, Any]) -> str | None:
     """Return in words what differs first between fingerprints in a file and those expected, None if nothing does."""
-    if not isinstance(found, dict):
+    if not isinstance(stored, dict):
         return "it has no fingerprints of its table, so that nobody knows what it was measured on; make it again"
     for purpose, of_split in expected.items():
-        there = found.get(purpose)
-        if not isinstance(of_split, dict) or not isinstance(there, dict):
-            if there != of_split:
-                return f"its {purpose.replace('_', ' ')} is {there!r}, not {of_split!r}"
+        stored_value = stored.get(purpose)
+        if not isinstance(of_split, dict) or not isinstance(stored_value, dict):
+            if stored_value != of_split:
+                return f"its {purpose.replace('_', ' ')} is {stored_value!r}, not {of_split!r}"
             continue
-        what = next((what for what in of_split if there.get(what) != of_split[what]), None)
+        what = next((what for what in of_split if stored_value.get(what) != of_split[what]), None)
         if what is not None:
             return f"it was measured with other {what} ({purpose} split)"
     return None

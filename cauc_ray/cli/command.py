@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import inspect
 import io
 import json
 import logging
@@ -20,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_o
 
 from cauc_ray import __version__
 from cauc_ray.cli.supervising import leave_on_signals, supervise
-from cauc_ray.errors import CaucError, GuardError, masked, own_warnings
+from cauc_ray.errors import CaucError, masked, own_warnings
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-    from cauc_ray.api.options import Options
+    from cauc_ray.api.options import Flag, Options
     from cauc_ray.cli.verbs import Verb
 
 
@@ -57,8 +56,13 @@ SHELLS = ("bash", "zsh", "tcsh")
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run `cauc` and exit.
 
-    0: done.   1: part of the work failed, or a fault of cauc-ray.   2: bad input.   3: a check found that the policy
-    is not valid any more.   130, 143: stopped by Ctrl-C, or as `ray job stop` does.
+    - 0: done.
+    - 1: an internal error.
+    - 2: bad input.
+    - 3: a check that fails.
+    - 4: infrastructure that is worth a retry: a lost cluster, a stage that is down.
+    - 5: done with failed rows or methods.
+    - 130, 143: stopped by Ctrl-C, or as `ray job stop` does.
     """
     # A stream that the caller has closed is None; nobody reads what goes there.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
@@ -75,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if options.debug:
             raise
         _say("error", str(error))
-        sys.exit(3 if isinstance(error, GuardError) else 2)
+        sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader has seen enough. Nothing more can be written there, not by Python's own last flush either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -94,25 +98,23 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if isinstance(error, OSError) and error.strerror:  # too long a name, a disk that is full
             _say("error", f"{error.filename or 'the output'}: {error.strerror}")
             sys.exit(2)
-        _say("error", f"{type(error).__name__}: {error} (a fault of cauc-ray; --debug shows where)")
+        _say("error", f"{type(error).__name__}: {error} (internal error, please report; --debug shows where)")
         sys.exit(1)
 
 
 def _run(options: argparse.Namespace, *, is_process: bool) -> int:
     """Check a verb's options, do its work, and return the exit code."""
-    given = {name: value for name, value in vars(options).items() if name not in ("verb", "json", "debug", "config")}
     verb = _verb(options.verb)
-    # Flags that name paths are relative to the current folder, whatever the config's.
-    own = verb.options.of(given) if options.config is None else verb.options.read(options.config, given)
+    checked = dict(_checked(verb, options))
     if options.verb == "serve" and is_process and sys.platform == "linux":
         # Before anything takes long: from here on a signal ends it in an orderly way.
-        if getattr(own, "local", False):
+        if checked["local"]:
             leave_on_signals()
         else:
-            supervise(own_ray=(getattr(own, "address", None) or os.environ.get("RAY_ADDRESS") or "local") == "local")
+            supervise(own_ray=(checked["address"] or os.environ.get("RAY_ADDRESS") or "local") == "local")
     out = sys.stdout
 
-    def say(result: Any, *lines: str, **about: str) -> None:
+    def present(result: Any, *lines: str, **about: str) -> None:
         with redirect_stdout(out):
             if options.json:
                 print(masked(json.dumps({**about, **result.as_json()}, allow_nan=False)))
@@ -123,7 +125,19 @@ def _run(options: argparse.Namespace, *, is_process: bool) -> int:
 
     # Ray writes to standard output when it starts, when it ends and when a process dies; that is for the answer alone.
     with warnings_on_stderr("cauc"), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        return verb.work(own, say) or 0
+        return verb.work(present, **checked) or 0
+
+
+def _checked(verb: Verb, words: argparse.Namespace) -> Options:
+    """Return a verb's options as flags and a config file give them."""
+    from cauc_ray.api.options import Door
+
+    fields = verb.options.model_fields
+    flag_values = {name: value for name, value in vars(words).items() if name in fields}
+    flags = {name: spelled[-1] for name, field in fields.items() if (spelled := spellings_of(name, field))}
+    if words.config is None:
+        return verb.options.of(flag_values, Door(flags, flag_values))
+    return verb.options.read(words.config, flag_values, flags)
 
 
 def _verb(name: str) -> Verb:
@@ -185,6 +199,19 @@ class _Parser(argparse.ArgumentParser):
         if name is not None:
             verb = _verb(name)
             add_options(self, verb.options)
+            general = self.add_argument_group("options of every verb")
+            general.add_argument(
+                "--config", metavar="FILE", help="YAML file with options by name; flags take precedence"
+            )
+            general.add_argument("--json", action="store_true", help="Print one JSON object instead of tables")
+            general.add_argument("--debug", action="store_true", help="Show tracebacks")
+            general.add_argument("-h", "--help", action="help", help="Show this help and exit")
+            positionals = [
+                (action.metavar or action.dest, verb.options.model_fields[action.dest].is_required())
+                for action in self._get_positional_actions()
+            ]
+            words = [str(word) if is_required else f"[{word}]" for word, is_required in positionals]
+            self.usage = " ".join([self.prog, *words, "[options]"])
             self.epilog = "example:\n" + textwrap.indent(verb.example, "  ")
 
     def error(self, message: str) -> NoReturn:
@@ -202,10 +229,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options: argparse.Namespace
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        own = next((verb for verb in verbs if verb.prog == f"cauc {options.verb}"), parser)
-        flags = [flag for action in own._actions for flag in action.option_strings]
+        verb_parser = next((verb for verb in verbs if verb.prog == f"cauc {options.verb}"), parser)
+        flags = [flag for action in verb_parser._actions for flag in action.option_strings]
         near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
-        own.error(f"unknown argument {unknown[0]!r}" + (f"; did you mean {near[0]!r}" if near else ""))
+        verb_parser.error(f"unknown argument {unknown[0]!r}" + (f"; did you mean {near[0]!r}" if near else ""))
     if options.completion is None:
         del options.completion
         return options
@@ -240,49 +267,60 @@ def _parsers() -> tuple[_Parser, list[_Parser]]:
             description=f"{about[0].upper()}{about[1:]}.",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
+            add_help=False,
         )
         verb.set_defaults(verb=name)
         verb.lazy = name
-        verb.add_argument("--config", metavar="FILE", help="YAML file with options by name; flags take precedence")
-        verb.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-        verb.add_argument("--debug", action="store_true", help="show tracebacks")
         made.append(verb)
     return parser, made
 
 
 def add_options(verb: argparse.ArgumentParser, options: type[Options]) -> None:
-    """Give a verb a flag for each of its options, in a group for each class that declares some.
+    """Give a verb a flag for each of its options, in the groups of the help.
 
-    What is not given is absent from the parsed namespace: a config file may give it, else its default holds.
+    What is not given is absent from the parsed namespace: a config file may give it, else its default holds. Types are
+    checked by the options' class.
     """
+    from cauc_ray.api.options import GROUPS, OTHER, Group
+
+    groups = {group: verb.add_argument_group(group.title) for group in GROUPS}
+    for name, field in options.model_fields.items():
+        marks, flag = _marks(field), flag_of(field)
+        if flag.config_only:
+            continue
+        group = next((mark for mark in marks if isinstance(mark, Group)), OTHER)
+        kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field)}
+        kinds = _kinds(field.annotation)
+        if kinds[0] is bool:
+            kwargs["action"] = "store_true"
+        elif get_origin(kinds[0]) is Literal:
+            kwargs["choices"] = get_args(kinds[0])
+        else:
+            kwargs["metavar"] = flag.metavar or name.rpartition("_")[2].upper()
+        if flag.is_positional:
+            verb.add_argument(name, nargs="*" if flag.is_several else "?", **kwargs)
+        else:
+            groups[group].add_argument(*spellings_of(name, field), dest=name, **kwargs)
+
+
+def flag_of(field: FieldInfo) -> Flag:
+    """Return the form of an option on the command line."""
     from cauc_ray.api.options import Flag
 
-    groups, added = dict[str, Any](), set[str]()
-    for declaring in options.__mro__:  # a verb's own first, then what it shares with others
-        for name in inspect.get_annotations(declaring):
-            if name not in options.model_fields or name in added:
-                continue
-            added.add(name)
-            field = options.model_fields[name]
-            kinds = _kinds(field.annotation)
-            metadata = [*field.metadata, *(each for kind in kinds for each in getattr(kind, "__metadata__", ()))]
-            flag = next((each for each in metadata if isinstance(each, Flag)), Flag())
-            if flag.config_only or field.description is None:
-                continue
-            title = getattr(declaring, "GROUP", "options")
-            if title not in groups:
-                groups[title] = verb.add_argument_group(title)
-            kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field)}
-            if kinds[0] is bool:
-                kwargs["action"] = "store_true"
-            elif get_origin(kinds[0]) is Literal:
-                kwargs["choices"] = get_args(kinds[0])
-            else:
-                kwargs |= {"type": flag.read, "metavar": flag.metavar or name.rpartition("_")[2].upper()}
-            if flag.is_positional:
-                groups[title].add_argument(name, nargs="*" if flag.is_several else "?", **kwargs)
-            else:
-                groups[title].add_argument(*(flag.spellings or [f"--{name.replace('_', '-')}"]), dest=name, **kwargs)
+    return next((mark for mark in reversed(_marks(field)) if isinstance(mark, Flag)), Flag())
+
+
+def spellings_of(name: str, field: FieldInfo) -> tuple[str, ...]:
+    """Return an option's spellings on the command line: flags, or its placeholder if it has a position."""
+    flag = flag_of(field)
+    if flag.is_positional:
+        return (flag.metavar or name.upper(),)
+    return () if flag.config_only else flag.spellings or (f"--{name.replace('_', '-')}",)
+
+
+def _marks(field: FieldInfo) -> list[Any]:
+    """Return the marks of an option's type, those of the parameter itself last."""
+    return [*(mark for kind in _kinds(field.annotation) for mark in getattr(kind, "__metadata__", ())), *field.metadata]
 
 
 def _kinds(annotation: Any) -> list[Any]:
@@ -295,7 +333,7 @@ def _help(field: FieldInfo) -> str:
     default, about = field.get_default(), str(field.description)
     if field.is_required():
         about += " (required)"
-    elif not (default is None or default is False or default in ((), {}) or "(default" in about):
+    elif not (default is None or default is False or default in ((), {}) or "default:" in about):
         about += f" (default: {','.join(default) if isinstance(default, tuple) else default})"
     return about.replace("%", "%%")
 

@@ -29,8 +29,10 @@ def supervise(*, own_ray: bool) -> None:
     """Go on in a process and session of its own; the process that called exits when that one has ended.
 
     Returns in the new process only. SIGTERM, SIGINT or SIGHUP, to the caller or to its group, end both, with exit code
-    0 and no process left; without them the exit code is the new process's.   own_ray: Ray's files go to a folder of
-    this command, which is deleted unless a fault may have to be looked for there.
+    0 and no process left; without them the exit code is the new process's.
+
+    Args:
+        own_ray: Put Ray's files in a folder of this command, which is deleted unless the command fails.
     """
     # A signal that comes while nobody is ready for it waits.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
@@ -101,13 +103,13 @@ def _end_with_supervisor(alive: int) -> None:
 
 def _kill(session: int) -> bool:
     """Kill all processes of a session, its leader last; return whether there were any besides the leader."""
-    others = [pid for pid in _processes() if pid != session and _session_of(pid) == session]
-    for pid in [*others, session]:
+    descendants = [pid for pid in _processes() if pid != session and _session_of(pid) == session]
+    for pid in [*descendants, session]:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    return bool(others)
+    return bool(descendants)
 
 
 def _processes() -> Iterator[int]:

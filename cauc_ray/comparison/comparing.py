@@ -7,21 +7,42 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import Field
 
 from cauc_ray.api.offline import require_apart, require_output_file
-from cauc_ray.api.options import ComparedSet, CompareOptions, Cut
+from cauc_ray.api.options import (
+    Amounts,
+    Chains,
+    Common,
+    Costs,
+    Cut,
+    Flag,
+    InputPath,
+    Kinds,
+    Names,
+    OfChain,
+    OnRay,
+    Output,
+    Pairs,
+    Seconds,
+    Seed,
+    Seeds,
+    checked_as,
+    options_of,
+    takes,
+)
 from cauc_ray.api.sources import Logits, Source
+from cauc_ray.comparison.design import ComparedSet, CompareOptions
 from cauc_ray.comparison.differences import with_differences
 from cauc_ray.comparison.measuring import CONVENTIONS, Bench
 from cauc_ray.comparison.result import Comparison, is_file
 from cauc_ray.comparison.selection import choose_methods, require_trainable
 from cauc_ray.comparison.tasks import require_comparison_folder, run_stored
-from cauc_ray.data.logits import LogitKinds, LogitTable, encoders
+from cauc_ray.data.logits import LogitTable, encoders
 from cauc_ray.errors import BudgetError, ConfigError, DataError, require_packages, unknown_name
 from cauc_ray.execution.outcomes import Outcome, Task
 from cauc_ray.files.paths import AnyPath, absolute, content_digest, path_of
@@ -29,46 +50,56 @@ from cauc_ray.numbers.metrics import aiq, upper_hull
 from cauc_ray.numbers.sweep import Objective
 
 # What says nothing of a cell, or is a part of its keys.
-_NOT_OF_CELLS = {"sets", "chains", "models", "methods", "seeds", "seed", "address", "deadline_s", "reference"}
+_NOT_OF_CELLS = {
+    *("sets", "chains", "models", "methods", "seeds", "seed"),
+    *("address", "deadline_s", "reference", "output"),
+}
 _FIRST_COLUMNS = ("set", "chain", "method", "seed", "budget_kind", "budget", "budget_cost", "status", "reason")
 # The shares of arrays that methods are chosen and measured on, without validation and test.
 ARRAY_SHARES = (0.25, 0.5)
 
 
+@takes(CompareOptions)
 def compare(
     logits: Logits | None = None,
     labels: Any = None,
     *,
     example_ids: Any = None,
-    models: Sequence[str] | None = None,
-    chains: Sequence[Sequence[str]] = (),
-    sets: Sequence[ComparedSet | Mapping[str, Any]] = (),
-    methods: Sequence[str] = ("all",),
-    budget: float | None = None,
-    budgets: Sequence[float] = (),
-    relative_budgets: Sequence[float] = (),
-    points: int | None = None,
-    seed: int = 0,
-    seeds: Sequence[int] = (),
-    redrawn: Sequence[str] | None = None,
+    models: Common[Names | None] = None,
+    methods: Common[Annotated[Names, Field(min_length=1)]] = ("all",),
+    budget: Common[Annotated[float, Field(allow_inf_nan=False)] | None] = None,
+    budgets: Common[Amounts] = (),
+    relative_budgets: Common[Amounts] = (),
+    points: Common[Annotated[int, Field(ge=2, le=1_000)] | None] = None,
+    seeds: Common[Seeds] = (),
+    split: Common[str] = "test",
+    output: Common[Output | None] = None,
     reference: str | None = None,
     objective: Objective = "accuracy",
     embedding: str | None = None,
-    texts: str | AnyPath | None = None,
+    texts: InputPath | None = None,
     text_column: str = "question",
-    checkpoints: Mapping[str, str] = MappingProxyType({}),
-    costs: Mapping[str, float] | Sequence[float] | None = None,
-    cost_unit: str | None = None,
-    calibration_split: str = "calibration",
-    validation_split: str = "validation",
-    validation: Cut = None,
-    split: str = "test",
-    test: Cut = None,
-    training_split: str | None = None,
-    logit_kind: LogitKinds = None,
-    address: str | None = None,
-    deadline_s: float = 3600.0,
-    output: str | AnyPath | None = None,
+    checkpoints: Pairs | None = None,
+    chains: OfChain[Chains] = (),
+    sets: OfChain[
+        Annotated[
+            Sequence[ComparedSet | Mapping[str, Any]],
+            checked_as(tuple[ComparedSet, ...]),
+            Flag(config_only=True),
+        ]
+    ] = (),
+    costs: OfChain[Costs | None] = None,
+    cost_unit: OfChain[str | None] = None,
+    calibration_split: OfChain[str] = "calibration",
+    validation_split: OfChain[str] = "validation",
+    validation: OfChain[Cut] = None,
+    test: OfChain[Cut] = None,
+    training_split: OfChain[str | None] = None,
+    seed: OfChain[Seed] = 0,
+    redrawn: OfChain[Names | None] = None,
+    logit_kind: OfChain[Kinds | None] = None,
+    address: OnRay[str | None] = None,
+    deadline_s: OnRay[Seconds] = 3600.0,
     on_cell: Callable[[Outcome, int, int], None] = lambda outcome, index, of: None,
 ) -> Comparison:
     """Fit methods, and measure them at budgets on a split that none of them has seen.
@@ -77,47 +108,49 @@ def compare(
 
     Args:
         logits: A table or arrays, as for fit().
-        labels: Of arrays, as for fit().
-        example_ids: Of arrays, as for fit().
-        models: The chain.
-        chains: Several chains, each cheapest first, in place of models.
-        sets: Several logit tables, each a mapping with name, logits and, if need be, chains and embedding.
-        methods: Names of methods, "single" for each model alone, "recalibrated" for each model alone and each other
-            method that is named once more on recalibrated logits, or "all".
-        budget: Mean cost per example on validation that a method may spend; without any, what Base costs there at its
-            own threshold.
+        labels: Labels of arrays, as for fit().
+        example_ids: Ids of the rows of arrays, as for fit().
+        models: The chain, cheapest first (default: all models, by cost).
+        methods: Names of methods; single is each model alone, recalibrated each model and each other method that is
+            named once more on recalibrated logits.
+        budget: Mean cost per example on validation that every method may spend (default: the cost of base at its own
+            threshold).
         budgets: Several budgets.
-        relative_budgets: Budgets as shares of the cost of the chain's most expensive model.
-        points: So many budgets, evenly spaced from the mean cost of the cheapest model to that of the most expensive.
-        seed: Random seed.
-        seeds: Several seeds, in place of seed.
-        redrawn: Splits that are pooled and, with each seed, cut again into the same sizes; None for calibration and
-            validation where there are several seeds, else none.
-        reference: The method that others are compared with: rf if measured, else base, else the first.
+        relative_budgets: Budgets as shares of the mean cost of the chain's most expensive model.
+        points: Number of budgets, evenly spaced from the mean cost of the cheapest model to that of the most expensive.
+        seeds: Several random seeds, in place of seed.
+        split: Split to measure on.
+        output: A file of results (.csv, .json, .parquet, .tex, .pdf, .png, .svg), or a folder with all of them, where
+            finished cells are kept and not measured again.
+        reference: Method that others are compared with (default: rf, else base).
         objective: What is maximised within a budget.
-        embedding: An encoder of the table, whose embeddings routers look at. One that is named like a model of the
-            table is that model, whose call they pay on every example; without one they look at the first model's
-            outputs, and pay for its call.
-        texts: A Parquet file of the queries' texts, for the methods that train on them.
-        text_column: Of that file.
-        checkpoints: By such a method's name the hub id or folder of the model that it trains.
-        costs: Of a call of each model.
-        cost_unit: Of costs.
-        calibration_split: What methods are fitted on.
-        validation_split: What they are chosen on.
-        validation: In place of that split a share of the calibration examples, drawn at random; or of arrays a pair, as
-            for fit(). Of arrays a quarter, or half of what test leaves.
-        split: What they are measured on.
-        test: In place of that split, like validation. Of arrays a half, or half of what validation leaves.
-        training_split: A split of the table on which routers and scorers are trained, in place of the calibration
-            split, on which CAUC's own numbers and temperatures are fitted.
-        logit_kind: Of the models.
-        address: Of a Ray cluster, or "local" for one on this machine: each method, chain and seed is a task there.
-            Without it they run in this process, one after the other.
-        deadline_s: On a cluster, the seconds that a task may take.
-        output: Where the results are written: a file (.csv, .json, .parquet, .tex, .pdf, .png, .svg), or a folder with
-            all of these, which keeps finished cells of tables: a call that goes on does not measure them again.
-        on_cell: Called with the outcome of each cell, its number and how many there are.
+        embedding: Encoder of the table whose embeddings routers look at, or a model, whose call they pay (default: the
+            first model's outputs).
+        texts: Parquet file of the queries' texts, for methods that train on them.
+        text_column: Column of the texts.
+        checkpoints: Hub id or folder of the model that each of these methods trains, as
+            routellm-bert=bert-base-uncased.
+        chains: Several chains, each cheapest first, in place of models.
+        sets: Several logit tables, in place of one: each a mapping with name, logits and, if need be, chains and
+            embedding.
+        costs: Cost of a call of each model, by name or in the order of models (default: the table's).
+        cost_unit: Unit of the costs (default: the table's, else 'cost units').
+        calibration_split: Split to fit on.
+        validation_split: Split to choose thresholds on.
+        validation: Share of the calibration examples to choose on, drawn at random (default: the validation split; of
+            arrays a quarter, or half of the rest). In Python, for arrays, also a pair as for fit().
+        test: Share of the calibration examples to measure on (default: the test split; of arrays a half, or half of the
+            rest). In Python, for arrays, also a pair.
+        training_split: Split that routers and scorers are trained on (default: the calibration split).
+        seed: Random seed.
+        redrawn: Splits that are pooled and cut into the same sizes again with each seed (default: with several seeds
+            calibration and validation, else none).
+        logit_kind: Kind of the logits, of all models or by model: raw, log-probabilities, probabilities or surrogate
+            (default: as declared in the table, else raw).
+        address: Address of a Ray cluster, or local, on which each method, chain and seed is a task (default:
+            RAY_ADDRESS, else this process).
+        deadline_s: On a cluster, seconds for one method on one chain.
+        on_cell: Called with the outcome of each cell, its number and their count.
 
     Returns:
         A row for each set, chain, method, seed and budget, and the curves.
@@ -132,7 +165,7 @@ def compare(
         True
     """
     shares = _array_shares(validation, test) if isinstance(logits, Mapping) else {}
-    options = CompareOptions.of({**locals(), **shares, "checkpoints": dict(checkpoints)})
+    options: CompareOptions = options_of(compare).of({**locals(), **shares})
     return _compared(options, logits, labels, example_ids, output, on_cell)
 
 
@@ -144,7 +177,7 @@ def _compared(
     output: str | AnyPath | None,
     on_cell: Callable[[Outcome, int, int], None],
 ) -> Comparison:
-    require_trainable(options.checkpoints)
+    require_trainable(options.checkpoints or {})
     on_ray = options.address is not None
     benches, not_run = _benches(options, logits, labels, example_ids)
     folder = _require_output(output, [bench.logits for bench in benches if not isinstance(bench.logits, Mapping)])
@@ -198,7 +231,7 @@ def _benches(
                 name = compared.name if compared else located.name
             elif options.address is not None:
                 raise ConfigError("arrays are compared in this process: leave address out, or write a logit table")
-            trainable = options.checkpoints if options.texts is not None else ()
+            trainable = options.checkpoints or () if options.texts is not None else ()
             chosen, absent = choose_methods(options.methods, source.models, trainable, encoder, source.hidden)
             if options.reference is not None and options.reference not in chosen:
                 raise ConfigError(f"reference: {unknown_name('method', options.reference, chosen)}")

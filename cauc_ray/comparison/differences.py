@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cauc_ray.api.options import CompareOptions
+from cauc_ray.comparison.design import CompareOptions
 from cauc_ray.comparison.redrawing import drawn_rows
 from cauc_ray.numbers.intervals import N_RESAMPLES, Difference, holm, signs
 from cauc_ray.numbers.types import Bools, Floats, Ints

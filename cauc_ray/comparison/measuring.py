@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cauc_ray.api.options import CompareOptions
 from cauc_ray.api.sources import Logits, Source, fingerprints_of, read_examples
+from cauc_ray.comparison.design import CompareOptions
 from cauc_ray.comparison.differences import packed
 from cauc_ray.comparison.published import published
 from cauc_ray.comparison.redrawing import redraw
@@ -246,7 +246,7 @@ class Trial:
         if method.name == "base":
             fitted, setup_s = self._base
         else:
-            checkpoint = self._options.checkpoints.get(plain_name)
+            checkpoint = (self._options.checkpoints or {}).get(plain_name)
             fitted, setup_s = set_up_fairly(fit, replace(self._fitting, checkpoint=checkpoint))
         points, curve_points = self._points(fitted), fitted.points
         if fitted.is_numbered:  # of all its policies, what validation would choose of

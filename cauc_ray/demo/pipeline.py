@@ -15,12 +15,12 @@ import yaml
 
 import cauc_ray
 from cauc_ray.api.live import progress
+from cauc_ray.api.options import Common, Output
 from cauc_ray.comparison.result import Comparison
 from cauc_ray.data.splits import split_shares
 from cauc_ray.demo import digit_networks
 from cauc_ray.display import Figures, Grid, Sheet
 from cauc_ray.errors import require_packages
-from cauc_ray.execution.session import ray_session
 from cauc_ray.files.documents import new_folder, write_json, write_text
 from cauc_ray.files.parquet import parquet_files, read_parquet, write_parquet
 from cauc_ray.policies.policy import Policy
@@ -56,14 +56,17 @@ class DemoResult(Figures):
         return Sheet(title, [Grid.of("", rows, columns), self["agreement"], files])
 
 
-def run_demo(output: str | None) -> DemoResult:
-    """Run the demo into a new folder and return what its table shows.
+def run_demo(output: Common[Output | None] = None) -> DemoResult:
+    """Run the demo into a new folder and return what its table shows; a demo that fails leaves no folder behind.
 
-    Raises ConfigError with the install command where scikit-learn or matplotlib is missing, or when the folder exists.
-    A demo that fails leaves no folder behind.
+    Args:
+        output: A new folder (default: cauc-demo, or the next free name).
+
+    Raises:
+        ConfigError: scikit-learn or matplotlib is missing, with the install command, or the folder exists.
     """
     names = ["cauc-demo", *(f"cauc-demo-{n}" for n in range(2, 1000))]
-    folder = Path(output or next(name for name in names if not Path(name).exists())).absolute()
+    folder = Path(str(output or next(name for name in names if not Path(name).exists()))).absolute()
     require_packages("the demo", "demo", "sklearn", "matplotlib")
     with new_folder(folder):
         try:
@@ -75,6 +78,8 @@ def run_demo(output: str | None) -> DemoResult:
 
 
 def _demo(folder: Path) -> DemoResult:
+    from cauc_ray.execution.session import ray_session  # Ray takes seconds to import
+
     started = time.perf_counter()
     pool, logits = folder / "pool.yaml", folder / "logits"
     for name in ("inputs", "policies", "weights"):
@@ -152,7 +157,7 @@ def _write_models(folder: Path, images: Any, labels: Any) -> None:
         with threadpool_limits(1):  # several threads only wait for each other on networks so small
             of_network = [(*network.fit(images, labels).coefs_, *network.intercepts_) for network in networks]
         # The biases become (E, 1, H), as they are added to (E, n, H).
-        arrays = [np.stack([np.atleast_2d(one) for one in each]) for each in zip(*of_network, strict=True)]
+        arrays = [np.stack([np.atleast_2d(one) for one in layer]) for layer in zip(*of_network, strict=True)]
         weights = f"weights/{name}.npz"
         np.savez(folder / weights, *[array.astype(np.float32) for array in arrays])
         model = {"kind": "python", "factory": "digit_networks:load", "kwargs": {"weights": weights}}
@@ -167,14 +172,14 @@ def _write_models(folder: Path, images: Any, labels: Any) -> None:
 def _row(title: str, figures: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of the demo's table from what a comparison has of a method on the test images."""
     low, high = figures["accuracy_interval"]
-    shown = {key: figures[key] for key in ("accuracy", "cost", "relative_cost", "avoided")}
-    return {"name": title, **shown, "low": low, "high": high}
+    columns = {key: figures[key] for key in ("accuracy", "cost", "relative_cost", "avoided")}
+    return {"name": title, **columns, "low": low, "high": high}
 
 
 def _figures(logits: Path, policy: Policy) -> dict[str, Any]:
     """Return the same of a policy."""
-    found = cauc_ray.evaluate(logits, policy).as_json()
-    return {**found, "avoided": found["last_stage_avoided"]}
+    summary = cauc_ray.evaluate(logits, policy).as_json()
+    return {**summary, "avoided": summary["last_stage_avoided"]}
 
 
 def _agreement(logits: Path, policy: Policy, predictions: Path) -> str:

@@ -329,7 +329,7 @@ class CollectedTables:
         record = next(iter(self._records.values()))
         per_call = None if collected.answers.costs is None else 0.0
         if self._work.kind == "model" and record.cost(self._work.stage, per_call) is None:
-            raise ExecutionError(
+            raise ConfigError(
                 f"stage {self._work.stage.name!r}: the cost of a call is unknown, and torch counted no operations; "
                 "give the stage a cost in the pool file"
             )

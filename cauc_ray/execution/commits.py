@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict
 
 from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.cascade.worker import Collected
-from cauc_ray.errors import CaucError, DataError, ExecutionError
+from cauc_ray.errors import CaucError, DataError
 from cauc_ray.files.documents import make_folder, read_model, write_json, write_text
 from cauc_ray.files.parquet import read_footer, read_parquet, write_parquet
 from cauc_ray.files.paths import AnyPath, visible
@@ -261,7 +261,7 @@ class Claim:
         """Raise ExecutionError if a newer attempt has claimed the folder."""
         self.make()
         if max(file.name for file in self._folder.iterdir()) > self._name:
-            raise ExecutionError(
+            raise DataError(
                 f"another process continues in {self._folder.parent}; this one ends, and what it has committed stays"
             )
 
@@ -331,7 +331,7 @@ class PartWriter:
         write_json(parts.manifest / f"{name}.json", entry.model_dump())
         try:
             self._claim.require()
-        except ExecutionError:  # the other one may have looked at the manifest before this entry was there
+        except DataError:  # the other one may have looked at the manifest before this entry was there
             (parts.manifest / f"{name}.json").unlink()
             raise
         self._blocks, self._failed_at, self._inputs, self._totals, self.n_bytes = {}, {}, {}, {}, 0

@@ -19,7 +19,7 @@ from ray.data.dataset import MaterializedDataset
 from cauc_ray.data.blocks import InputBlock, other_rows
 from cauc_ray.data.columns import ColumnPlan, Task, plan_columns, read_block
 from cauc_ray.data.sources import ID
-from cauc_ray.errors import DataError, ExecutionError
+from cauc_ray.errors import DataError
 from cauc_ray.execution.cluster import store_bytes
 from cauc_ray.files.paths import AnyPath
 
@@ -141,7 +141,7 @@ class DatasetBlocks:
             text = str(error)  # for an error in a task, its traceback, where the user's own error comes first
             match = re.search(r"^[\w.]+(?:Error|Exception)\b.*", text, re.MULTILINE)
             reason = match[0] if match else f"{type(error).__name__}: {(text.splitlines() or [''])[0]}"
-            raise ExecutionError(f"{_SOURCE} cannot be computed: {reason}") from error
+            raise DataError(f"{_SOURCE} cannot be computed: {reason}") from error
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
 from cauc_ray.cascade.stage import Stage
 from cauc_ray.cascade.worker import Collected
-from cauc_ray.errors import CaucError, ConfigError, ExecutionError
+from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
 from cauc_ray.execution.actors import explained, in_group, kind_of
 from cauc_ray.execution.cluster import draining_nodes, live_nodes, store_bytes
 from cauc_ray.execution.commits import Committer
@@ -224,7 +224,7 @@ class RunController:
                 self._replica_lost(self._replicas.by_number[number], why, now, own_fault=False)
         if at.never_succeeds:
             why = result.error or next(iter(result.failures.values()), "")
-            self._stage_fails(call.stage, ExecutionError(f"stage {name!r} has failed on every row so far: {why}"))
+            self._stage_fails(call.stage, DataError(f"stage {name!r} has failed on every row so far: {why}"))
 
     def _call_broken(self, call: Call, error: RayError, now: float) -> None:
         name = self._names[call.stage]

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from cauc_ray.data.datasets import RunInput
-from cauc_ray.errors import ExecutionError
+from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, explained, kind_of, make_actor, result_of
 from cauc_ray.execution.cluster import require_fit
 from cauc_ray.execution.commits import Claim, Committed, FailedBlock, common_reason
@@ -157,7 +157,7 @@ class FailureLimit:
             return
         places = ", ".join(f"{n:,} at stage {name!r}" for name, n in failed.items() if n)
         of = f"{n_done:,} rows" if at_end or n_done == self.n_rows else f"{n_done:,} rows so far"
-        raise ExecutionError(
+        raise DataError(
             f"models failed on {n_failed:,} of {of} ({places}), more than max_failed allows; most often: {why()}; fix "
             "the cause and continue with --resume --retry-failed, or raise max_failed in the pool file and continue "
             "with --resume"

@@ -51,8 +51,8 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
 
     address: of a cluster; without it the one that RAY_ADDRESS names (as Ray jobs set it), else a session of
     this machine's own, whose count of logical CPUs is n_cpus if that is more than it has, within reason.
-    Raises ConfigError when this process is connected to another cluster; ExecutionError when the cluster cannot be
-    reached, or when its tokens and this process's do not agree.
+    Raises ConfigError when this process is connected to another cluster, or when the cluster's tokens and this
+    process's do not agree; ExecutionError when the cluster cannot be reached.
     """
     if ray.is_initialized():
         _require_same(address)
@@ -121,9 +121,12 @@ def keep_store_free() -> None:
 
 
 def _require_reachable(address: str) -> None:
-    """Raise ExecutionError where nothing listens: Ray would end the whole process after a long wait."""
+    """Raise ExecutionError where nothing listens: Ray would end the whole process after a long wait.
+
+    Raises ConfigError for an address of another kind, and where tokens do not agree.
+    """
     if address.startswith("ray://"):
-        raise ExecutionError(
+        raise ConfigError(
             f"address {address!r} is a Ray Client address, which is not supported; give HOST:PORT of the head node"
         )
     host, _, port = address.rpartition(":")
@@ -134,16 +137,16 @@ def _require_reachable(address: str) -> None:
     except (OSError, UnicodeError) as error:
         raise ExecutionError(f"no Ray cluster at {address!r}: {getattr(error, 'strerror', None) or error}") from error
     if _sends_token() and not _has_token():
-        raise ExecutionError(
+        raise ConfigError(
             "RAY_AUTH_MODE is token, but no token is set: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file; or "
             "RAY_AUTH_MODE=disabled for a cluster without tokens"
         )
     if _refuses_token(address):
         remedy = "set RAY_AUTH_TOKEN to the cluster's own, or RAY_AUTH_TOKEN_PATH to its file"
         if _sends_token():
-            raise ExecutionError(f"the Ray cluster at {address!r} refuses this token: {remedy}")
+            raise ConfigError(f"the Ray cluster at {address!r} refuses this token: {remedy}")
         remedy = "" if _has_token() else f", and {remedy}"
-        raise ExecutionError(f"the Ray cluster at {address!r} asks for a token: set RAY_AUTH_MODE=token{remedy}")
+        raise ConfigError(f"the Ray cluster at {address!r} asks for a token: set RAY_AUTH_MODE=token{remedy}")
 
 
 def _sends_token() -> bool:
@@ -175,7 +178,7 @@ def _refuses_token(address: str) -> bool:
 
 
 def _require_tokens_there(address: str) -> None:
-    """Raise ExecutionError where this process uses tokens and the cluster's nodes use none.
+    """Raise ConfigError where this process uses tokens and the cluster's nodes use none.
 
     The head takes such a process, but the actors that it starts die: they cannot answer it.
     """
@@ -188,7 +191,7 @@ def _require_tokens_there(address: str) -> None:
     except RayError as error:
         raise ExecutionError(f"the Ray cluster at {address!r} runs no task for this process: {error}") from error
     if (mode or "").lower() != "token":
-        raise ExecutionError(
+        raise ConfigError(
             f"the Ray cluster at {address!r} uses no tokens, but RAY_AUTH_MODE is token here: set "
             "RAY_AUTH_MODE=disabled"
         )

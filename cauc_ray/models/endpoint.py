@@ -18,7 +18,7 @@ import httpx2
 import numpy as np
 from pydantic_core import to_json
 
-from cauc_ray.errors import CaucError, DataError, ExecutionError
+from cauc_ray.errors import CaucError, DataError, SpendingError
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, answered, batch_size, little
 from cauc_ray.models.http_client import HttpClient, all_until_error, json_of, value_at
 from cauc_ray.models.kind import IN_TIME, Placement
@@ -96,7 +96,7 @@ class Budget:
             if np.isfinite(self._max_usd):
                 await self._settled.wait_for(lambda: not self._n_in_flight or (self._largest_usd and fits()))
             if not fits():
-                raise ExecutionError(f"its budget of {self._max_usd:g} USD is spent; raise max_usd to continue")
+                raise SpendingError(f"its budget of {self._max_usd:g} USD is spent; raise max_usd to continue")
             reserved_usd = estimate_usd()
             self._spent_usd += reserved_usd
             self._n_in_flight += 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
-from cauc_ray.api.options import PlanOptions
+from cauc_ray.api.options import Common, Flag, InputPath, options_of
 from cauc_ray.errors import ConfigError, warn
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
@@ -28,10 +29,10 @@ LEAST = 1e-6
 def plan(
     pool: str | AnyPath | Pool,
     policy: str | AnyPath | Policy,
-    rate: float,
+    rate: Common[float],
     *,
-    slo_p99_s: float | None = None,
-    ledger: str | AnyPath | None = None,
+    slo_p99_s: Common[Annotated[float, Flag("S", spellings=("--slo-p99",))] | None] = None,
+    ledger: Common[InputPath | None] = None,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Plan:
     """Plan the replicas of a policy's chain for a rate of requests a second, one row each, that come independently.
@@ -39,11 +40,12 @@ def plan(
     Without a ledger, stages take the seconds that the pool declares: those of a saved stage, or a cost in seconds.
 
     Args:
-        pool: A pool, or its file.
-        policy: A policy, or its file, that records how often its stages defer.
-        rate: Requests per second.
+        pool: A pool file. In Python also a Pool.
+        policy: A policy file that records how often its stages defer, as fits with labelled validation write it. In
+            Python also a Policy.
+        rate: Requests per second, one row each.
         slo_p99_s: Seconds within which 99 of 100 requests must be answered.
-        ledger: The folder of an earlier run, whose calls say how long batches take.
+        ledger: Output of an earlier `cauc run`, whose calls say how long batches take.
         on_step: Called with what is being done.
 
     Returns:
@@ -54,7 +56,8 @@ def plan(
         CaucError: For the pool, the policy, or the source of the seconds of batches.
     """
     started = time.perf_counter()
-    PlanOptions.of(locals())
+    options = options_of(plan).of(locals())
+    rate, slo_p99_s = options.rate, options.slo_p99_s
     for name, value in {"rate": rate, "p99 goal": slo_p99_s}.items():
         if value is not None and not (math.isfinite(value) and value >= LEAST):
             raise ConfigError(f"a {name} is a number above 0 ({LEAST:g} at least), not {value:g}")

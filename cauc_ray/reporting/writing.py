@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import inspect
 import re
 import shlex
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cauc_ray import __version__
-from cauc_ray.api.offline import require_apart
-from cauc_ray.api.options import FitOptions
+from cauc_ray.api.offline import fit, require_apart
+from cauc_ray.api.options import Common, Flag, InputPath, Output
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.display import Sheet, Shown, amount, decimals, number, percent
 from cauc_ray.errors import ConfigError, require_packages
@@ -110,25 +111,26 @@ class Report(Shown):
 
 
 def report(
-    folder: str | AnyPath = ".",
+    folder: Annotated[InputPath, Flag("DIR", is_positional=True)] = ".",
     *,
     policy: str | AnyPath | Policy | None = None,
-    logits: str | AnyPath | None = None,
-    run: str | AnyPath | None = None,
-    comparison: str | AnyPath | None = None,
-    split: str = "test",
-    output: str | AnyPath | None = None,
+    logits: Common[InputPath | None] = None,
+    run: Common[InputPath | None] = None,
+    comparison: Common[InputPath | None] = None,
+    split: Common[str] = "test",
+    output: Common[Output | None] = None,
 ) -> Report:
     """Write one self-contained HTML page on a policy, and its policy card in the same folder.
 
     Args:
-        folder: The folder of parts that are not named, under the names that cauc's verbs and documents give them.
-        policy: A policy, or its file (default: FOLDER/policy.json, or of FOLDER/policies the one of the run).
-        logits: The table that it was fitted on (default: FOLDER/logits).
-        run: The output of `cauc run` with this policy (default: FOLDER/run, if it exists).
-        comparison: The output of `cauc compare -o` on this table (default: FOLDER/comparison, if it exists).
-        split: The split to measure on.
-        output: The page to write (default: FOLDER/report.html).
+        folder: Folder of the parts that are not named, which have the names that the verbs give them.
+        policy: A policy file (default: policy.json in the folder; of several in policies/ that of the run). In Python
+            also a Policy.
+        logits: The table that the policy was fitted on (default: logits in the folder).
+        run: Output of `cauc run` with the policy (default: run in the folder, if any).
+        comparison: Output of `cauc compare` on the table (default: comparison in the folder, if any).
+        split: Split to measure on.
+        output: The page to write (default: report.html in the folder).
 
     Raises:
         CaucError: DataError if a part is missing or does not belong to the policy, ConfigError if something must be
@@ -271,9 +273,10 @@ def _fit_command(inputs: Inputs, *, for_budget: bool) -> list[str]:
     if policy.costs == "per-model" and any(declared.get(name, 0.0) != costs[name] for name in policy.models):
         names = dict.fromkeys((*policy.models, *options["models"]))
         options["costs"] = tuple(f"{name}={costs[name]!r}" for name in names if name in costs)
+    defaults = inspect.signature(fit).parameters
     words = ["cauc", "fit", str(inputs.logits), "-o", "policy.json" if for_budget else inputs.policy_name]
     for name, value in options.items():
-        if value is not None and value != FitOptions.model_fields[name].get_default():
+        if value is not None and value != defaults[name].default:
             flag = f"--{name.replace('_', '-')}"
             words += [flag] if value is True else [flag, ",".join(value) if isinstance(value, tuple) else str(value)]
     return words

@@ -196,7 +196,7 @@ def serve_service(
         on_wait("starting Serve")
         app = application(pool, policy, model)
         if serve.status().proxies:
-            raise ExecutionError(
+            raise ConfigError(
                 "Ray Serve already runs on this cluster; deploy the application there with serve deploy "
                 "(deployments/serve.yaml)"
             )

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 import cauc_ray
 from cauc_ray.api.offline import fit_shards
-from cauc_ray.api.options import FitOptions
+from cauc_ray.api.options import options_of
 from cauc_ray.data.writing import PoolModel, TableInfo, write_info
 from cauc_ray.errors import CaucWarning
 from cauc_ray.numbers.calibration import fit_pair, fit_temperature
@@ -243,7 +243,8 @@ def write_table(
 def sharded_fit(table: Path, method: str, n_shards: int) -> dict[str, Any]:
     """Fit once by shards and once in one process."""
     [alone] = printed(sys.executable, "-c", ALONE, table, json.dumps(list(MODELS)), method, BUDGET)
-    options = FitOptions(models=tuple(MODELS), method=method, budget=BUDGET, shards=n_shards)
+    asked = {"models": list(MODELS), "method": method, "budget": BUDGET, "shards": n_shards}
+    options = options_of(cauc_ray.fit).of(asked)
     started = time.perf_counter()
     fitted = fit_shards(table, options)
     sharded_s = time.perf_counter() - started - fitted.shards.start_s

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, model_validator
 
-from cauc_ray.api.options import ClusterOptions, Location, Names, OutputPath, Seed
+from cauc_ray.api.options import Location, Names, Options, OutputPath, Seed
 from cauc_ray.data.logits import LogitTable, encoders
 from cauc_ray.errors import DataError, unknown_name
 from cauc_ray.files.paths import AnyPath
@@ -215,7 +215,7 @@ class Figures(_Parts):
     complementarity_gain: tuple[str, ...] = ()
 
 
-class PaperConfig(ClusterOptions):
+class PaperConfig(Options):
     """The tables and figures to make, and their data.
 
     Attributes:
@@ -224,6 +224,7 @@ class PaperConfig(ClusterOptions):
         methods: The methods of comparisons, as compare() takes them.
         seed: The random seed.
         deadline_s: On a cluster, the seconds that one method may take on one chain.
+        address: Address of a Ray cluster.
     """
 
     logits: Location
@@ -233,6 +234,7 @@ class PaperConfig(ClusterOptions):
     deadline_s: float = Field(default=7200.0, gt=0)
     tables: Tables = Tables()
     figures: Figures = Figures()
+    address: str | None = None
 
     @property
     def parts(self) -> dict[str, tuple[Entry, ...]]:

@@ -1,6 +1,5 @@
 """Fits and evaluations from Python: arrays and tables give the same, and options are checked in one place."""
 
-import inspect
 import re
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from synthetic import planted
 
 import cauc_ray
-from cauc_ray.api.options import CompareOptions, EvaluateOptions, FitOptions
 from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import CaucError, CaucWarning, DataError
 
@@ -321,18 +319,6 @@ def test_logits_come_in_whatever_holds_numbers(data, library):
     named = [frames.DataFrame({name: z[:, k] for k, name in enumerate("abcd")}) for z in logits.values()]
     with pytest.raises(DataError, match="columns"):
         policy.predict({"small": named[0], "large": named[1][list("dcba")]})
-
-
-@pytest.mark.parametrize(
-    ("verb", "options"),
-    [("fit", FitOptions), ("evaluate", EvaluateOptions), ("compare", CompareOptions)],
-)
-def test_keyword_arguments_are_those_of_the_definition(verb, options):
-    parameters = inspect.signature(getattr(cauc_ray, verb)).parameters
-    defaults = {name: field.default for name, field in options.model_fields.items()}
-    assert {name: parameters[name].default for name in defaults} == defaults
-    assert set(parameters) - set(defaults) <= {"logits", "labels", "example_ids", "policy", "output", "on_cell"}
-    assert all(field.description for field in options.model_fields.values())
 
 
 def test_results_are_drawn_and_shown_in_few_lines(data, tmp_path):

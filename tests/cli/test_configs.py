@@ -76,7 +76,7 @@ def test_what_failed_is_told_by_the_exit_code_and_tried_again(ray_session, tmp_p
     code, out, error = command(*words)
     results = json.loads(out)
     (absent,) = results["not_run"]
-    assert (code, absent["chain"], {row["status"] for row in results["rows"]}) == (1, "m0,m1", {"ok", "failed"})
+    assert (code, absent["chain"], {row["status"] for row in results["rows"]}) == (5, "m0,m1", {"ok", "failed"})
     assert f"rf, seed 0: {absent['why'].removeprefix('failed: ')}" in error
     file.write_bytes(whole)
     code, out, _ = command(*words)

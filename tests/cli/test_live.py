@@ -50,11 +50,17 @@ def test_an_input_of_unknown_length_has_neither_bar_nor_end():
     assert drawn(120, SMALL, n_rows=None)[-1] == "640 rows  64 rows/s  1:02:05 gone"
 
 
-def test_nothing_is_drawn_where_nobody_watches(capsys):
+def test_where_nobody_watches_one_line_comes_at_once_and_nothing_is_drawn(capsys):
     with live.run_progress("GFLOPs") as on_progress, live.collect_progress() as on_models:
-        on_progress(RunProgress(0.0, 10, 5, (SMALL,)))
-        on_models({"small": RunProgress(0.0, 10, 5, (SMALL,))})
-    assert capsys.readouterr() == ("", "")
+        for _ in range(2):
+            on_progress(RunProgress(0.0, 10, 5, (SMALL, LARGE)))
+            on_models({"small": RunProgress(0.0, 10, 5, (SMALL,))})
+    with live.progress("starting", at_once=True) as on_wait, live.progress("planning") as on_step:
+        for _ in range(2):
+            on_wait("starting 3 stages …")
+            on_step("sizing")
+    expected = ["cauc: starting 2 stages …", "cauc: starting 1 stage …", "cauc: starting 3 stages …"]
+    assert capsys.readouterr() == ("", "\n".join([*expected, ""]))
 
 
 # As the verbs do it: standard output is somewhere else while the work goes on, and then has the answer.

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import cauc_ray
-from cauc_ray.cli.command import main
+from cauc_ray.cli.command import main, spellings_of
 from cauc_ray.cli.verbs import VERBS
 
 # Codes besides 2, bad input.
@@ -22,6 +22,7 @@ DOCUMENTED = {
     "run": set(),
     "serve": set(),
     "demo": set(),
+    "policy set": {4},  # nobody listens
 }
 # Each of these starts Ray, waits for a network, or has its own tests with real parts.
 NOT_DRAWN = {"address": "a cluster", "shards": "a cluster", "input": "a cluster", "texts": "text routers"}
@@ -119,7 +120,7 @@ def contents(folder):
 def problem(verb, code, out, err, before, after):
     """Return what breaks the contract of the command, None if nothing does."""
     errors = [line for line in err.splitlines() if not line.startswith("cauc: warning: ")]
-    if "Traceback" in err or "(a fault of cauc-ray" in err:
+    if "Traceback" in err or "internal error" in err:
         return f"internal error: {err[-300:]}"
     if code not in DOCUMENTED.get(verb, {0}) | {2}:
         return f"exit code {code}: {err[-300:]}"
@@ -136,8 +137,7 @@ def flags_of(verb):
     """Return the values to draw for each option that the verb has a flag for, and how a value is given."""
     for name, field in VERBS[verb].options.model_fields.items():
         text = str(field.annotation)
-        is_hidden = any(getattr(each, "config_only", False) for each in field.metadata) or field.description is None
-        if name in NOT_DRAWN or is_hidden:
+        if name in NOT_DRAWN or not spellings_of(name, field):
             continue
         if name in VALUES:
             yield name, VALUES[name]

@@ -64,7 +64,7 @@ BOTH_DOORS = [
     ("fit", {"certify": "risk<=0.0001@0.95"}, "no threshold is certified: at ", CaucError),
     ("fit", {"certify": "risk<0.05@0.95"}, "'risk<0.05@0.95' is not of the form", ConfigError),
     ("fit", {"price": 0.1, "budget": 9}, "each decides it alone", ConfigError),
-    ("fit", {"price": 0.1, "search": True}, "leave one of search and price out", ConfigError),
+    ("fit", {"price": 0.1, "search": True}, "a search chooses a chain by its best threshold", ConfigError),
     ("fit", {"search": True, "budget": 0.5}, "below the cost of the cheapest chain, 1 GFLOPs", BudgetError),
     ("fit", {"calibrator": "isotonic"}, "for method base with one or two models", ConfigError),
     ("fit", {"logits": "RAGGED", "calibrator": "offsets"}, "lacks some of the 5 options of model 'm0'", CaucError),

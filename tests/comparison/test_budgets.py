@@ -170,7 +170,7 @@ def test_a_method_whose_fit_fails_is_named_and_the_others_are_measured(table, tm
     words = ["--methods", "rf,routellm-bert", "--texts", tmp_path / "texts.parquet"]
     code, out, error = command("compare", table, *words, "--checkpoints", "routellm-bert=absent/model", "--json")
     result = json.loads(out)
-    assert code == 1
+    assert code == 5
     assert "routellm-bert, seed 0: " in error
     assert {row["method"]: row["status"] for row in result["rows"]} == {"rf": "ok", "routellm-bert": "failed"}
     assert result["rows"][0]["accuracy"] > 0

@@ -15,6 +15,7 @@ import yaml
 from pages import BLOCK, PAGES, ROOT
 
 from cauc_ray.cli.command import VERBS as SUMMARIES
+from cauc_ray.cli.command import spellings_of
 from cauc_ray.cli.verbs import VERBS
 from cauc_ray.schemas import CONFIGS, SCHEMAS
 
@@ -65,9 +66,7 @@ def flags():
     from ray.scripts.scripts import cli
 
     fields = [(name, field) for verb in VERBS.values() for name, field in verb.options.model_fields.items()]
-    spelled = {f"--{name.replace('_', '-')}" for name, _ in fields}
-    for _, field in fields:
-        spelled |= set(re.findall(r"'(--[\w-]+)'", str(field)))
+    spelled = {flag for name, field in fields for flag in spellings_of(name, field) if flag.startswith("--")}
     scripts = set(re.findall(r"\"(--[\w-]+)\"", sources()))
     for path in (ROOT / "jobs" / "bench").glob("*.py"):  # whose flags are parameters of functions
         names = re.findall(r"\b(\w+): (?:bool|int|float|str)\b", path.read_text())
@@ -77,7 +76,7 @@ def flags():
         command = waiting.pop()
         waiting += list(getattr(command, "commands", {}).values())
         ray |= {flag for parameter in command.params for flag in parameter.opts}
-    return spelled - {"--slo-p99-s"} | scripts | ray | OTHER_FLAGS
+    return spelled | scripts | ray | OTHER_FLAGS
 
 
 @cache

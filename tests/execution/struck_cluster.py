@@ -15,13 +15,13 @@ import ray
 from failing_tasks import slow
 from ray.cluster_utils import Cluster
 
-from cauc_ray.api.offline import fit_shards
-from cauc_ray.api.options import FitOptions
+from cauc_ray.api.offline import fit, fit_shards
+from cauc_ray.api.options import options_of
 from cauc_ray.execution.tasks import Task, run_tasks
 from jobs.faults.cluster import CHECKS
 
 SHARDS = {"shards": 3, "resources": {"num_cpus": 1, "labels": {"tier": "edge"}}, "deadline_s": 400}
-OPTIONS = FitOptions.of({"models": ("m0", "m1", "m2"), "method": "rf", "budget": 9.0, **SHARDS})
+OPTIONS = options_of(fit).of({"models": ("m0", "m1", "m2"), "method": "rf", "budget": 9.0, **SHARDS})
 
 
 def main() -> None:

@@ -216,11 +216,11 @@ def test_replicas_that_are_killed_lose_nothing_and_repeat_no_row(tmp_path):
 def test_a_model_that_cannot_go_on_ends_the_collection_and_what_is_there_stays(tmp_path):
     write_questions(tmp_path / "q.parquet", 40)
     cauc_ray.collect(pool(tmp_path, stage("good", "longest", {"gflops": 1})), tmp_path / "q.parquet", tmp_path / "L")
-    for bad, words in (
-        (stage("bad", "always_dies", {"gflops": 2}), "stage 'bad' die: .*unexpectedly exits"),
-        (stage("bad", "longest", cost=None), "stage 'bad': the cost of a call is unknown"),
+    for bad, error, words in (
+        (stage("bad", "always_dies", {"gflops": 2}), ExecutionError, "stage 'bad' die: .*unexpectedly exits"),
+        (stage("bad", "longest", cost=None), ConfigError, "stage 'bad': the cost of a call is unknown"),
     ):
-        with pytest.raises(ExecutionError, match=words):
+        with pytest.raises(error, match=words):
             cauc_ray.collect(pool(tmp_path, bad), tmp_path / "q.parquet", tmp_path / "L")
         assert not list(tmp_path.glob("L/model=bad/**/*.parquet"))
     assert len(collected(tmp_path / "L", "good")) == 40

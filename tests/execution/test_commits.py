@@ -11,7 +11,7 @@ from runs import by_example, two_model_policy
 
 from cauc_ray.api.online import summarise
 from cauc_ray.cascade.rows import Call, CallResult, Owner, Rows
-from cauc_ray.errors import DataError, ExecutionError
+from cauc_ray.errors import DataError
 from cauc_ray.execution.commits import Committer
 from cauc_ray.execution.ledger import RunTables, new_record, parts_of
 from cauc_ray.files.documents import make_folder
@@ -160,7 +160,7 @@ def test_of_two_drivers_in_one_folder_the_first_ends_and_no_row_is_there_twice(f
     second = tables(folder)
     add(second, 1)
     second.commit()
-    with pytest.raises(ExecutionError, match="another process continues in"):
+    with pytest.raises(DataError, match="another process continues in"):
         first.commit()
     add(second, 2)
     second.close()

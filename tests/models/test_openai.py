@@ -17,7 +17,7 @@ from language_models import LETTERS, question_prompt
 from PIL import Image
 from scipy.special import log_softmax, logsumexp
 
-from cauc_ray.errors import ConfigError, ExecutionError
+from cauc_ray.errors import ConfigError, ExecutionError, SpendingError
 from cauc_ray.models.answers import BELOW, LITTLE_MASS
 from cauc_ray.models.images import decode_image
 from cauc_ray.models.kind import Placement
@@ -396,7 +396,7 @@ def test_a_budget_is_never_exceeded_by_requests_in_flight(max_concurrency, by_le
     with scripted_server(script, hold_s=0.002) as server:
         model = spec(base_url=server.url, **settings).load()
         for batch in (rows, [("another?", ["x", "y"]), ("word " * 50, ["x", "y"])]):
-            with pytest.raises(ExecutionError, match=r"its budget of 0\.001 USD is spent"):
+            with pytest.raises(SpendingError, match=r"its budget of 0\.001 USD is spent"):
                 model(question_batch(*batch))
             assert 500 < sum(billed) <= 1000
 

@@ -84,7 +84,7 @@ def test_a_service_that_ends_by_itself_ends_its_command(home, command):
     with pytest.raises((OSError, http.client.HTTPException, ValueError)):  # in which way is up to the server
         service.ask()
     code, out, err = service.ended()
-    assert (code, out) == (2, "")
+    assert (code, out) == (4, "")
     assert "the service ended unexpectedly" in err.splitlines()[-1]
 
 

@@ -14,7 +14,7 @@ from asking import Chain, ask, asked, http, in_force, outputs_of, put_policy, un
 from replicas import replicas_of
 
 import cauc_ray
-from cauc_ray.errors import ExecutionError
+from cauc_ray.errors import ConfigError
 from cauc_ray.policies.trace import replay
 
 with warnings.catch_warnings():
@@ -187,7 +187,7 @@ def test_a_policy_that_was_set_outlives_the_routers_that_took_it(chain, service)
 
 def test_a_serve_that_runs_already_is_left_alone(chain, service):
     with (
-        pytest.raises(ExecutionError, match="Ray Serve already runs on this cluster"),
+        pytest.raises(ConfigError, match="Ray Serve already runs on this cluster"),
         cauc_ray.serve(chain.pool, chain.policies["rf"], port=0, name="another"),
     ):
         pass
