@@ -302,7 +302,7 @@ class Sheet:
     Attributes:
         title: One line.
         parts: Lines and tables, in order.
-        details: More of them, which a notebook folds away.
+        details: More of them, which commands print, a notebook folds away, and `str` leaves out.
     """
 
     title: str
@@ -367,10 +367,10 @@ class Shown:
         """Return the display."""
 
     def __repr__(self) -> str:
-        return self.sheet().text()
+        sheet = self.sheet()
+        return Sheet(sheet.title, sheet.parts).text()
 
-    def __str__(self) -> str:
-        return self.sheet().text()
+    __str__ = __repr__
 
     def _repr_html_(self) -> str:
         return self.sheet().html()

@@ -16,7 +16,7 @@ from jobs.paper.report import Paper, make_paper
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Make what a config names. Returns 0, 1 if some of it failed, or 2 for bad input."""
+    """Make what a config names. Returns an exit code as the command does: 5 if some of it failed."""
     parser = argparse.ArgumentParser(prog="python -m jobs.paper", description=__doc__)
     parser.add_argument("--config", metavar="FILE", required=True, help="tables, figures and their logit tables")
     parser.add_argument("-o", "--output", metavar="DIR", help="a folder, new or of an earlier attempt")
@@ -29,9 +29,9 @@ def main(arguments: Sequence[str]) -> int:
             paper = make_paper(config, on_cell)
     except CaucError as error:
         print(f"paper: error: {one_line(error)}", file=sys.stderr)
-        return 2
+        return error.exit_code
     show(paper)
-    return 1 if paper.failed else 0
+    return 5 if paper.failed else 0
 
 
 def show(paper: Paper) -> None:

@@ -297,8 +297,7 @@ def test_the_readme_prints_what_it_shows(capsys):
         snippet.language: snippet.text for snippet in snippets(PAGES[0]) if snippet.language in ("python", "text")
     }
     exec(compile(readme["python"], "README.md", "exec"), {})
-    printed = capsys.readouterr().out
-    assert [line.rstrip() for line in printed.splitlines()] == readme["text"].splitlines()
+    require_output(readme["text"], capsys.readouterr().out)
 
 
 def test_every_page_is_in_the_sites_navigation():

@@ -145,7 +145,7 @@ def test_surrogates_are_named_splits_followed_and_failures_leave_the_rest(home, 
     }
     figures = {"complementarity-gain": ["near"]}
     config = write_config(tmp_path, methods=["single", "rf"], tables=tables, figures=figures)
-    assert main(["--config", config, "-o", str(tmp_path / "other")]) == 1
+    assert main(["--config", config, "-o", str(tmp_path / "other")]) == 5
     assert "failed: two-model-image: " in capsys.readouterr().err
     paper = json.loads((tmp_path / "other" / "paper.json").read_text())
     assert "nowhere.parquet" in paper["failed"][0]

@@ -47,7 +47,7 @@ class Service(Command):
         started = self.processes()
         code, out, err = self.ended(*signals, group=group)
         # On a busy machine it reports what it waits for.
-        lines = [line for line in err.splitlines() if not line.startswith("cauc: starting: ")]
+        lines = [line for line in err.splitlines() if not line.startswith("cauc: starting")]
         assert (code, out, lines, list(filter(lives, started)), self.files()) == (0, "", [], [], [])
 
     def files(self):
