@@ -55,7 +55,7 @@ def cauc(*arguments):
 def result_of(process):
     """Return the JSON object of a `cauc` that ends well."""
     out, err = process.communicate(timeout=400)
-    assert process.returncode == 0, err
+    assert process.returncode in (0, 5), err
     return json.loads(out)
 
 
