@@ -334,7 +334,7 @@ def test_redrawn_splits_count_the_call_of_an_embedding_too(embedded):
 
 def test_no_figure_is_left_out_on_a_narrow_terminal(compared, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    text = str(compared)
+    text = compared.sheet().text()
     assert max(map(len, text.splitlines())) <= 60
     assert "…" not in text
     assert all(words in text for words in ("single:m0", "AIQ"))
