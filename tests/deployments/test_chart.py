@@ -38,6 +38,7 @@ EVERYTHING = {
         "deployments": [{"name": "stage:small", "num_replicas": 2}],
     },
 }
+CPUS_ONLY = yaml.safe_load((CHART / "cpu.yaml").read_text())
 # Kinds of other operators whose schemas are not here.
 CUSTOM_KINDS = {"RayService", "RayJob", "RayCluster", "ServiceMonitor", "PrometheusRule"}
 
@@ -72,7 +73,7 @@ def test_objects_fit_the_schemas_of_kuberay_and_kubernetes(kind):
     if not path.is_file():
         pytest.skip("KubeRay's schemas (../shared/kuberay) are not here")
     schema = jsonschema.Draft202012Validator(strict(json.loads(path.read_text())))
-    for values in ({}, EVERYTHING):
+    for values in ({}, EVERYTHING, CPUS_ONLY):
         schema.validate(ray_object(kind, **values))
     objects = [item for item in rendered(kind=kind, **EVERYTHING) if item["kind"] not in CUSTOM_KINDS]
     assert {"Service", "NetworkPolicy", "PersistentVolumeClaim"} <= {item["kind"] for item in objects}
@@ -99,6 +100,15 @@ def test_objects_fit_the_schemas_of_kuberay_and_kubernetes(kind):
 def test_chart_refuses_unknown_keys_and_bad_values(values):
     with pytest.raises(helm.HelmError):
         rendered(**values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_for_cpus_ask_for_no_gpu_and_no_cache(kind):
+    assert "gpu" in json.dumps(rendered(kind=kind))
+    objects = rendered(kind=kind, **CPUS_ONLY)
+    assert "gpu" not in json.dumps(objects)
+    assert not any(item["kind"] == "PersistentVolumeClaim" for item in objects)
+    assert len(groups_of(kind, **CPUS_ONLY)) == 2  # the head and the nodes
 
 
 def test_chart_passes_lint():

@@ -95,6 +95,7 @@ def folder(request, prepared, tmp_path, monkeypatch):
     for option, value in {"TARGET": here / "installed", "NO_DEPS": 1, "NO_BUILD_ISOLATION": 0, "NO_INDEX": 1}.items():
         monkeypatch.setenv(f"PIP_{option}", str(value))
     monkeypatch.setenv("MPLBACKEND", "Agg")
+    monkeypatch.setenv("COLUMNS", "120")
     return here
 
 
@@ -166,7 +167,7 @@ def cluster_of_a_service(folder, monkeypatch, request):
     tokens = {"CAUC_TOKEN": "inference", "CAUC_POLICY_TOKEN": "policy"}
     for name, token in tokens.items():
         monkeypatch.setenv(name, token)
-    with local_head(n_cpus=4, **tokens) as head:
+    with local_head(n_cpus=6, **tokens) as head:  # room for two versions
         monkeypatch.setenv("RAY_DASHBOARD_ADDRESS", head.address)
         yield {"/data/": f"{folder}/"}
 
