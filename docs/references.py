@@ -29,10 +29,12 @@ from cauc_ray.files.entry_points import is_ours, registered
 from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.policy import METHOD_GROUP
 from cauc_ray.schemas import CONFIGS, SCHEMAS
+from jobs.bench.ratios import grid
+from jobs.paper.pages import page_tables
 
 PAGES = Path(__file__).parent
 _KINDS = {"string": "text", "integer": "whole number", "number": "number", "path": "path"}
-_PART = re.compile(r"(<!-- generated: ([\w.: ]+) -->\n)(?:.*?)(^<!-- end -->)", re.DOTALL | re.MULTILINE)
+_PART = re.compile(r"(<!-- generated: ([-\w.: ]+) -->\n)(?:.*?)(^<!-- end -->)", re.DOTALL | re.MULTILINE)
 
 
 def written(page: str) -> str:
@@ -55,6 +57,11 @@ def _generated(what: str, name: str = "") -> Iterator[str]:
         yield from _methods()
     elif what == "python":
         yield from _python(name)
+    elif what == "speed":
+        yield from ("", grid(json.loads((PAGES / "measured" / "speed.json").read_text("utf-8"))["figures"]).markdown())
+    elif what == "paper":
+        file, table, *keys = name.split()
+        yield from (f"\n{grid.markdown()}" for grid in page_tables(PAGES / "measured" / f"{file}.json", table, keys))
     else:
         yield from _schema(SCHEMAS[name](), None, level=2)
 

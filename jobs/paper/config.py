@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, model_validator
 
-from cauc_ray.api.options import Location, Names, Options, OutputPath, Seed
+from cauc_ray.api.options import Location, Names, Options, OutputPath, Seeds
 from cauc_ray.data.logits import LogitTable, encoders
 from cauc_ray.errors import DataError, unknown_name
 from cauc_ray.files.paths import AnyPath
@@ -222,7 +222,8 @@ class PaperConfig(Options):
         logits: The folder of all sets.
         output: A folder, new or of an earlier attempt.
         methods: The methods of comparisons, as compare() takes them.
-        seed: The random seed.
+        seeds: Random seeds; tables show means over several.
+        redrawn: Splits that each seed draws again, as compare() takes them.
         deadline_s: On a cluster, the seconds that one method may take on one chain.
         address: Address of a Ray cluster.
     """
@@ -230,7 +231,8 @@ class PaperConfig(Options):
     logits: Location
     output: OutputPath = Path("paper")
     methods: Names = Field(default=("all",), min_length=1)
-    seed: Seed = 0
+    seeds: Seeds = Field(default=(0,), min_length=1)
+    redrawn: Names | None = None
     deadline_s: float = Field(default=7200.0, gt=0)
     tables: Tables = Tables()
     figures: Figures = Figures()

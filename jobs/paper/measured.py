@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -21,8 +21,10 @@ from cauc_ray.numbers.metrics import reliability_bins
 from cauc_ray.policies.methods.base import BasePolicy, fit_base
 from jobs.paper.config import Chain, ComparedChain, Entry, PaperConfig, ReliabilityFigure
 
-# CAUC at its own threshold, CAUC-RF at that one, and CAUC-RF at its best within the cost of the first.
+# CAUC at its own threshold, CAUC-RF at that one, and CAUC-RF at its best within the cost of the first; within which the
+# best pair of the chain's models is chosen, too.
 OURS = {"base": "base", "rf-shared": "rf_shared", "rf": "rf_best"}
+GROWING = {**OURS, "best-pair": "pair"}
 # A confidence from here on is called high (paper, figure on calibration).
 HIGH = 0.85
 OnCell = Callable[[Outcome, int, int], None]
@@ -43,7 +45,8 @@ class MeasuredChain:
         columns = {"quality": quality, "cost": "cost", "relative_cost": "relative_cost"}
         return {
             f"{name}_{figure}": rows[method][column]
-            for method, name in OURS.items()
+            for method, name in GROWING.items()
+            if method in rows
             for figure, column in columns.items()
         }
 
@@ -58,7 +61,7 @@ def compare_chains(
     groups: dict[str, list[Chain]] = {}
     for chain in chains:
         groups.setdefault(json.dumps(_shared_options(config, chain)), []).append(chain)
-    methods = tuple(OURS) if part in ("complementarity", "growing-chain") else config.methods
+    methods = {"complementarity": tuple(OURS), "growing-chain": tuple(GROWING)}.get(part, config.methods)
     for number, (options, group) in enumerate(groups.items(), start=1):
         sets = [
             {
@@ -72,7 +75,8 @@ def compare_chains(
         comparison = compare(
             sets=sets,
             methods=methods,
-            seed=config.seed,
+            seeds=config.seeds[:1] if part == "setup-time" else config.seeds,
+            redrawn=None if part == "setup-time" else config.redrawn,
             address=None if part == "setup-time" else config.address,  # what is timed has the machine to itself
             deadline_s=config.deadline_s,
             output=comparison_folder(config, part, number),
@@ -101,12 +105,34 @@ def grown(config: PaperConfig, chain: Chain) -> list[tuple[str, ...]]:
 
 
 def measured_chains(group: Sequence[Chain], comparison: Comparison) -> Iterator[MeasuredChain]:
-    """Yield each chain that has figures."""
+    """Yield each chain that has figures, with a row for each method: the means over seeds."""
     for chain in group:
-        rows = [row for row in comparison.rows if row["set"] == chain.name and row["status"] != "failed"]
+        by_method: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for row in comparison.rows:
+            if row["set"] == chain.name and row["status"] != "failed":
+                by_method.setdefault((row["chain"], row["method"]), []).append(row)
+        rows = [mean_of(of_method) for of_method in by_method.values()]
         facts = next(facts for facts in comparison.chains if facts["set"] == chain.name)
         if rows:
             yield MeasuredChain(chain, facts, rows)
+
+
+def mean_of(values: Sequence[Any]) -> Any:
+    """Return the mean of numbers, of lists and of mappings of them; the first of what else there is.
+
+    >>> mean_of([{"cost": 1, "interval": [0.0, 1.0], "note": "a"}, {"cost": 2, "interval": [1.0, 2.0], "note": "a"}])
+    {'cost': 1.5, 'interval': [0.5, 1.5], 'note': 'a'}
+    """
+    first = values[0]
+    if any(value is None for value in values):
+        return None
+    if len(values) == 1 or isinstance(first, bool):
+        return first
+    if isinstance(first, Mapping):
+        return {key: mean_of([value[key] for value in values]) for key in first}
+    if isinstance(first, list):
+        return [mean_of(items) for items in zip(*values, strict=True)]
+    return float(np.mean(values)) if isinstance(first, int | float) else first
 
 
 def fusion(table: AnyPath, chain: Chain) -> dict[str, Any]:

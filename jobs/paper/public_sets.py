@@ -3,6 +3,7 @@
     git clone https://github.com/colts661/LLM-Uncertainty-Bench
     git clone https://github.com/EFS-OpenSource/calibration-framework
     git clone https://github.com/mzelling/early-abstention-in-llm-cascades
+    git clone https://github.com/cgnorthcutt/benchmarking-keras-pytorch
     python -m jobs.paper.public_sets . out/paper-logits
 
 The networks of CIFAR-10 are the exception: `cauc collect` runs four of them by examples/cifar10.yaml.
@@ -33,6 +34,20 @@ PROMPT_EXAMPLES = {1, 3, 5, 7, 9}
 PARAMS_B = {"mistral-7b-v0_1": 7.2}
 # Multiply-adds of a call, in 1e9.
 NETWORKS = {"lenet-5": 0.00065, "densenet-bc-100": 0.29, "wideresnet-16-4": 0.393}
+# Networks on ImageNet: the framework that ran each, and multiply-adds of a call, in 1e9.
+IMAGENET = {
+    "mobilenetV2": ("keras", 0.301),
+    "squeezenet1_1": ("pytorch", 0.349),
+    "resnet18": ("pytorch", 1.814),
+    "densenet169": ("pytorch", 3.36),
+    "resnet50": ("pytorch", 4.089),
+    "xception": ("keras", 8.4),
+    "resnet152": ("pytorch", 11.514),
+    "nasnetlarge": ("keras", 23.8),
+}
+N_CLASSES, IMAGES_PER_CLASS = 1000, 50
+# The least probability of an option that is written: some files have zeros.
+LEAST = 1e-10
 QUESTIONS = {"mmlu": "answer", "medmcqa": "cop"}
 LETTERS = "ABCD"
 
@@ -123,6 +138,33 @@ def write_cifar100(clone: Path, output: Path) -> None:
     write_set(output / "cifar100", "GMACs", "log-probabilities", labels, models)
 
 
+def spread(options: Ints, probabilities: Floats) -> Floats:
+    """Return log-probabilities of all classes from those of the best five, float32 (N, 1000).
+
+    What these leave of the mass is spread evenly over the other classes, none of which gets more than the fifth.
+    """
+    listed = np.clip(probabilities.astype(np.float64), LEAST, 1.0)
+    n_others = N_CLASSES - listed.shape[1]
+    others = np.clip((1.0 - listed.sum(axis=1)) / n_others, LEAST, listed.min(axis=1))
+    logits = np.repeat(np.log(others).astype(np.float32)[:, None], N_CLASSES, axis=1)
+    np.put_along_axis(logits, options.astype(np.int64), np.log(listed).astype(np.float32), axis=1)
+    return logits
+
+
+def write_imagenet(clone: Path, output: Path) -> None:
+    """Write log-probabilities of networks on ImageNet's validation images (benchmarking-keras-pytorch).
+
+    The files hold the five best classes of each image, and the images are in the order of their classes.
+    """
+    models = {}
+    for name, (framework, cost) in IMAGENET.items():
+        saved = clone / f"{framework}_imagenet" / f"{name}_{framework}_imagenet_top5"
+        options, probabilities = (np.load(f"{saved}{what}.npy") for what in ("preds", "probs"))
+        models[name] = PublicModel(spread(options, probabilities), cost)
+    labels = (np.arange(len(options)) // IMAGES_PER_CLASS).astype(np.int32)
+    write_set(output / "imagenet", "GMACs", "log-probabilities", labels, models)
+
+
 def write_priced(clone: Path, output: Path) -> None:
     """Write surrogates of nine served models with the price of each call (early-abstention-in-llm-cascades).
 
@@ -151,6 +193,7 @@ def main(arguments: Sequence[str]) -> None:
         "LLM-Uncertainty-Bench": write_emotions,
         "calibration-framework": write_cifar100,
         "early-abstention-in-llm-cascades": write_priced,
+        "benchmarking-keras-pytorch": write_imagenet,
     }
     for name, write in writers.items():
         if (clones / name).is_dir():

@@ -158,6 +158,8 @@ def _compared_rows(table: str, measured: MeasuredChain, root: AnyPath) -> list[d
             | {f"{key}_at_budget": row[key] for key in ("cost", "relative_cost", "gain", "random_mix")}
             | _named(("accuracy_low", "accuracy_high"), point["accuracy_interval"])
             | _named(("gain_low", "gain_high"), row["gain_interval"])
+            | {"reference": paper_name(facts["reference"]), "difference": row["difference"]}
+            | _named(("difference_low", "difference_high"), row["difference_interval"])
             | _named(("published_quality", "published_cost", "published_relative_cost"), quoted)
         )
     return rows
@@ -269,7 +271,7 @@ def _growth(name: str, measured: Sequence[MeasuredChain], config: PaperConfig) -
             row = chain.keys | {"models": list(models), "n_models": len(models), "added": new}
             rows.append(row | facts | growing.ours(models) | comparable | _named(keys, quoted))
         marks = Marks()
-        for key, best in product(("base", "rf_shared", "rf_best"), (("quality", max), ("cost", min))):
+        for key, best in product(("base", "rf_shared", "rf_best", "pair"), (("quality", max), ("cost", min))):
             marks |= _best(rows, f"{key}_{best[0]}", range(1, len(rows)), best[1])  # one model is not a cascade
         grids.append(_grid(name, chain.name, rows, marks))
         all_rows += rows

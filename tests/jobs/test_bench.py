@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jobs.bench.ratios import grid, judged
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -66,3 +68,22 @@ def test_the_part_for_gpus_runs_on_a_cpu_without_ray():
     stages = {kind: of for kind, of in results["stages"].items() if "left_out" not in of}
     assert {"torchvision", "transformers-classifier", "transformers-choice", "shared-prefix", "python"} <= set(stages)
     assert min(of["same_answers"] for of in stages.values()) > 0.9, stages
+
+
+def test_figures_that_something_is_asked_of_are_kept_for_each_commit(tmp_path):
+    words = ["--save", tmp_path / "kept", "numbers", "--rows", 300, "--options", 20, "--repeats", 1]
+    figures = bench(*words)
+    bench("--save", tmp_path / "kept", "doors", "--rows", 300, "--options", 4, "--repeats", 1)
+    (path,) = (tmp_path / "kept").iterdir()
+    kept = json.loads(path.read_text())
+    assert path.stem == kept["commit"]
+    assert kept["machine"]["cores"] == os.cpu_count()
+    ratio = figures["numbers"]["temperature"]["to_sklearn"]
+    assert ratio in [row["measured"] for row in kept["figures"]]  # what another part has measured before stays
+
+
+def test_a_figure_below_what_is_asked_is_named():
+    busy = {"sleepers": {"busy_share": {"first": 0.5, "second": 0.99}}}
+    rows = list(judged({"controller": busy}))
+    assert [(row["what"].rpartition(" ")[2], row["measured"]) for row in rows] == [("(first)", 0.5), ("(second)", 0.99)]
+    assert [line[3] for line in grid(rows).rows] == ["≥ 0.97, missed", "≥ 0.97"]

@@ -11,6 +11,7 @@ from synthetic import chain, softmax, write_table
 
 import cauc_ray
 from jobs.paper.__main__ import main
+from jobs.paper.pages import page_tables
 
 # A second model that fuses well with the first, and one that is far better than it.
 STRENGTHS = {"near": (1.0, 1.1, 2.0), "far": (0.5, 1.5, 3.0)}
@@ -175,3 +176,26 @@ def test_bad_configs_are_one_line(home, tmp_path, changes, words, capsys):
     output, error = capsys.readouterr()
     assert (output, error.count("\n")) == ("", 1)
     assert words in error
+
+
+def test_tables_are_means_over_seeds_that_draw_the_splits_again(home, tmp_path):
+    tables = {"two-model-language": [{"name": "near", **TWO}], "growing-chain": CONFIG["tables"]["growing-chain"]}
+    splits = ["calibration", "validation", "test"]
+    seeds = {"seeds": [0, 1, 2], "redrawn": splits}
+    config = write_config(home, methods=["base", "rf"], tables=tables, figures={}, **seeds)
+    assert main(["--config", config, "-o", str(tmp_path / "out")]) == 0
+    made = json.loads((tmp_path / "out" / "paper.json").read_text())["tables"]
+    comparison = cauc_ray.compare(
+        home / "sets" / "near", models=["m0", "m1"], methods=["base", "rf"], seeds=[0, 1, 2], redrawn=splits
+    )
+    for row in made["two-model-language"]:
+        of_seeds = [each for each in comparison.rows if each["method"] == row["method"]]
+        assert len({each["accuracy"] for each in of_seeds}) == 3
+        assert row["quality_at_budget"] == pytest.approx(np.mean([each["accuracy"] for each in of_seeds]))
+        assert row["difference"] == of_seeds[0]["difference"]
+    # The best pair of two models is a cascade of both or one of them.
+    assert [row["models"] for row in made["growing-chain"]] == [["m2"], ["m0", "m2"], ["m0", "m1", "m2"]]
+    assert all(row["pair_cost"] <= row["base_cost"] * 1.1 for row in made["growing-chain"])
+    (grid,) = page_tables(tmp_path / "out" / "paper.json", "two-model-language", ["shown", "quality"])
+    assert grid.headings[0] == "method"
+    assert [row[1] for row in grid.rows] == [f"{100 * row['quality']:.2f}" for row in made["two-model-language"]]

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from cauc_ray.data.logits import LogitTable
-from jobs.paper.public_sets import main
+from cauc_ray.data.writing import write_logits
+from jobs.paper import best_five
+from jobs.paper.public_sets import IMAGENET, main
 
 N = 40
 
@@ -53,6 +55,13 @@ def clones(tmp_path):
             }
             path = priced / task / "chain_results" / f"{task}_full_{chain}_chain_results_test.pkl"
             path.write_bytes(pickle.dumps(saved))
+    imagenet = tmp_path / "benchmarking-keras-pytorch"
+    for name, (framework, _) in IMAGENET.items():
+        folder = imagenet / f"{framework}_imagenet"
+        folder.mkdir(parents=True, exist_ok=True)
+        probabilities = np.tile(np.float32([0.1, 0.5, 0.05, 0.2, 0.05]), (100, 1))
+        np.save(folder / f"{name}_{framework}_imagenet_top5probs.npy", probabilities)
+        np.save(folder / f"{name}_{framework}_imagenet_top5preds.npy", np.tile([7, 1, 9, 0, 3], (100, 1)))
     return tmp_path
 
 
@@ -70,3 +79,26 @@ def test_tables_hold_the_numbers_of_the_files_and_run_no_code(clones, tmp_path, 
     assert np.exp(priced[f"priced_mmlu-{N - 1}"][0]) == pytest.approx([0.1] * 4)  # no option was named
     assert LogitTable(tmp_path / "sets" / "priced_mmlu").kinds["gpt-4o"] == "surrogate"
     assert LogitTable(tmp_path / "sets" / "priced_mmlu").declared_costs["gpt-4o"] == pytest.approx(0.1)
+    logits, label = rows_by_id(tmp_path / "sets" / "imagenet", "xception")["imagenet-50"]
+    assert label == 1
+    assert np.exp(logits[[1, 0, 7, 9, 3]]) == pytest.approx([0.5, 0.2, 0.1, 0.05, 0.05])
+    assert np.exp(np.delete(logits, [1, 0, 7, 9, 3])) == pytest.approx(0.1 / 995)  # what the five best leave
+    assert np.exp(np.float64(logits)).sum() == pytest.approx(1)
+
+
+def test_a_table_with_five_options_a_row_has_the_five_best_of_another(tmp_path):
+    rng = np.random.default_rng(0)
+    full = {}
+    for split in ("calibration", "validation", "test"):
+        full[split] = rng.normal(size=(4, 1000)).astype(np.float32) * 4
+        ids = [f"{split}-{row}" for row in range(4)]
+        write_logits(tmp_path / "all", "small", split, ids, full[split], np.arange(4), cost=2.0, cost_unit="GMACs")
+    best_five.main([str(tmp_path / "all"), str(tmp_path / "five")])
+    table = LogitTable(tmp_path / "five")
+    assert (table.kinds["small"], table.declared_costs["small"]) == ("log-probabilities", 2.0)
+    narrow = np.asarray(table.read_chain(["small"], "test").logits[0])
+    whole = np.exp(full["test"]) / np.exp(full["test"]).sum(axis=1, keepdims=True)
+    for got, expected in zip(np.exp(narrow), whole, strict=True):
+        best = np.argsort(-expected)[:5]
+        assert got[best] == pytest.approx(expected[best], rel=1e-5)
+        assert len(np.unique(np.delete(got, best))) == 1

@@ -1,0 +1,80 @@
+"""The figures that the benchmark is judged by, and a file of them for each commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cauc_ray.display import Grid, number
+
+SPECS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))["figure"]
+
+
+def judged(parts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the figures of parts that something is asked of, or that a page shows.
+
+    Args:
+        parts: Figures by part, as the parts return them.
+    """
+    for spec in SPECS:
+        for name, value in _found(parts.get(spec["part"], {}), spec["path"].split(".")):
+            about = {key: asked for key, asked in spec.items() if key in ("part", "least", "most")}
+            yield {**about, "what": f"{spec['what']} ({name})" if name else spec["what"], "measured": value}
+
+
+def _found(figures: Any, path: list[str]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers at a path, each with the name that stands for its `*`."""
+    if not path:
+        yield "", float(figures)
+    elif isinstance(figures, Mapping):
+        names = list(figures) if path[0] == "*" else [path[0]]
+        for name in names:
+            for inner, value in _found(figures[name], path[1:]) if name in figures else ():
+                yield (name if path[0] == "*" else inner), value
+
+
+def grid(rows: list[dict[str, Any]]) -> Grid:
+    """Return judged figures as a table."""
+    lines = [(row["part"], row["what"], number(row["measured"]), _asked(row)) for row in rows]
+    return Grid("", ("part", "figure", "measured", "asked"), tuple(lines), n_left=2, texts=(1,))
+
+
+def _asked(row: Mapping[str, Any]) -> str:
+    if "least" in row:
+        return f"≥ {number(row['least'])}{'' if row['measured'] >= row['least'] else ', missed'}"
+    if "most" in row:
+        return f"≤ {number(row['most'])}{'' if row['measured'] <= row['most'] else ', missed'}"
+    return ""
+
+
+def save(folder: Path, parts: Mapping[str, Any]) -> Path:
+    """Write the judged figures of parts into the file of this commit, next to those of other parts; return it."""
+    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    name = commit.stdout.strip() or "no-commit"
+    path = folder / f"{name}.json"
+    earlier = json.loads(path.read_text("utf-8"))["figures"] if path.is_file() else []
+    kept = [row for row in earlier if row["part"] not in parts]
+    saved = {"commit": name, "machine": machine(), "figures": [*kept, *judged(parts)]}
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(saved, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+def machine() -> dict[str, Any]:
+    """Return what a ratio may depend on: processor, cores, memory, Python."""
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text("utf-8").splitlines() if about.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": models[0] if models else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gb": round(memory / 1e9),
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,36 @@
+"""Tables of the documentation's pages, from the numbers that `python -m jobs.paper` writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import chain as joined
+from itertools import groupby
+from pathlib import Path
+
+from cauc_ray.comparison.published import paper_name
+from cauc_ray.display import Grid
+from jobs.paper.config import COMPARED
+from jobs.paper.tables import CONTENTS
+
+
+def page_tables(path: Path, table: str, keys: Sequence[str]) -> Iterator[Grid]:
+    """Yield a table of a paper.json, with some of its columns: one for each of its chains.
+
+    Args:
+        path: The file.
+        table: The name of the table.
+        keys: The columns, by the first key of a row that each takes.
+    """
+    spec = CONTENTS["compared" if table in COMPARED else table]
+    rows = json.loads(path.read_text(encoding="utf-8"))["tables"][table]
+    columns = {column[2]: column for column in joined(spec["columns"], spec.get("published", []))}
+    groups = (
+        [rows] if table == "complementarity" else [list(of) for _, of in groupby(rows, key=lambda row: row["chain"])]
+    )
+    for group in groups:
+        shown = [{**row, "shown": paper_name(row.get("method", ""))} for row in group]
+        named = {"quality_name": "accuracy" if group[0]["objective"] == "accuracy" else "macro-F1", **shown[0]}
+        chosen = [(columns[key][0].format(**named), *columns[key][1:]) for key in keys]
+        title = "Pairs of models" if table == "complementarity" else group[0]["chain"]
+        yield Grid.of(title, shown, chosen, n_left=spec.get("n_left", 1))
