@@ -300,15 +300,25 @@ def _look_stream(entry: FileEntry) -> _TableFile:
     """Read a file once, to count its rows and to find types that fit all values of each column."""
     kinds: dict[str, pa.DataType] = {}
     n_rows = n_bytes = 0
-    is_csv, digest = format_of(entry.path) == "CSV", hashlib.blake2b(digest_size=16)
-    for table in stream_tables(entry, digest=digest):
+    kind, digest = format_of(entry.path), hashlib.blake2b(digest_size=16)
+    for table in stream_tables(entry):
+        for content in _content(table) if kind in ("CSV", "JSON") else ():
+            digest.update(content)
         for name in table.column_names:
             column = table.column(name)
             before = kinds.get(name, pa.null())
-            kinds[name] = wider(before, narrowest(column) if is_csv and before != pa.string() else column.type)
+            kinds[name] = wider(before, narrowest(column) if kind == "CSV" and before != pa.string() else column.type)
         n_rows, n_bytes = n_rows + len(table), n_bytes + table.nbytes
-    content = f"{entry.size} {digest.hexdigest()}"
-    return _TableFile(entry, pa.schema(list(kinds.items())), (n_rows,), n_bytes, content)
+    version = f"{entry.size} {digest.hexdigest()}"
+    return _TableFile(entry, pa.schema(list(kinds.items())), (n_rows,), n_bytes, version)
+
+
+def _content(table: pa.Table) -> Iterator[Any]:
+    """Yield the bytes of a table: the names and types of its columns, then their values."""
+    yield str(table.schema).encode()
+    for column in table.columns:
+        for chunk in column.chunks:
+            yield from filter(None, chunk.buffers())
 
 
 def _stream_spans(entry: FileEntry, rows: Ints, schema: pa.Schema) -> Iterator[RowSpan]:

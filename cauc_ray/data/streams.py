@@ -7,7 +7,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import PurePath
 from typing import Any
@@ -57,14 +57,13 @@ def stem_of(path: AnyPath | PurePath) -> str:
     return path.name[: -len(kind + compression)] if kind in FORMATS else path.name
 
 
-def stream_tables(entry: FileEntry, schema: pa.Schema | None = None, digest: Any = None) -> Iterator[pa.Table]:
+def stream_tables(entry: FileEntry, schema: pa.Schema | None = None) -> Iterator[pa.Table]:
     """Read a file from its start.
 
     Args:
         entry: The file.
         schema: The columns to read, with types to which all values can be converted; None for all columns, with CSV
             cells as text and JSON types inferred for each table.
-        digest: A hash that takes the bytes of text formats as they are read.
 
     Yields:
         Tables of a few megabytes, at least one, with plain types.
@@ -75,9 +74,7 @@ def stream_tables(entry: FileEntry, schema: pa.Schema | None = None, digest: Any
     """
     kind = str(format_of(entry.path))
     with _opened(entry.path, kind) as content:
-        is_text = kind in ("CSV", "JSON")
-        hashed = io.BufferedReader(_Hashed(content, digest), BLOCK_BYTES) if is_text and digest is not None else content
-        for table in _READERS[kind](entry.path, hashed, schema):
+        for table in _READERS[kind](entry.path, content, schema):
             plain = plain_schema(table.schema) if schema is None else schema
             yield cast_table(table.select(plain.names), plain)
 
@@ -101,21 +98,6 @@ def _opened(path: AnyPath, kind: str) -> Iterator[Any]:
         if compression is not None:
             raise DataError(f"{path} cannot be decompressed: {first_line(error)}") from error
         raise UnopenedError(f"{path} cannot be read: {first_line(error)}") from error
-
-
-class _Hashed(io.RawIOBase):
-    """A stream whose bytes go through a hash as they are read."""
-
-    def __init__(self, content: Any, digest: Any) -> None:
-        self._content, self._digest = content, digest
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        n: int = self._content.readinto(buffer)
-        self._digest.update(memoryview(buffer)[:n])
-        return n
 
 
 def _text(content: Any) -> io.BufferedReader:
@@ -146,9 +128,14 @@ def _csv_tables(path: AnyPath, content: Any, schema: pa.Schema | None) -> Iterat
         quoted_strings_can_be_null=True,
     )
     with pyarrow.csv.open_csv(text, options, parsing, converting) as opened:
-        yield kinds.empty_table()
-        for batch in opened:
-            yield pa.Table.from_batches([batch])
+        yield from _tables(kinds, opened)
+
+
+def _tables(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Yield a table without rows, which also has the columns of a file without any, and one for each batch."""
+    yield schema.empty_table()
+    for batch in batches:
+        yield pa.Table.from_batches([batch])
 
 
 def _json_tables(path: AnyPath, content: Any, schema: pa.Schema | None) -> Iterator[pa.Table]:
@@ -211,14 +198,10 @@ def _arrow_tables(path: AnyPath, content: Any, schema: pa.Schema | None) -> Iter
     if buffered.peek(6)[:6] == b"ARROW1" and content.seekable():
         content.seek(0)
         opened = pa.ipc.open_file(content)
-        yield opened.schema.empty_table()
-        for number in range(opened.num_record_batches):
-            yield pa.Table.from_batches([opened.get_batch(number)])
-        return
-    stream = pa.ipc.open_stream(buffered)
-    yield stream.schema.empty_table()
-    for batch in stream:
-        yield pa.Table.from_batches([batch])
+        yield from _tables(opened.schema, map(opened.get_batch, range(opened.num_record_batches)))
+    else:
+        stream = pa.ipc.open_stream(buffered)
+        yield from _tables(stream.schema, stream)
 
 
 def _orc_tables(path: AnyPath, content: Any, schema: pa.Schema | None) -> Iterator[pa.Table]:
@@ -226,9 +209,8 @@ def _orc_tables(path: AnyPath, content: Any, schema: pa.Schema | None) -> Iterat
 
     opened = ORCFile(content)
     names = opened.schema.names if schema is None else schema.names
-    yield pa.schema([opened.schema.field(name) for name in names]).empty_table()
-    for number in range(opened.nstripes):
-        yield pa.Table.from_batches([opened.read_stripe(number, names)])
+    columns = pa.schema([opened.schema.field(name) for name in names])
+    yield from _tables(columns, (opened.read_stripe(number, names) for number in range(opened.nstripes)))
 
 
 _READERS: dict[str, Callable[[AnyPath, Any, pa.Schema | None], Iterator[pa.Table]]] = {
