@@ -242,8 +242,7 @@ def label_numbers(plan: ColumnPlan, column: pa.ChunkedArray, location: str) -> I
         DataError: The column's type is not one of labels.
     """
     kind = column.type
-    plain = _is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)
-    if not plain and not (pa.types.is_boolean(kind) and plan.labels is not None):
+    if not _is_plain(kind) and not (pa.types.is_boolean(kind) and plan.labels is not None):
         raise DataError(
             f"{location}: the column of labels has type {kind}, expected numbers, letters or names of options"
         )
@@ -324,7 +323,7 @@ def _holds_files(kind: pa.DataType) -> bool:
 def _texts(column: pa.ChunkedArray, what: str) -> list[str | None]:
     """Return text, None for null; numbers as text."""
     kind = column.type
-    if not (_is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
+    if not _is_plain(kind):
         raise DataError(f"{what} has type {kind}, expected text")
     texts: list[str | None] = column.cast(pa.large_string()).to_pylist()
     return texts
@@ -438,6 +437,11 @@ def _spelled(value: Any) -> bytes:
         return f"{value.dtype.str}{value.shape}".encode() + value.tobytes()
     value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
     return f"{type(value).__name__}{value!r}".encode(errors="surrogatepass")
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    """Return whether values are texts or numbers, or all are null."""
+    return bool(_is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind))
 
 
 def _is_text(kind: pa.DataType) -> bool:

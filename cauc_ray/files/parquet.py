@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from cauc_ray.errors import DataError, first_line
 from cauc_ray.files.documents import atomic_file
-from cauc_ray.files.paths import AnyPath, FileEntry, RemotePath, SomePath, list_files, readable, side_by_side
+from cauc_ray.files.paths import AnyPath, RemotePath, SomePath, list_files, readable, side_by_side
 
 # Bytes of neighbouring row groups that are fetched together; one row group may have more.
 FETCH_BYTES = 32 << 20
@@ -351,22 +351,14 @@ def count_rows(path: AnyPath) -> int:
 
 def parquet_files(path: SomePath) -> list[SomePath]:
     """Return a Parquet file, or all visible ones in a folder and its subfolders, sorted. Raises DataError if none."""
-    entries = _listed(path)
-    if len(entries) == 1 and entries[0].path == path:
-        return [path]
-    files = [entry.path for entry in entries if entry.path.name.endswith(".parquet")]
+    files = parquet_below(path)
     if not files:
-        raise DataError(
-            f"there are no .parquet files in {path}" if entries or path.is_dir() else f"{path} does not exist"
-        )
+        raise DataError(f"there are no .parquet files in {path}" if path.is_dir() else f"{path} does not exist")
     return files
 
 
-def parquet_below(folder: SomePath) -> list[SomePath]:
-    """Return the visible Parquet files in a folder and its subfolders, sorted; possibly none."""
-    return [entry.path for entry in _listed(folder) if entry.path.name.endswith(".parquet")]
-
-
-def _listed(folder: AnyPath) -> list[FileEntry]:
-    with readable(folder):
-        return list_files(folder)
+def parquet_below(path: SomePath) -> list[SomePath]:
+    """Return the files that parquet_files returns; none where nothing is there."""
+    with readable(path):
+        entries = list_files(path)
+    return [entry.path for entry in entries if entry.path == path or entry.path.name.endswith(".parquet")]

@@ -53,19 +53,20 @@ class ChatTemplate:
         special: Pattern of the tokens that control the chat.
     """
 
-    def __init__(self, model: str, tokenizer: Any, settings: Mapping[str, Any]) -> None:
+    def __init__(self, model: str, tokenizer: Any, settings: Mapping[str, Any], *, with_images: bool = False) -> None:
         """Render a question and an answer to it.
 
         Args:
             model: Name for messages.
             tokenizer: Of the transformers library, with a chat template.
             settings: Variables of the template.
+            with_images: Whether an image comes before the text of each question.
 
         Raises:
             ConfigError: The prompt ends inside a thought.
         """
         template = tokenizer.get_chat_template()
-        self._tokenizer = tokenizer
+        self._tokenizer, self._with_images = tokenizer, with_images
         self._settings = {**settings, "tokenize": False}
         self.source = "through its chat template"
         if "date_string" not in settings and _CLOCK.search(template):
@@ -75,7 +76,7 @@ class ChatTemplate:
         self._lead = ""
         prompt = self.prompts([_QUESTION])[0]
         closing = ""
-        answered = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+        answered = [self._turn("user", _QUESTION), self._turn("assistant", _ANSWER)]
         try:
             before, _, closing = tokenizer.apply_chat_template(answered, **self._settings).rpartition(_ANSWER)
         except TemplateError:  # it renders no answers
@@ -93,6 +94,12 @@ class ChatTemplate:
         """Return questions as the model gets them, up to where its answer begins."""
         if not texts:
             return []
-        turns = [[{"role": "user", "content": text}] for text in texts]
+        turns = [[self._turn("user", text)] for text in texts]
         rendered = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, **self._settings)
         return [text + self._lead for text in rendered]
+
+    def _turn(self, role: str, text: str) -> dict[str, Any]:
+        if not self._with_images:
+            return {"role": role, "content": text}
+        image = [{"type": "image"}] if role == "user" else []
+        return {"role": role, "content": [*image, {"type": "text", "text": text}]}

@@ -173,10 +173,10 @@ class EndpointModel(Model):
         self, batch: Batch, questions: Mapping[int, Asked], faults: Mapping[int, str]
     ) -> tuple[dict[int, Asked], dict[int, str]]:
         """Return the questions that have an image, with it, and why the other rows have none."""
-        from cauc_ray.models.images import read_data_uris
+        from cauc_ray.models.images import data_uri, read_images
 
         with ThreadPoolExecutor(_IMAGE_THREADS) as threads:
-            images, image_faults = read_data_uris(batch, threads.map)
+            images, image_faults = read_images(batch, data_uri, threads.map)
         pairs = {row: replace(question, image=images[row]) for row, question in questions.items() if row in images}
         return pairs, image_faults | dict(faults)
 

@@ -53,11 +53,6 @@ def read_images(
     return parted(dict(enumerate(apply(read_or_fail, batch["image"]))))
 
 
-def read_data_uris(batch: Batch, apply: Callable[..., Iterable[Any]] = map) -> tuple[dict[int, str], dict[int, str]]:
-    """Return a batch's images as data URIs by row, and why the other rows have none."""
-    return read_images(batch, _data_uri, apply)
-
-
 def centre_square(image: Any, size: int, shorter: int, resample: str) -> npt.NDArray[np.uint8]:
     """Return the centre of an image as uint8 (size, size, 3), as TorchVision's preprocessing resizes and cuts it.
 
@@ -77,8 +72,8 @@ def centre_square(image: Any, size: int, shorter: int, resample: str) -> npt.NDA
     return np.array(resized.crop((left, top, left + size, top + size)))
 
 
-def _data_uri(image: Any) -> str:
-    """Return an image as decode_image reads it: its own bytes if every server reads the same from them, else a PNG."""
+def data_uri(image: Any) -> str:
+    """Return an image as a data URI: its own bytes if every server reads them as decode_image does, else a PNG."""
     pixels = decode_image(image)
     if isinstance(image, bytes):
         with _opened(image) as header:

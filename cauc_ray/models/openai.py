@@ -169,6 +169,7 @@ class DecisionsSpec(EndpointSpec):
     """
 
     LOADER: ClassVar[str] = "cauc_ray.models.endpoint:DecisionsModel"
+    LOGITS: ClassVar[LogitKind] = "probabilities"
     kind: Literal["decisions"]
     instructions: str = "Choose the right option."
     question: Literal["choice", "score", "predicate"] = "choice"
@@ -221,8 +222,3 @@ class DecisionsSpec(EndpointSpec):
         name, key = ("value", "choices") if self.question == "choice" else ("label", "levels")
         descriptions = [{"description": texts[option]} if option in texts else {} for option in options]
         return question | {key: [{name: option} | text for option, text in zip(options, descriptions, strict=True)]}
-
-    @property
-    def answers_kind(self) -> LogitKind:
-        """Return the kind of its logits."""
-        return "probabilities"

@@ -199,6 +199,7 @@ class LanguageSpec(PromptSettings, KindSpec):
     """A language model that chooses among options."""
 
     REVISION: ClassVar[int] = 1  # prompts and options are encoded jointly
+    LOGITS: ClassVar[LogitKind] = "log-probabilities"
 
     @model_validator(mode="after")
     def _prompt_is_complete(self) -> LanguageSpec:
@@ -247,11 +248,6 @@ class LanguageSpec(PromptSettings, KindSpec):
     def image_columns(self) -> frozenset[str]:
         """Return the column of images, if it is read."""
         return frozenset()
-
-    @property
-    def answers_kind(self) -> LogitKind:
-        """Return the kind of its logits."""
-        return "log-probabilities"
 
     @property
     def shown(self) -> str:

@@ -172,11 +172,13 @@ class Tokenizing:
                 are not single tokens.
         """
         uses_template = spec.answers_with != "text" if spec.chat_template is None else spec.chat_template
-        if spec.chat_template and not tokenizer.chat_template:
-            raise ConfigError(f"chat_template: {spec.model} has no chat template")
+        with_images = bool(spec.image_columns)
+        if (spec.chat_template or with_images) and not tokenizer.chat_template:
+            setting = "image" if with_images else "chat_template"
+            raise ConfigError(f"{setting}: {spec.model} has no chat template")
         chat = None
         if uses_template and tokenizer.chat_template:
-            chat = ChatTemplate(spec.model, tokenizer, spec.chat_template_kwargs)
+            chat = ChatTemplate(spec.model, tokenizer, spec.chat_template_kwargs, with_images=with_images)
         self._spec, self._tokenizer, self._max_tokens, self._chat = spec, tokenizer, max_tokens, chat
         self.source = chat.source if chat else "without a chat template"
         self._special = chat.special if chat else special_tokens(tokenizer)

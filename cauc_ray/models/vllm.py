@@ -120,12 +120,7 @@ class VllmModel(LocalModel):
         self._lora = None if spec.lora is None else LoRARequest("adapter", 1, spec.lora)
         config = engine.llm_engine.model_config
         longest = min(spec.max_tokens or config.max_model_len, config.max_model_len - 1)  # and one of answer
-        tokenizer = engine.get_tokenizer()
-        if spec.image:
-            if not tokenizer.chat_template:
-                raise ConfigError(f"{spec.model}: image needs a chat template, and its tokenizer has none")
-            _show_images(tokenizer)
-        self._tokenizing = Tokenizing(spec, tokenizer, longest)
+        self._tokenizing = Tokenizing(spec, engine.get_tokenizer(), longest)
         dtype = str(config.dtype).removeprefix("torch.")
         precision = f"{config.quantization} in {dtype}" if config.quantization else dtype
         adapter = f" with {spec.lora}" if spec.lora else ""
@@ -168,16 +163,3 @@ class VllmModel(LocalModel):
     def take(self, questions: Questions, launched: list[Floats], counts: Counter[str]) -> list[Floats]:
         """Return each row's logits."""
         return scored(self._spec, questions[0], launched, counts)
-
-
-def _show_images(tokenizer: Any) -> None:
-    """Let a tokenizer's chat template get an image before the text of each question."""
-    apply = tokenizer.apply_chat_template
-    tokenizer.apply_chat_template = lambda turns, **settings: apply(_with_images(turns), **settings)
-
-
-def _with_images(conversations: Any) -> Any:
-    if isinstance(conversations, list):
-        return [_with_images(part) for part in conversations]
-    image = [{"type": "image"}] if conversations["role"] == "user" else []
-    return {**conversations, "content": [*image, {"type": "text", "text": conversations["content"]}]}
