@@ -30,7 +30,7 @@ from cauc_ray.data.writing import read_info
 from cauc_ray.errors import ConfigError, DataError, unknown_name, warn
 from cauc_ray.files.paths import AnyPath, RemotePath, hive_values
 from cauc_ray.numbers.arrays import array_chain
-from cauc_ray.numbers.chain import UNNAMED_UNIT, Chain, ChainLogits, Costs
+from cauc_ray.numbers.chain import UNNAMED_UNIT, Chain, ChainExamples, ChainLogits, Costs
 from cauc_ray.numbers.ids import NumberIds, ids_of, number_order, text_order
 from cauc_ray.numbers.logits import LogitKind
 from cauc_ray.numbers.rows import ascending
@@ -232,21 +232,18 @@ class Source:
         assert isinstance(self._source, LogitTable)
         calibration, validation = self._options.splits
         splits = [calibration, *({validation} & set(self._source.splits(self.models[0])))]
-        priced, unit = _in_order(self.costs, self.models), self._options.cost_unit
+        priced = _in_order(self.costs, self.models)
         chains = [self._source.read_chain_heads(self.models, split, costs=priced) for split in splits]
         require_disjoint(str(self.path), dict(zip(splits, chains, strict=True)))
-        chains = [_with_warning(chain, chain.arguments["source"]) for chain in chains]
-        if unit is not None:
-            chains = [
-                replace(c, arguments={**c.arguments, "costs": Costs(unit, c.arguments["costs"].per_call)})
-                for c in chains
-            ]
-        return chains
+        return [self._in_unit(_with_warning(chain)) for chain in chains]
 
     def _read(self, models: Sequence[str], split: str, costs: CallCosts) -> ChainLogits:
         chain = self._source.read_chain(models, split, costs=costs)
         if split in self._options.splits:
-            chain = _with_warning(chain, chain.source)
+            chain = _with_warning(chain)
+        return self._in_unit(chain)
+
+    def _in_unit(self, chain: _Chain) -> _Chain:
         unit = self._options.cost_unit
         return chain if unit is None else replace(chain, costs=Costs(unit, chain.costs.per_call))
 
@@ -255,22 +252,23 @@ class Source:
 _ENOUGH_LABELS = 20
 
 
-def require_disjoint(source: str, splits: Mapping[str, ChainLogits | ChainHeads]) -> None:
+def require_disjoint(source: str, splits: Mapping[str, ChainExamples]) -> None:
     """Raise DataError if two splits have rows in common: what is fitted on one would be measured on it, too.
 
     Rows are the same if their ids are, their labels, and their logits of the first model; ids alone may be numbers that
     begin anew in each split.
     """
     for (first, first_chain), (second, second_chain) in combinations(splits.items(), 2):
-        (ids, labels, logits), (other_ids, other_labels, other_logits) = _content(first_chain), _content(second_chain)
+        ids, other_ids = first_chain.example_ids, second_chain.example_ids
         common = set(ids).intersection(other_ids)
         if not common:
             continue
         row_of = {example: row for row, example in enumerate(ids) if example in common}
         other_rows = np.array([row for row, example in enumerate(other_ids) if example in common])
         rows = np.array([row_of[other_ids[row]] for row in other_rows])
-        same_mask = labels[rows] == other_labels[other_rows]
-        if logits is not None and other_logits is not None:
+        same_mask = first_chain.labels[rows] == second_chain.labels[other_rows]
+        if isinstance(first_chain, ChainLogits) and isinstance(second_chain, ChainLogits):
+            logits, other_logits = first_chain.logits[0], second_chain.logits[0]
             width = min(logits.shape[1], other_logits.shape[1])
             same_mask &= (logits[rows, :width] == other_logits[other_rows, :width]).all(axis=1)
             shared = same_mask.sum() > len(rows) / 2
@@ -283,26 +281,19 @@ def require_disjoint(source: str, splits: Mapping[str, ChainLogits | ChainHeads]
             )
 
 
-def _content(chain: ChainLogits | ChainHeads) -> tuple[Sequence[str], Ints, Floats | None]:
-    """Return the ids, labels and first model's logits of a split, None where these have not been read."""
-    if isinstance(chain, ChainLogits):
-        return chain.example_ids, chain.labels, chain.logits[0]
-    return chain.arguments["example_ids"], chain.arguments["labels"], None
-
-
 def labelled_examples(chain: _Chain) -> _Chain:
     """Return the examples that have a label; all of them if none has one."""
     rows = np.flatnonzero(chain.labelled)
     return chain if len(rows) in (0, len(chain)) else chain.of_rows(rows)
 
 
-def _with_warning(chain: _Chain, source: str) -> _Chain:
+def _with_warning(chain: _Chain) -> _Chain:
     """Return the examples that have a label, as labelled_examples does, with a warning that counts the others."""
     labelled = labelled_examples(chain)
     if labelled is not chain:
         n_missing = len(chain) - len(labelled)
         warn(
-            f"{source}: {n_missing:,} of {len(chain):,} examples have no label and are left out",
+            f"{chain.source}: {n_missing:,} of {len(chain):,} examples have no label and are left out",
         )
     return labelled
 
@@ -492,11 +483,11 @@ def _embedding_call(
     if name in chain.models:
         return EmbeddingCall(name, chain.models.index(name))
     counted: CallCosts = "per-call" if chain.per_call_costs else "per-model"
-    heads = table.read_chain_heads([name], split, costs=counted).arguments
-    costs = heads["costs"].per_call
+    heads = table.read_chain_heads([name], split, costs=counted)
+    costs = heads.costs.per_call
     if costs.ndim == 1:
         return EmbeddingCall(name, None, float(costs[0]))
-    rows = pc.index_in(pa.array(chain.example_ids, pa.string()), value_set=pa.array(heads["example_ids"], pa.string()))
+    rows = pc.index_in(pa.array(chain.example_ids, pa.string()), value_set=pa.array(heads.example_ids, pa.string()))
     if rows.null_count:
         example = chain.example_ids[pc.index(rows.is_null(), True).as_py()]
         raise DataError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import pyarrow as pa
@@ -28,9 +28,9 @@ from cauc_ray.data.writing import LABELS, LOGGED, read_info
 from cauc_ray.errors import ConfigError, DataError, unknown_name, warn
 from cauc_ray.files.parquet import parquet_below, parquet_files, read_parquet
 from cauc_ray.files.paths import AnyPath, hive_values, path_of
-from cauc_ray.numbers.chain import UNKNOWN_LABEL, UNNAMED_UNIT, ChainLogits, ChainPart, Costs
+from cauc_ray.numbers.chain import UNKNOWN_LABEL, UNNAMED_UNIT, ChainExamples, ChainLogits, ChainPart, Costs
 from cauc_ray.numbers.logits import LOGIT_KINDS, LogitKind, widened
-from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.numbers.types import Floats, Ints
 
 # LOGITS/failed/model=<name>/split=<split>/*.parquet: rows that a model could not answer, with reasons.
 FAILED = "failed"
@@ -41,36 +41,19 @@ LogitKinds: TypeAlias = str | Mapping[str, str] | None
 CallCosts: TypeAlias = Sequence[float] | Literal["per-call", "per-model"] | None
 
 
-@dataclass(frozen=True, slots=True)
-class ChainHeads:
-    """A chain on a split without its logits.
+@dataclass(frozen=True, kw_only=True)
+class ChainHeads(ChainExamples):
+    """A chain on a split with its models' rows in a table.
 
     Attributes:
-        arguments: Those of a Chain.
-        heads: Each model's rows, without logits.
+        heads: Each model's rows of the examples.
     """
 
-    arguments: dict[str, Any]
     heads: tuple[ModelRows, ...]
-
-    def __len__(self) -> int:
-        return len(self.arguments["labels"])
-
-    @property
-    def labelled(self) -> Bools:
-        """Return which examples have a label, bool (N,)."""
-        labelled: Bools = self.arguments["labels"] != UNKNOWN_LABEL
-        return labelled
 
     def of_rows(self, rows: Ints) -> ChainHeads:
         """Return the chain of some examples, by their ascending positions, int (n,)."""
-        ids = pa.array(self.arguments["example_ids"], pa.string())
-        chosen = {
-            "labels": self.arguments["labels"][rows],
-            "costs": self.arguments["costs"].of_rows(rows),
-            "example_ids": tuple(ids.take(pa.array(rows)).to_pylist()),
-        }
-        return ChainHeads(self.arguments | chosen, tuple(head.of_rows(rows) for head in self.heads))
+        return self.with_rows(rows, heads=tuple(head.of_rows(rows) for head in self.heads))
 
 
 class LogitTable:
@@ -117,10 +100,8 @@ class LogitTable:
 
     def read_failed(self, model: str, split: str) -> pa.Array:
         """Return the ids of a split's rows that a model could not answer, str (n,)."""
-        folder = self.path / FAILED / f"model={model}" / f"split={split}"
-        if not folder.is_dir():
-            return pa.array([], pa.string())
-        return _read_column(parquet_files(folder), "example_id", pa.string())[0].combine_chunks()
+        files = parquet_below(self.path / FAILED / f"model={model}" / f"split={split}")
+        return _read_column(files, "example_id", pa.string())[0].combine_chunks()
 
     def splits(self, model: str) -> list[str]:
         """Return the names of a model's splits."""
@@ -198,23 +179,18 @@ class LogitTable:
             DataError: As read_model, or the models' ids, lengths or labels disagree, or costs are unknown.
             ConfigError: The numbers of costs and models differ, or a model is a duplicate.
         """
-        arguments, rows = self._read_joined(models, split, costs, with_logits=True)
-        width = max(model_rows.logits.shape[1] for model_rows in rows)
-        logits = tuple(widened(model_rows.logits, width) for model_rows in rows)
-        part = ChainPart(logits, arguments["labels"], np.arange(len(arguments["labels"])))
+        chain = self.read_chain_heads(models, split, costs=costs, with_logits=True)
+        width = max(head.logits.shape[1] for head in chain.heads)
+        logits = tuple(widened(head.logits, width) for head in chain.heads)
+        part = ChainPart(logits, chain.labels, np.arange(len(chain)))
         gaps = any(np.isneginf(model_logits).any() for model_logits in logits)
-        require_fit_rows(arguments, [unfit_row(models, [one.n_options for one in rows], part, gaps=gaps)])
-        return ChainLogits(logits=logits, **arguments)
+        require_fit_rows(chain, [unfit_row(models, [head.n_options for head in chain.heads], part, gaps=gaps)])
+        return chain.held_as(ChainLogits, logits=logits)
 
-    def read_chain_heads(self, models: Sequence[str], split: str, *, costs: CallCosts = None) -> ChainHeads:
-        """Read a chain as read_chain does, without its logits. Raises as read_chain does."""
-        arguments, heads = self._read_joined(models, split, costs, with_logits=False)
-        return ChainHeads(arguments, tuple(heads))
-
-    def _read_joined(
-        self, models: Sequence[str], split: str, costs: CallCosts, *, with_logits: bool
-    ) -> tuple[dict[str, Any], list[ModelRows]]:
-        """Return the arguments of a Chain except its logits, and each model's rows of the common examples."""
+    def read_chain_heads(
+        self, models: Sequence[str], split: str, *, costs: CallCosts = None, with_logits: bool = False
+    ) -> ChainHeads:
+        """Read a chain as read_chain does, and return its models' rows, of which logits are read only if asked for."""
         if not models:
             raise ConfigError("a chain needs at least one model")
         twice = next((m for m in models if list(models).count(m) > 1), None)
@@ -242,15 +218,16 @@ class LogitTable:
         reported = [model_rows.costs for model_rows in rows]
         if costs is None:
             costs = "per-model" if all(model_costs is None for model_costs in reported) else "per-call"
-        return {
-            "models": tuple(models),
-            "example_ids": tuple(rows[0].example_ids.to_pylist()),
-            "labels": labels,
-            "source": source,
-            "costs": self._costs(models, costs, reported, len(labels)),
-            "per_call_costs": costs == "per-call",
-            "logit_kind": tuple(self.kinds[model] for model in models),
-        }, rows
+        return ChainHeads(
+            models=tuple(models),
+            example_ids=tuple(rows[0].example_ids.to_pylist()),
+            labels=labels,
+            source=source,
+            costs=self._costs(models, costs, reported, len(labels)),
+            per_call_costs=costs == "per-call",
+            logit_kind=tuple(self.kinds[model] for model in models),
+            heads=tuple(rows),
+        )
 
     def _costs(self, models: Sequence[str], costs: CallCosts, reported: Sequence[Floats | None], n: int) -> Costs:
         """Return the costs of n examples' calls, which each model's table may report."""
@@ -297,11 +274,11 @@ def model_kinds(
     return {model: cast("LogitKind", kinds.get(model) or declared.get(model, "raw")) for model in models}
 
 
-def require_fit_rows(arguments: Mapping[str, Any], unfit: Iterable[tuple[int, str] | None]) -> None:
+def require_fit_rows(chain: ChainExamples, unfit: Iterable[tuple[int, str] | None]) -> None:
     """Raise DataError for the first row of a chain that cannot be used, among results of unfit_row."""
     row = min((fault for fault in unfit if fault is not None), default=None)
     if row is not None:
-        raise DataError(f"{arguments['source']}: example {arguments['example_ids'][row[0]]!r} {row[1]}")
+        raise DataError(f"{chain.source}: example {chain.example_ids[row[0]]!r} {row[1]}")
 
 
 def encoders(logits: AnyPath) -> list[str]:

@@ -87,12 +87,12 @@ class ShardRows:
 
 def cut_rows(chain: ChainHeads, n_shards: int) -> list[ShardRows]:
     """Cut a chain's rows into shards of about equal size, none empty, along the first model's files."""
-    order, arguments = np.argsort(chain.heads[0].positions), chain.arguments
-    models = list(zip(arguments["models"], chain.heads, arguments["logit_kind"], strict=True))
+    order = np.argsort(chain.heads[0].positions)
+    models = list(zip(chain.models, chain.heads, chain.logit_kinds, strict=True))
     return [
         ShardRows(
             ranks,
-            arguments["labels"][ranks],
+            chain.labels[ranks],
             tuple(ShardFiles(model, head.files, head.positions[ranks], kind) for model, head, kind in models),
         )
         for ranks in np.array_split(order, min(n_shards, len(order)))
@@ -179,17 +179,17 @@ class Shards:
 
         Raises DataError for rows that cannot be used, ExecutionError where a shard has no answer in time.
         """
-        started, arguments = time.perf_counter(), heads.arguments
-        facts = self.ask(number, partial(facts_of, arguments["models"]))
+        started = time.perf_counter()
+        facts = self.ask(number, partial(facts_of, heads.models))
         # The error names the example that one process would name.
-        require_fit_rows(arguments, (shard.unfit for shard in facts))
-        for place, model in enumerate(arguments["models"]):
+        require_fit_rows(heads, (shard.unfit for shard in facts))
+        for place, model in enumerate(heads.models):
             sums = sum((shard.sums[place] for shard in facts), SumsToOne())
-            require_no_probabilities(f"{arguments['source']}: model {model!r}", sums)
+            require_no_probabilities(f"{heads.source}: model {model!r}", sums)
         self.watched.nodes = self.ask(number, lambda part: ray.get_runtime_context().get_node_id())
         self.watched.open_s += time.perf_counter() - started
-        width, places = max(shard.width for shard in facts), tuple(range(len(arguments["models"])))
-        return ShardedChain(**arguments, shards=self, number=number, width=width, places=places)
+        width, places = max(shard.width for shard in facts), tuple(range(len(heads.models)))
+        return heads.held_as(ShardedChain, shards=self, number=number, width=width, places=places)
 
     def ask(self, number: int, question: Callable[[ChainPart], T]) -> list[T]:
         """Ask all shards about their rows of a chain, again where their holders die.

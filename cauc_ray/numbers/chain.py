@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any, Protocol, Self, TypeVar
 
@@ -151,8 +151,8 @@ class ChainPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain(ABC):
-    """N examples that M models have answered, cheapest first, without the logits, which may be split into parts.
+class ChainExamples:
+    """N examples that M models have answered, cheapest first, without the logits.
 
     Attributes:
         models: Names.
@@ -175,20 +175,12 @@ class Chain(ABC):
     def __len__(self) -> int:
         return len(self.labels)
 
-    @abstractmethod
-    def each(self, ask: Callable[[ChainPart], T]) -> list[T]:
-        """Ask every part the same question and return the answers in order. Parts may be in other processes."""
-
     @property
     def logit_kinds(self) -> tuple[LogitKind, ...]:
         """Return the kind of each model's logits."""
         if isinstance(self.logit_kind, str):
             return (kind_of(self.logit_kind) or "raw",) * len(self.models)
         return self.logit_kind
-
-    @abstractmethod
-    def of_models(self, indices: Sequence[int]) -> Self:
-        """Return the chain of some of the models, in the order of their positions here."""
 
     def with_models(self, indices: Sequence[int], /, **logits: Any) -> Self:
         """Return the chain of some of the models.   logits: the subclass's own arguments."""
@@ -199,6 +191,20 @@ class Chain(ABC):
             costs=self.costs.of_models(indices),
             **logits,
         )
+
+    def with_rows(self, rows: Ints, /, **logits: Any) -> Self:
+        """Return the chain of some examples, in the order of rows, int (n,).   logits: the subclass's own arguments."""
+        return replace(
+            self,
+            example_ids=rows_of(self.example_ids, rows),
+            labels=self.labels[rows],
+            costs=self.costs.of_rows(rows),
+            **logits,
+        )
+
+    def held_as(self, kind: type[SomeExamples], **logits: Any) -> SomeExamples:
+        """Return the examples as another class.   logits: that class's own arguments."""
+        return kind(**{field.name: getattr(self, field.name) for field in fields(ChainExamples)}, **logits)
 
     @cached_property
     def labelled(self) -> Bools:
@@ -217,6 +223,22 @@ class Chain(ABC):
         digest = hashlib.sha256(lines_of(self.example_ids))
         digest.update(np.ascontiguousarray(self.labels, dtype="<i4").tobytes())
         return digest.hexdigest()[:16]
+
+
+SomeExamples = TypeVar("SomeExamples", bound=ChainExamples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain(ChainExamples, ABC):
+    """A chain whose logits may be split into parts."""
+
+    @abstractmethod
+    def each(self, ask: Callable[[ChainPart], T]) -> list[T]:
+        """Ask every part the same question and return the answers in order. Parts may be in other processes."""
+
+    @abstractmethod
+    def of_models(self, indices: Sequence[int]) -> Self:
+        """Return the chain of some of the models, in the order of their positions here."""
 
     def logits_fingerprint(self, stage: int) -> str:
         """Return a digest of one model's logits on these examples, independent of the parts they are split into."""
@@ -248,13 +270,7 @@ class ChainLogits(Chain):
 
     def of_rows(self, rows: Ints) -> Self:
         """Return a chain of some examples, in the order of rows, int (n,)."""
-        return replace(
-            self,
-            logits=tuple(rows_at(logits, rows) for logits in self.logits),
-            example_ids=rows_of(self.example_ids, rows),
-            labels=self.labels[rows],
-            costs=self.costs.of_rows(rows),
-        )
+        return self.with_rows(rows, logits=tuple(rows_at(logits, rows) for logits in self.logits))
 
     def after_encoder(self, name: str, embeddings: Floats, costs: Floats | float) -> Self:
         """Return the chain with an encoder as its first model.
