@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -189,11 +189,8 @@ def open_input(spec: DatasetSpec) -> Dataset:
     """
     with readable(spec.dataset):
         located = locate(spec.dataset, spec.labels)
-        if located.benchmark.name or located.rows is None:
-            partitions = located.find()
-            sources = [partitions[name]() for name in _choose_rule(located, partitions)[1]]
-        else:
-            sources = [located.rows()]
+        whole = None if located.benchmark.name else located.rows
+        sources = [*_by_rule(located)[1].values()] if whole is None else [whole()]
         parts = tuple(_part(source, spec, located.benchmark, complete=False) for source in sources)
     return Dataset(replace(spec, dataset=located.dataset), located.name, "all rows", parts)
 
@@ -217,9 +214,7 @@ def open_dataset(spec: DatasetSpec, split: str | None = None) -> Dataset:
         elif split == ALL:
             sources = {name: opener() for name, opener in located.find().items()}
         else:
-            partitions = located.find()
-            rule, names = _choose_rule(located, partitions)
-            sources = {name: partitions[name]() for name in names}
+            rule, sources = _by_rule(located)
         dataset = _split(spec, located, rule, sources)
     if split is not None and split not in dataset.split_sizes:
         raise ConfigError(f"{dataset.name}: {unknown_name('split', split, dataset.split_sizes)}")
@@ -349,9 +344,10 @@ def _with_unique_ids(name: str, partitions: Mapping[str, Part]) -> dict[str, Par
     }
 
 
-def _choose_rule(located: Located, partitions: Collection[str]) -> tuple[Rule, tuple[str, ...]]:
-    """Return the split rule and the partitions that it uses."""
-    available, benchmark = tuple(partitions), located.benchmark
+def _by_rule(located: Located) -> tuple[Rule, dict[str, Source]]:
+    """Return the split rule, and open the partitions that it uses."""
+    partitions, benchmark = located.find(), located.benchmark
+    available = tuple(partitions)
     alone = len(available) == 1
     rule = benchmark.split
     if benchmark.split_without_test is not None and "test" not in available and "train" in available:
@@ -359,13 +355,13 @@ def _choose_rule(located: Located, partitions: Collection[str]) -> tuple[Rule, t
     if rule is None or (benchmark.unsplit and alone):
         rule = choose_rule(available, located.location)
     if rule == "three-way" and alone:
-        return rule, available
+        return rule, {name: partitions[name]() for name in available}
     needed = tuple(
         partition for name in RULE_PARTITIONS[rule] for partition in (benchmark.tests if name == "test" else (name,))
     )
     missing = next((name for name in needed if name not in available), None)
     if missing is None:
-        return rule, needed
+        return rule, {name: partitions[name]() for name in needed}
     remedy = f"give {located.name}=PATH, a folder that has all of them"
     if "=" in located.dataset:
         remedy = f"add it, or give only the path for {'a 25/25/50 cut' if alone else 'the partitions that exist'}"

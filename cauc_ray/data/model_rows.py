@@ -18,7 +18,7 @@ from cauc_ray.files.parquet import ParquetFooter, read_row_spans, read_stored
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.numbers.arrays import check_rows, refuse_rows, require_no_probabilities
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainPart
-from cauc_ray.numbers.logits import LogitKind, SumsToOne, stacked
+from cauc_ray.numbers.logits import LogitKind, SumsToOne, laid_out, stacked
 from cauc_ray.numbers.types import Floats, Ints
 
 # Rows of a shard that are decoded at once.
@@ -153,16 +153,6 @@ def typed_column(table: pa.Table, name: str, kind: pa.DataType, source: str) -> 
     except pa.ArrowException as error:
         fault = f"column {name!r} has type {column.type}, expected {kind}: {first_line(error)}"
         raise DataError(f"{source}: {fault}") from error
-
-
-def laid_out(values: Floats, n_options: Ints, width: int = 0) -> Floats:
-    """Return lists as (N, K), padded with -inf to the longest list, or to a larger width."""
-    width = max(width, int(n_options.max(initial=0)))
-    if len(values) == len(n_options) * width:
-        return values.reshape(len(n_options), width)
-    logits = np.full((len(n_options), width), -np.inf, dtype=values.dtype)
-    logits[np.arange(width) < n_options[:, None]] = values
-    return logits
 
 
 def joined_labels(source: str, models: Sequence[str], heads: Sequence[ModelRows]) -> Ints:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.numbers.arrays import read_rows
-from cauc_ray.numbers.logits import MUST_BE_DECLARED, SumsToOne, as_logits, kind_of, stacked
+from cauc_ray.numbers.logits import MUST_BE_DECLARED, SumsToOne, as_logits, kind_of, laid_out, stacked
 from cauc_ray.numbers.types import Floats, Ints
 
 # The input's columns, each (n, ...): numbers as arrays, text, bytes and ragged lists as arrays of objects.
@@ -259,10 +259,8 @@ def _option_number(label: object, names: Sequence[str] | None) -> int | None:
 def ragged(n: int, rows: Mapping[int, Floats]) -> tuple[Floats, Ints]:
     """Return vectors of some of n rows as float32 (n, K), padded with -inf, and their lengths, int (n,)."""
     lengths = np.array([len(rows.get(row, ())) for row in range(n)], dtype=np.int64)
-    logits = np.full((n, max(1, lengths.max(initial=1))), -np.inf, np.float32)  # later steps need a column
-    for row, vector in rows.items():
-        logits[row, : len(vector)] = vector
-    return logits, lengths
+    values = np.concatenate([np.empty(0, np.float32), *(rows[row] for row in sorted(rows))])
+    return laid_out(values.astype(np.float32, copy=False), lengths, 1), lengths  # later steps need a column
 
 
 def answered(

@@ -19,6 +19,7 @@ from cauc_ray.numbers.logits import (
     SumsToOne,
     as_logits,
     hold_probabilities,
+    laid_out,
     real_options,
 )
 from cauc_ray.numbers.rows import in_columns, row_max, row_values
@@ -166,10 +167,7 @@ def read_rows(place: str, values: Any) -> tuple[Floats, Ints]:
         with np.errstate(over="ignore"):  # values outside float32's range are refused later, or are masks
             if not isinstance(values, np.ndarray) and len({len(row) for row in values}) > 1:
                 lengths = np.array([len(row) for row in values])
-                padded = np.full((len(values), lengths.max()), -np.inf, dtype=np.float32)
-                flat = np.concatenate([np.asarray(vector) for vector in values])
-                padded[np.arange(lengths.max()) < lengths[:, None]] = _floats(flat)
-                return padded, lengths
+                return laid_out(_floats(np.concatenate([np.asarray(vector) for vector in values])), lengths), lengths
             logits = _floats(np.asarray(values))
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that needs its gradient
         raise DataError(f"{place}: the logits are not numbers of shape (N, K): {error}") from error

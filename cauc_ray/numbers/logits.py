@@ -120,6 +120,16 @@ def widened(rows: Floats, width: int) -> Floats:
     return np.pad(rows, ((0, 0), (0, missing)), constant_values=-np.inf) if missing > 0 else rows
 
 
+def laid_out(values: Floats, n_options: Ints, width: int = 0) -> Floats:
+    """Return lists as (N, K), padded with -inf to the longest list, or to a larger width."""
+    width = max(width, int(n_options.max(initial=0)))
+    if len(values) == len(n_options) * width:
+        return values.reshape(len(n_options), width)
+    logits = np.full((len(n_options), width), -np.inf, dtype=values.dtype)
+    logits[np.arange(width) < n_options[:, None]] = values
+    return logits
+
+
 def stacked(parts: Sequence[Floats]) -> Floats:
     """Concatenate rows (n, K), padded with -inf to the widest part."""
     width = max(part.shape[1] for part in parts)
