@@ -74,11 +74,7 @@ class TableInfo(BaseModel):
         declared = next((entry for entry in self.models if entry.name == model), None)
         if declared is not None and declared.logit_kind is not None:
             return declared.logit_kind
-        if self.logit_kind == UNDECLARED:
-            return None
-        # If models differed, earlier versions wrote each model's kind at the end of its source.
-        source = declared.source or "" if declared is not None else ""
-        return kind_of(self.logit_kind) or kind_of(source.rpartition("; ")[2])
+        return None if self.logit_kind == UNDECLARED else kind_of(self.logit_kind)
 
 
 def read_info(table: str | AnyPath) -> TableInfo | None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from cauc_ray.errors import ConfigError, require_packages, unknown_name
-from cauc_ray.files.paths import AnyPath, RemotePath, path_from
+from cauc_ray.files.paths import AnyPath, RemotePath, content_digest, path_from
 from cauc_ray.models.answers import Model
 from cauc_ray.numbers.logits import LogitKind
 
@@ -181,7 +181,7 @@ class KindSpec(Section):
         for name in _NAMES_OF_FILES & settings.keys():
             path = settings[name]
             if isinstance(path, str) and Path(path).is_absolute():
-                settings[name] = sampled_digest(Path(path)) or path
+                settings[name] = content_digest(Path(path), _SAMPLE_BYTES) or path
         content = [settings, *([self.REVISION] if self.REVISION else [])]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -230,26 +230,9 @@ class KindSpec(Section):
 
 # Settings of any kind that may be local files or folders of a model.
 _NAMES_OF_FILES = frozenset({"model", "weights", "tokenizer", "lora", "path"})
-# Bytes that are read at the start, in the middle and at the end of each file for its digest.
+# Bytes that are read at the start, in the middle and at the end of each file for its digest: a moment for weights of
+# many gigabytes.
 _SAMPLE_BYTES = 1 << 20
-
-
-def sampled_digest(path: Path) -> str | None:
-    """Return a digest of a file, or of the files of a folder: names, sizes and a sample of each file's bytes.
-
-    It takes a moment for weights of many gigabytes. Returns None if the path does not exist.
-    """
-    if not path.exists():
-        return None
-    digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()):
-        n_bytes = file.stat().st_size
-        digest.update(f"{file.relative_to(path)} {n_bytes}\n".encode(errors="surrogateescape"))
-        with file.open("rb") as content:
-            for start in sorted({0, max(0, (n_bytes - _SAMPLE_BYTES) // 2), max(0, n_bytes - _SAMPLE_BYTES)}):
-                content.seek(start)
-                digest.update(content.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
 
 
 class TorchSpec(KindSpec):
