@@ -302,7 +302,7 @@ def _look_stream(entry: FileEntry) -> _TableFile:
     n_rows = n_bytes = 0
     kind, digest = format_of(entry.path), hashlib.blake2b(digest_size=16)
     for table in stream_tables(entry):
-        for content in _content(table) if kind in ("CSV", "JSON") else ():
+        for content in _stored_bytes(table) if kind in ("CSV", "JSON") else ():
             digest.update(content)
         for name in table.column_names:
             column = table.column(name)
@@ -313,7 +313,7 @@ def _look_stream(entry: FileEntry) -> _TableFile:
     return _TableFile(entry, pa.schema(list(kinds.items())), (n_rows,), n_bytes, version)
 
 
-def _content(table: pa.Table) -> Iterator[Any]:
+def _stored_bytes(table: pa.Table) -> Iterator[Any]:
     """Yield the bytes of a table: the names and types of its columns, then their values."""
     yield str(table.schema).encode()
     for column in table.columns:
