@@ -130,6 +130,8 @@ class Evaluation(Shown):
         axes = accuracy_over_cost(self.policy.cost_unit, axes)
         chain, measures = self.chain, self.measures
         chain.require_labels("a curve")
+        # A curve of one point, without its models, has no width that an axis could have.
+        axes.update_datalim([(model.cost, 100 * model.accuracy.value) for model in self.models if model.accuracy])
         curve = trace_policy(self.policy, chain).frontier(chain)
         axes.step(curve.cost, 100 * curve.quality, where="post", color=BLUE, label="every threshold")
         assert measures.accuracy is not None

@@ -11,7 +11,7 @@ from cauc_ray.api.options import Common, Flag, InputPath, options_of
 from cauc_ray.errors import ConfigError, warn
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
-from cauc_ray.planning.figures import Chain, drift_figures, plan_figures, range_figures
+from cauc_ray.planning.figures import PlannedChain, drift_figures, plan_figures, range_figures
 from cauc_ray.planning.plan_sheet import Plan
 from cauc_ray.planning.sizing import Trials, sized
 from cauc_ray.planning.stages import PlannedStage, RouterSeconds
@@ -69,7 +69,7 @@ def plan(
     for spec, timing in zip(specs, timings, strict=True):
         timing.check(spec.name, _served_batch(spec))
     trials = Trials(served_stages(specs, timings, deferral), rate, ROUTER)
-    chain = Chain(specs, policy, trials, pool.serving.router.replicas.max, slo_p99_s)
+    chain = PlannedChain(specs, policy, trials, pool.serving.router.replicas.max, slo_p99_s)
     on_step("sizing")
     sizing = sized(trials, slo_p99_s)
     needed = {f"stage {spec.name!r}": (n, spec.replicas.max) for spec, n in zip(specs, sizing.counts, strict=True)}
