@@ -68,7 +68,11 @@ def plan(
     timings = [declared_timing(spec) if earlier is None else earlier.timings[spec.name] for spec in specs]
     for spec, timing in zip(specs, timings, strict=True):
         timing.check(spec.name, _served_batch(spec))
-    trials = Trials(served_stages(specs, timings, deferral), rate, ROUTER)
+    served = [
+        PlannedStage(spec.name, _served_batch(spec), spec.serving.batch_wait_s, timing, share)
+        for spec, timing, share in zip(specs, timings, deferral, strict=True)
+    ]
+    trials = Trials(served, rate, ROUTER)
     chain = PlannedChain(specs, policy, trials, pool.serving.router.replicas.max, slo_p99_s)
     on_step("sizing")
     sizing = sized(trials, slo_p99_s)
@@ -106,16 +110,6 @@ def expected_deferral(policy: Policy) -> list[float]:
         )
     stages = policy.expected.stages
     return [1 - stage.answered / stage.reached if stage.reached else 0.0 for stage in stages[:-1]] + [0.0]
-
-
-def served_stages(
-    specs: Sequence[StageSpec], timings: Sequence[Timing], deferral: Sequence[float]
-) -> tuple[PlannedStage, ...]:
-    """Return a chain as it is served, one replica each."""
-    return tuple(
-        PlannedStage(spec.name, _served_batch(spec), spec.serving.batch_wait_s, timing, share)
-        for spec, timing, share in zip(specs, timings, deferral, strict=True)
-    )
 
 
 def run_stages(

@@ -91,9 +91,7 @@ def test_a_fit_leaves_out_rows_without_a_label_with_a_warning(data, tmp_path, sp
     gappy = {**data, split: (logits, np.where(has_label, labels, -1))}
     complete = {**data, split: ({model: z[has_label] for model, z in logits.items()}, labels[has_label])}
     settings = {"method": "rf", "budget": 5.0, "costs": COSTS}
-    with pytest.warns(
-        CaucWarning, match=rf"'{split}': {(~has_label).sum()} of {len(labels)} examples have no label"
-    ):
+    with pytest.warns(CaucWarning, match=rf"'{split}': {(~has_label).sum()} of {len(labels)} examples have no label"):
         policy = cauc_ray.fit(*gappy["calibration"], validation=gappy["validation"], **settings)
     expected = cauc_ray.fit(*complete["calibration"], validation=complete["validation"], **settings)
     assert policy.id == expected.id
