@@ -106,6 +106,6 @@ def _read_summary(run: AnyPath) -> RunSummary:
     summary = RunSummary(content if isinstance(content, dict) else {})
     try:
         summary.sheet()
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, IndexError, ValueError) as error:
         raise DataError(f"{run / 'summary.json'} is not the summary of a run of this version") from error
     return summary

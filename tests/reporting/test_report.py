@@ -175,6 +175,18 @@ def test_parts_of_another_policy_are_left_out_and_refused_where_named(tmp_path):
     assert all(why in report.page.read_text() for why in (of_run, of_comparison))
 
 
+@pytest.mark.parametrize(
+    "change", [{"run_id": ...}, {"stages": ["m0"]}, {"stages": []}, {"n": "many"}, {"accuracy": {"value": 1}}], ids=str
+)
+def test_what_is_no_summary_of_a_run_is_refused(homes, tmp_path, change):
+    write_run(tmp_path / "run", Policy.load(homes["rf"] / "policy.json"))
+    file = tmp_path / "run" / "summary.json"
+    content = json.loads(file.read_text()) | change
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+    with pytest.raises(DataError, match="is not the summary of a run"):
+        cauc_ray.report(homes["rf"], run=tmp_path / "run", output=tmp_path / "page.html")
+
+
 def test_only_unlabelled_test_examples_are_refused(tmp_path):
     chains = fitted(tmp_path, table={"n": 120})
     for split in ("calibration", "validation"):
