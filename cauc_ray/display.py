@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -195,23 +196,25 @@ class Grid:
 
     def markdown(self) -> str:
         """Return it as Markdown."""
-        lines = [f"**{_escaped(self.title)}**", "", _line(_escaped(heading) for heading in self.headings)]
+        lines = [f"**{markdown_text(self.title)}**", ""] if self.title else []
+        lines.append(_line(map(markdown_text, self.headings)))
         lines.append(_line(":--" if self.is_left(index) else "--:" for index in range(len(self.headings))))
         for place, row in enumerate(self.rows):
             around = [_AROUND[self.marks.get((place, column), "")] for column in range(len(row))]
-            lines.append(_line(f"{at[0]}{_escaped(text)}{at[1]}" for text, at in zip(row, around, strict=True)))
-        return "\n".join([*lines, *(f"\n{_escaped(note)}" for note in self.notes)]) + "\n"
+            lines.append(_line(f"{at[0]}{markdown_text(text)}{at[1]}" for text, at in zip(row, around, strict=True)))
+        return "\n".join([*lines, *(f"\n{markdown_text(note)}" for note in self.notes)]) + "\n"
 
     def html(self) -> str:
         """Return it as HTML, in which all text is escaped.
 
         >>> Grid("2 < 3", ("a&b",), ()).html()
-        '<table><caption>2 &lt; 3</caption><tr><th style="text-align:left">a&amp;b</th></tr></table>'
+        '<table><caption>2 &lt; 3</caption><thead><tr><th style="text-align:left">a&amp;b</th></tr></thead></table>'
         """
-        title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
-        rows = [self._html_row("th", self.headings)] if self.headings else []
-        rows += [self._html_row("td", row, place) for place, row in enumerate(self.rows)]
-        return f"<table>{title}{''.join(rows)}</table>{''.join(map(_paragraph, self.notes))}"
+        title = f"<caption>{_html_text(self.title)}</caption>" if self.title else ""
+        head = f"<thead>{self._html_row('th', self.headings)}</thead>" if self.headings else ""
+        rows = "".join(self._html_row("td", row, place) for place, row in enumerate(self.rows))
+        body = f"<tbody>{rows}</tbody>" if rows else ""
+        return f"<table>{title}{head}{body}</table>{''.join(map(_paragraph, self.notes))}"
 
     def _html_row(self, tag: str, cells: Sequence[str], row: int | None = None) -> str:
         texts = []
@@ -402,8 +405,11 @@ def _line(texts: Iterable[str]) -> str:
     return f"| {' | '.join(texts)} |"
 
 
-def _escaped(text: str) -> str:
-    """Return text that Markdown shows as it is: names of models hold its signs."""
-    for sign in "\\|*_<>[]`":
-        text = text.replace(sign, f"\\{sign}")
-    return text
+def markdown_text(text: str) -> str:
+    r"""Return text, in one line, that Markdown and the HTML within it show as it is: names of models hold its signs.
+
+    >>> print(markdown_text("a_b < [c]"))
+    a\_b &lt; \[c\]
+    """
+    line = " ".join(masked(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]{}|~#!$@])", r"\\\1", line)

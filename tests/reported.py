@@ -18,10 +18,13 @@ def fitted(folder, *, table=None, **options):
 def write_run(folder, policy, *, models=None):
     """Write what a run leaves of itself."""
     figures = {"reached": 9, "answered": 3, "failed": 0, "calls": 1, "batch_fill": 0.5, "compute_s": 1.5}
-    figures |= {"busy_share": 0.5, "queue_s": None, "cost": 9.0, "cost_share": 0.4}
+    figures |= {"busy_share": 0.5, "queue_s": None, "cost": 9.0, "cost_share": 0.4, "lost_calls": 0}
+    figures |= {"waiting_s": 0.5, "bytes_out": None, "bytes_in": None}
     stages = [{"name": name, **figures} for name in models or policy.models]
     about = {"run_id": "20260101T000000-abcdef", "policy_id": policy.id, "pool": "p", "n": 9, "n_failed": 0}
-    about |= {"cost_unit": policy.cost_unit, "run_s": 1.0, "elapsed_s": 4.0, "stages": stages}
+    about |= {"cost_unit": policy.cost_unit, "run_s": 1.0, "elapsed_s": 4.0, "stages": stages, "degraded": 0}
+    about |= {"cost": 1.0, "relative_cost": 0.5, "accuracy": None, "guards": []}
+    about |= {"saving": 0.5, "expected_saving": 0.5, "last_stage_avoided": 0.6, "expected_last_stage_avoided": 0.6}
     make_folder(folder)
     write_json(folder / "summary.json", about)
 

@@ -34,6 +34,9 @@ def _located_logits(value: object, info: ValidationInfo) -> tuple[AnyPath, ...] 
         return {match[1]: located(match[2], info) for match in named if match}
     if any(named):
         raise ValueError("give logit tables, or an array for each model as NAME=FILE, not both")
+    unnamed = next((Path(str(part)).name for part in parts if str(part).endswith((".npy", ".csv"))), None)
+    if unnamed is not None:
+        raise ValueError(f"name the model of each array, as {Path(unnamed).stem}={unnamed}")
     return tuple(located(part, info) for part in parts)
 
 
@@ -76,12 +79,10 @@ def read_logits(
         table, *more_tables = paths
         if more_tables:
             raise ConfigError(f"one logit table was expected, got {len(paths)}: {', '.join(map(str, paths))}")
-        if table.suffix not in (".npy", ".npz", ".csv"):
+        if table.suffix != ".npz":
             if labels is not None:
                 raise ConfigError("labels are those of arrays; a logit table has its own")
             return table, None
-        if table.suffix != ".npz":
-            raise ConfigError(f"{table}: name the model of an array, as small={table.name}")
         arrays = _load(table)
     stored = arrays.pop(_LABELS, None)
     if labels is None and stored is None:

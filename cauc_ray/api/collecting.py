@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from cauc_ray.api.evaluated import estimate
 from cauc_ray.api.online import require_usable
 from cauc_ray.api.options import Common, EncoderName, Names, OnRay, Options, Pairs, Seed, options_of
 from cauc_ray.api.summaries import CollectSummary
@@ -292,10 +293,8 @@ def _summary(name: str, work: Collection, n_new: int, seconds: float | None) -> 
     if work.kind == "embedding":
         return summary
     labelled = totals["rows"]["labelled"]
-    accuracy = share(totals["rows"]["right"], labelled) if labelled else None
     return summary | {
-        "accuracy": accuracy.value if accuracy else None,
-        "accuracy_interval": [accuracy.low, accuracy.high] if accuracy else None,
+        **estimate("accuracy", share(totals["rows"]["right"], labelled) if labelled else None),
         "cost": record.cost(work.stage, _mean_cost(work, totals)),
         "measured_gflops": record.gflops_measured,
         "logit_kind": record.logit_kind,

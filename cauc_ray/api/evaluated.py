@@ -130,6 +130,8 @@ class Evaluation(Shown):
         axes = accuracy_over_cost(self.policy.cost_unit, axes)
         chain, measures = self.chain, self.measures
         chain.require_labels("a curve")
+        # A curve of one point, without its models, has no width that an axis could have.
+        axes.update_datalim([(model.cost, 100 * model.accuracy.value) for model in self.models if model.accuracy])
         curve = trace_policy(self.policy, chain).frontier(chain)
         axes.step(curve.cost, 100 * curve.quality, where="post", color=BLUE, label="every threshold")
         assert measures.accuracy is not None
@@ -153,8 +155,7 @@ class Evaluation(Shown):
             "source": self.chain.source,
             "n": measures.n,
             "n_labelled": measures.n_labelled,
-            "accuracy": measures.accuracy.value if measures.accuracy else None,
-            "accuracy_interval": _interval(measures.accuracy),
+            **estimate("accuracy", measures.accuracy),
             "macro_f1": measures.macro_f1,
             "cost": measures.cost,
             "cost_interval": list(measures.cost_interval),
@@ -166,10 +167,8 @@ class Evaluation(Shown):
                 {
                     "name": model.name,
                     "cost": model.cost,
-                    "accuracy": model.accuracy.value if model.accuracy else None,
-                    "accuracy_interval": _interval(model.accuracy),
-                    "gain": model.gain.value if model.gain else None,
-                    "gain_interval": _interval(model.gain),
+                    **estimate("accuracy", model.accuracy),
+                    **estimate("gain", model.gain),
                 }
                 for model in self.models
             ],
@@ -179,8 +178,7 @@ class Evaluation(Shown):
                     "name": stage.name,
                     "reached": stage.reached,
                     "answered": stage.answered,
-                    "accepted_accuracy": stage.accepted_accuracy.value if stage.accepted_accuracy else None,
-                    "accepted_accuracy_interval": _interval(stage.accepted_accuracy),
+                    **estimate("accepted_accuracy", stage.accepted_accuracy),
                     "guarantees": None if guarantees is None else guarantees.as_json(),
                 }
                 for stage, guarantees in zip(measures.stages, self.guarantees, strict=True)
@@ -192,7 +190,7 @@ class Evaluation(Shown):
                     "accuracy": part.accuracy.value,
                     "degraded": part.degraded,
                     "expected_accuracy": None if expected is None else expected.accuracy.value,
-                    "expected_interval": None if expected is None else _interval(expected.accuracy),
+                    "expected_interval": None if expected is None else [expected.accuracy.low, expected.accuracy.high],
                 }
                 for part, expected in zip(
                     self.offline, policy.offline or [None] * (len(policy.stages) - 1), strict=False
@@ -280,5 +278,6 @@ class Evaluation(Shown):
         return Grid.of("", rows, columns, notes=[note])
 
 
-def _interval(of: Share | Difference | None) -> list[float] | None:
-    return [of.low, of.high] if of else None
+def estimate(name: str, of: Share | Difference | None) -> dict[str, Any]:
+    """Return an estimate and its interval as JSON has them, None where it is unknown."""
+    return {name: of.value if of else None, f"{name}_interval": [of.low, of.high] if of else None}

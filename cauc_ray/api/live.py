@@ -54,7 +54,7 @@ class Status:
         self._begun = True
 
     def count(self, done: int, total: int | None, unit: str) -> None:
-        """Note that so much is done, of a total where that is known, also for Ray's metrics."""
+        """Note how much is done, of a total if it is known, also for Ray's metrics."""
         self.detail = f"{done:,}" + ("" if total is None else f" of {total:,}") + f" {unit}"
         ray = sys.modules.get("ray")
         if ray is None or not ray.is_initialized():

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from cauc_ray.errors import require_packages
-from cauc_ray.files.documents import atomic_file, make_folder
-from cauc_ray.files.paths import AnyPath
 from cauc_ray.numbers.sweep import Objective
 
 # Of Okabe and Ito (2008): colours that everybody can tell apart.
@@ -35,24 +32,6 @@ STYLE = {
     "figure.constrained_layout.h_pad": 0.1,
     "svg.fonttype": "none",  # words stay words
 }
-
-
-@contextmanager
-def saved_figure(width: float, height: float, folder: AnyPath, name: str) -> Iterator[Any]:
-    """Yield a figure of so many inches to draw on, and write it into a folder, local or remote, as PNG and SVG."""
-    require_packages("a plot", "reports", "matplotlib")
-    import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        FigureCanvasAgg(figure)
-        yield figure
-        make_folder(folder)
-        for form in ("png", "svg"):
-            with atomic_file(folder / f"{name}.{form}") as temporary:
-                figure.savefig(temporary, format=form, dpi=160)
 
 
 def accuracy_over_cost(unit: str, axes: Any = None, objective: Objective = "accuracy") -> Any:

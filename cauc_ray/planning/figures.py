@@ -15,7 +15,7 @@ from cauc_ray.policies.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class PlannedChain:
     """What is planned.
 
     Attributes:
@@ -33,7 +33,7 @@ class Chain:
     slo_p99_s: float | None
 
 
-def plan_figures(chain: Chain, sizing: Sizing, earlier: EarlierRun | None) -> dict[str, Any]:
+def plan_figures(chain: PlannedChain, sizing: Sizing, earlier: EarlierRun | None) -> dict[str, Any]:
     """Return what a plan is: the goal, the stages, the latency, the totals."""
     simulation, trials = sizing.simulation, chain.trials
     stages = _stage_figures(chain, sizing, earlier)
@@ -70,7 +70,7 @@ def plan_figures(chain: Chain, sizing: Sizing, earlier: EarlierRun | None) -> di
     }
 
 
-def drift_figures(chain: Chain, counts: Sequence[int], factor: float) -> dict[str, Any]:
+def drift_figures(chain: PlannedChain, counts: Sequence[int], factor: float) -> dict[str, Any]:
     """Return what becomes of a plan when every deferral rate is so many times what was expected."""
     stages = [replace(stage, deferral=min(1.0, factor * stage.deferral)) for stage in chain.trials.stages]
     trials = Trials(stages, chain.trials.rate, chain.trials.router)
@@ -92,7 +92,7 @@ def drift_figures(chain: Chain, counts: Sequence[int], factor: float) -> dict[st
     }
 
 
-def range_figures(chain: Chain, as_run: Sequence[PlannedStage]) -> dict[str, Any]:
+def range_figures(chain: PlannedChain, as_run: Sequence[PlannedStage]) -> dict[str, Any]:
     """Return what the pool's own range of replicas can carry, served and in a run over rows that are all there.
 
     Args:
@@ -118,7 +118,7 @@ def range_figures(chain: Chain, as_run: Sequence[PlannedStage]) -> dict[str, Any
     }
 
 
-def _stage_figures(chain: Chain, sizing: Sizing, earlier: EarlierRun | None) -> list[dict[str, Any]]:
+def _stage_figures(chain: PlannedChain, sizing: Sizing, earlier: EarlierRun | None) -> list[dict[str, Any]]:
     rate, reach = chain.trials.rate, reaches(sizing.stages).tolist()
     load, least = loads(sizing.stages, rate).tolist(), least_counts(sizing.stages, rate)
     costs = [share * stage.cost for share, stage in zip(reach, chain.policy.stages, strict=True)]
@@ -151,7 +151,7 @@ def _latency_figures(sizing: Sizing) -> dict[str, float] | None:
     return None if sizing.latency is None else asdict(sizing.latency)
 
 
-def _alone_figures(chain: Chain, cost: float) -> dict[str, Any]:
+def _alone_figures(chain: PlannedChain, cost: float) -> dict[str, Any]:
     """Return what the most expensive stage takes to answer all requests.   cost: of a request in the cascade."""
     costs = [stage.cost for stage in chain.policy.stages]
     place = max(range(len(costs)), key=lambda at: (costs[at], at))

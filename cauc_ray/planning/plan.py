@@ -11,7 +11,7 @@ from cauc_ray.api.options import Common, Flag, InputPath, options_of
 from cauc_ray.errors import ConfigError, warn
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
-from cauc_ray.planning.figures import Chain, drift_figures, plan_figures, range_figures
+from cauc_ray.planning.figures import PlannedChain, drift_figures, plan_figures, range_figures
 from cauc_ray.planning.plan_sheet import Plan
 from cauc_ray.planning.sizing import Trials, sized
 from cauc_ray.planning.stages import PlannedStage, RouterSeconds
@@ -68,8 +68,12 @@ def plan(
     timings = [declared_timing(spec) if earlier is None else earlier.timings[spec.name] for spec in specs]
     for spec, timing in zip(specs, timings, strict=True):
         timing.check(spec.name, _served_batch(spec))
-    trials = Trials(served_stages(specs, timings, deferral), rate, ROUTER)
-    chain = Chain(specs, policy, trials, pool.serving.router.replicas.max, slo_p99_s)
+    served = [
+        PlannedStage(spec.name, _served_batch(spec), spec.serving.batch_wait_s, timing, share)
+        for spec, timing, share in zip(specs, timings, deferral, strict=True)
+    ]
+    trials = Trials(served, rate, ROUTER)
+    chain = PlannedChain(specs, policy, trials, pool.serving.router.replicas.max, slo_p99_s)
     on_step("sizing")
     sizing = sized(trials, slo_p99_s)
     needed = {f"stage {spec.name!r}": (n, spec.replicas.max) for spec, n in zip(specs, sizing.counts, strict=True)}
@@ -106,16 +110,6 @@ def expected_deferral(policy: Policy) -> list[float]:
         )
     stages = policy.expected.stages
     return [1 - stage.answered / stage.reached if stage.reached else 0.0 for stage in stages[:-1]] + [0.0]
-
-
-def served_stages(
-    specs: Sequence[StageSpec], timings: Sequence[Timing], deferral: Sequence[float]
-) -> tuple[PlannedStage, ...]:
-    """Return a chain as it is served, one replica each."""
-    return tuple(
-        PlannedStage(spec.name, _served_batch(spec), spec.serving.batch_wait_s, timing, share)
-        for spec, timing, share in zip(specs, timings, deferral, strict=True)
-    )
 
 
 def run_stages(

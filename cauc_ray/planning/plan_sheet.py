@@ -83,11 +83,10 @@ class Plan(Figures):
     def _sources(self) -> Iterator[str]:
         for stage in self["stages"]:
             seconds, observed = stage["seconds"], stage["ledger_deferral"]
-            batch = seconds["seconds"]
             fit = f", {seconds['n_calls']:,} calls, off by {percent(seconds['error'])}" if seconds["n_calls"] else ""
             ledger = "" if observed is None else f", in the ledger {percent(observed)}"
             yield (
-                f"{stage['name']}: a batch takes {batch['per_call']:.4g} s and {batch['per_row']:.4g} s a row "
+                f"{stage['name']}: a batch takes {seconds['per_call']:.4g} s and {seconds['per_row']:.4g} s a row "
                 f"({_SOURCES[seconds['source']]}{fit}); defers {percent(stage['deferral'])}{ledger}"
             )
         simulated = self["simulated"]

@@ -64,8 +64,6 @@ class StageUse:
         busy: Share of its replicas' time that they computed.
         fill: Rows of its calls over those of full ones, None without a call.
         wait_s: Mean seconds that a row waited for its call to begin, None without a row.
-        waiting_rows: Mean number of waiting rows.
-        most_queued: The most rows in its queue at once, from the start.
     """
 
     calls: int
@@ -73,8 +71,6 @@ class StageUse:
     busy: float
     fill: float | None
     wait_s: float | None
-    waiting_rows: float
-    most_queued: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +100,6 @@ class Simulation:
         latency: Latency of those rows; None where no row was answered.
         n_arrived: Rows that arrived, over the whole time.
         n_answered: Rows that were answered, over the whole time.
-        n_left: Rows without an answer at the end.
         grows: Whether the queue grows without bound: a stage's load is 1 or more, or its queue grew.
         window_s: Seconds of the window; of a backlog, from the first call to the end of the last.
         stages: What each stage did.
@@ -114,10 +109,14 @@ class Simulation:
     latency: Latency | None
     n_arrived: int
     n_answered: int
-    n_left: int
     grows: bool
     window_s: float
     stages: tuple[StageUse, ...]
+
+    @property
+    def n_left(self) -> int:
+        """Return how many rows had no answer at the end."""
+        return self.n_arrived - self.n_answered
 
 
 def simulate_arrivals(
@@ -240,7 +239,6 @@ class _Cascade:
         self.waits: list[Floats] = []
         self._stages, self._router, self._window = stages, router, window
         self._n_arrived = self._n_answered = 0
-        self._most_queued = [0] * len(stages)
         # Of each call its stage, rows, start, end, and the seconds that its rows waited.
         self._calls: list[tuple[float, ...]] = []
         self._ends: list[tuple[float, int, Call]] = []
@@ -298,7 +296,6 @@ class _Cascade:
             latency=latency,
             n_arrived=self._n_arrived,
             n_answered=self._n_answered,
-            n_left=self._n_arrived - self._n_answered,
             grows=False,
             window_s=window_s,
             stages=tuple(self._use(stage, calls[calls[:, 0] == stage].T, window) for stage in range(len(self._stages))),
@@ -317,14 +314,10 @@ class _Cascade:
             busy=min(1.0, busy_s / (window_s * at.replicas)) if window_s else 0.0,
             fill=n_rows / (n * at.batch_size) if n else None,
             wait_s=waits_s / n_rows if n_rows else None,
-            waiting_rows=waits_s / window_s if window_s else 0.0,
-            most_queued=self._most_queued[stage],
         )
 
     def _send(self, scheduler: Scheduler) -> None:
         """Send what can go now: a replica computes its calls one after the other."""
-        for number, at in enumerate(scheduler.stages):
-            self._most_queued[number] = max(self._most_queued[number], at.waiting.n_rows)
         for call in scheduler.schedule(self.now):
             n, starts = len(call), max(self.now, self._free_at[call.replica])
             ends = self._free_at[call.replica] = starts + self._stages[call.stage].seconds.of(n)

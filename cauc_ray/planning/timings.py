@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from scipy.optimize import nnls
 
 from cauc_ray.errors import ConfigError, DataError, warn
 from cauc_ray.execution.ledger import LEDGER_SCHEMA, read_record
@@ -25,23 +26,12 @@ MOST_ERROR = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSeconds:
-    """Seconds of a batch of n rows: per_call + per_row n."""
-
-    per_call: float
-    per_row: float
-
-    def of(self, n: int) -> float:
-        """Return the seconds of a batch of n rows."""
-        return self.per_call + self.per_row * n
-
-
-@dataclass(frozen=True, slots=True)
 class Timing:
-    """The seconds of a stage's batches, and their source.
+    """The seconds of a stage's batches, per_call + per_row n for n rows, and their source.
 
     Attributes:
-        seconds: Seconds of a batch.
+        per_call: Seconds of a call.
+        per_row: Seconds of a row of it.
         source: The ledger of a run, the seconds of a saved stage, or the cost of a call in the pool file.
         error: Median absolute error of the fit over the mean seconds of a call; None without a fit.
         n_calls: Number of fitted calls.
@@ -49,7 +39,8 @@ class Timing:
         most_rows: Rows of the largest.
     """
 
-    seconds: BatchSeconds
+    per_call: float
+    per_row: float
     source: Literal["ledger", "saved", "cost"]
     error: float | None = None
     n_calls: int = 0
@@ -58,7 +49,7 @@ class Timing:
 
     def of(self, n: int) -> float:
         """Return the seconds of a batch of n rows."""
-        return self.seconds.of(n)
+        return self.per_call + self.per_row * n
 
     def check(self, stage: str, batch_size: int) -> None:
         """Warn where the fit is off, or does not cover a stage's batches."""
@@ -94,23 +85,22 @@ def fit_seconds(rows: Ints, seconds: Floats) -> Timing:
         rows: Rows of each call, int (C,).
         seconds: Seconds of each call, float (C,).
     """
-    per_row, per_call = np.polyfit(rows, seconds, 1) if np.ptp(rows) else (0.0, -1.0)
-    if per_row < 0:
-        per_call, per_row = seconds.mean(), 0.0
-    elif per_call < 0:
-        per_call, per_row = 0.0, rows @ seconds / (rows.astype(np.float64) @ rows)
-    error = float(np.median(np.abs(seconds - per_call - per_row * rows)) / max(seconds.mean(), 1e-300))
-    batch = BatchSeconds(float(per_call), float(per_row))
-    return Timing(batch, "ledger", error, len(rows), int(rows.min()), int(rows.max()))
+    if np.ptp(rows):
+        (per_call, per_row), _ = nnls(np.stack([np.ones(len(rows)), rows], axis=1), seconds)
+    else:
+        per_call, per_row = 0.0, seconds.mean() / rows[0]
+    error = np.median(np.abs(seconds - per_call - per_row * rows)) / max(seconds.mean(), 1e-300)
+    extremes = int(rows.min()), int(rows.max())
+    return Timing(float(per_call), float(per_row), "ledger", float(error), len(rows), *extremes)
 
 
 def declared_timing(stage: StageSpec) -> Timing:
     """Return the seconds that a saved stage, or a stage's cost in seconds, declares. Raises ConfigError without any."""
     model = stage.model
     if isinstance(model, SavedSpec) and model.seconds_per_call + model.seconds_per_row:
-        return Timing(BatchSeconds(model.seconds_per_call, model.seconds_per_row), "saved")
+        return Timing(model.seconds_per_call, model.seconds_per_row, "saved")
     if stage.cost is not None and stage.cost.unit == "s" and stage.cost.value:
-        return Timing(BatchSeconds(0.0, stage.cost.value), "cost")
+        return Timing(0.0, stage.cost.value, "cost")
     raise ConfigError(
         f"no timing for stage {stage.name!r}: the pool file declares no seconds of it; give the folder of an earlier "
         "run, --ledger RUN"
@@ -134,7 +124,7 @@ def read_earlier_run(path: str | AnyPath, stages: Sequence[str]) -> EarlierRun:
             names = ", ".join(sorted(set(ledger.column("stage").to_pylist())))
             raise ConfigError(f"{folder}: its ledger has no answered call of stage {stage!r}; it has {names}")
         timings[stage] = _timing(calls)
-        if not timings[stage].seconds.of(1):
+        if not timings[stage].of(1):
             raise DataError(f"{folder}: its ledger says that stage {stage!r} takes no time")
         accepted, deferred = (pc.sum(calls.column(name)).as_py() for name in ("accepted", "deferred"))
         deferral[stage] = deferred / (accepted + deferred)

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import pyarrow as pa
-
-from cauc_ray.api.sources import option_names
+from cauc_ray.api.summaries import RunSummary
 from cauc_ray.errors import CaucError, ConfigError, DataError
 from cauc_ray.files.documents import read_json
-from cauc_ray.files.parquet import parquet_below, read_parquet
 from cauc_ray.files.paths import AnyPath, path_of, visible
 from cauc_ray.policies.policy import Policy
-
-# Of a run's summary, and of each of its stages, what is shown.
-_OF_RUN = {"run_id", "policy_id", "n", "n_failed", "cost_unit", "run_s", "elapsed_s", "stages"}
-_OF_STAGE = {
-    *("name", "reached", "answered", "failed", "calls", "batch_fill"),
-    *("compute_s", "busy_share", "queue_s", "cost", "cost_share"),
-}
 
 _Read = TypeVar("_Read")
 
@@ -43,21 +33,6 @@ class Inputs:
     def policy_name(self) -> str:
         """Return the policy's file, for messages and commands; policy.json for a policy that is not from a file."""
         return str(self.policy_file or "policy.json")
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A run of the policy.
-
-    Attributes:
-        path: Its folder.
-        summary: Its summary.json.
-        used: By stage, how many replicas and nodes answered.
-    """
-
-    path: AnyPath
-    summary: dict[str, Any]
-    used: dict[str, tuple[int, int]]
 
 
 def find(folder: AnyPath, policy: str | AnyPath | Policy | None, logits: str | AnyPath | None) -> Inputs:
@@ -85,8 +60,8 @@ def _policy_file(folder: AnyPath) -> AnyPath:
     if not files:
         raise DataError(f"{folder} has no policy.json; make one with cauc fit, or name the policy with --policy")
     if len(files) > 1 and (folder / "run").is_dir():
-        of_run = _read_summary(folder / "run")["policy_id"]
-        files = [file for file in files if Policy.load(file).id == of_run] or files
+        run_policy = _read_summary(folder / "run")["policy_id"]
+        files = [file for file in files if Policy.load(file).id == run_policy] or files
     if len(files) > 1:
         names = ", ".join(map(str, files))
         raise ConfigError(f"{folder} holds {len(files)} policies ({names}); name one with --policy")
@@ -95,7 +70,7 @@ def _policy_file(folder: AnyPath) -> AnyPath:
 
 def read_part(
     named: str | AnyPath | None, usual: AnyPath, read: Callable[[AnyPath], _Read], left_out: list[str]
-) -> _Read | None:
+) -> tuple[AnyPath, _Read] | None:
     """Read a part that a report may lack.
 
     Args:
@@ -105,54 +80,32 @@ def read_part(
         left_out: Lines on parts that are left out.
 
     Returns:
-        The part, None without one.
+        Its path and the part, None without one.
     """
     if named is not None:
-        return read(path_of(named))
+        return path_of(named), read(path_of(named))
     try:
-        return read(usual) if usual.exists() else None
+        return (usual, read(usual)) if usual.exists() else None
     except CaucError as error:
         left_out.append(str(error))
         return None
 
 
-def read_run(path: AnyPath, policy: Policy) -> Run:
-    """Read a run's summary and ledger. Raises DataError where they are malformed, or of another policy."""
-    summary, ledger = _read_summary(path), path / "ledger"
+def read_run(path: AnyPath, policy: Policy) -> RunSummary:
+    """Read a run's summary. Raises DataError where it is malformed, or of another policy."""
+    summary = _read_summary(path)
     models = [stage["name"] for stage in summary["stages"]]
     if summary["policy_id"] != policy.id or models != list(policy.models):
         of = f"{summary['policy_id']} of {' → '.join(map(str, models))}"
         raise DataError(f"{path} is a run of another policy, {of}, not of {policy.id} of {' → '.join(policy.models)}")
-    keys = ["stage", "replica", "node"]
-    calls = [read_parquet(file, keys) for file in (parquet_below(ledger) if ledger.is_dir() else ())]
-    if any(table.num_columns < len(keys) for table in calls):
-        raise DataError(f"{ledger} is not a run's ledger: it lacks one of the columns {', '.join(keys)}")
-    empty = pa.table({key: pa.array([], pa.string()) for key in keys})
-    distinct = pa.concat_tables([table.group_by(keys).aggregate([]) for table in calls] or [empty])
-    counts = distinct.group_by("stage").aggregate([(key, "count_distinct") for key in keys[1:]]).to_pylist()
-    used = {row["stage"]: (row["replica_count_distinct"], row["node_count_distinct"]) for row in counts}
-    return Run(path, summary, used)
-
-
-def _read_summary(run: AnyPath) -> dict[str, Any]:
-    summary = read_json(run / "summary.json")
-    if not isinstance(summary, dict) or not summary.keys() >= _OF_RUN:
-        raise DataError(f"{run / 'summary.json'} is not the summary of a run")
-    for stage in summary["stages"]:
-        if not isinstance(stage, dict) or not stage.keys() >= _OF_STAGE:
-            raise DataError(f"{run / 'summary.json'} lacks some of {', '.join(sorted(_OF_STAGE))} of a stage")
     return summary
 
 
-def class_names(table: AnyPath, run: Run | None) -> dict[int, str]:
-    """Return the names of classes by index: of the table's pool.json, else those that the run's pool had."""
-    if names := option_names(table):
-        return dict(enumerate(names))
-    keys = ["prediction", "prediction_label"]
-    answers = run.path / "predictions" if run is not None else None
-    for file in parquet_below(answers)[:1] if answers is not None and answers.is_dir() else ():
-        named = read_parquet(file, keys)
-        if named.num_columns == len(keys):
-            pairs = named.group_by(keys).aggregate([]).to_pylist()
-            return {row["prediction"]: row["prediction_label"] for row in pairs if row["prediction_label"] is not None}
-    return {}
+def _read_summary(run: AnyPath) -> RunSummary:
+    content = read_json(run / "summary.json")
+    summary = RunSummary(content if isinstance(content, dict) else {})
+    try:
+        summary.sheet()
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise DataError(f"{run / 'summary.json'} is not the summary of a run of this version") from error
+    return summary

@@ -5,34 +5,35 @@ from __future__ import annotations
 import base64
 import hashlib
 import inspect
-import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cauc_ray import __version__
 from cauc_ray.api.offline import fit, require_apart
 from cauc_ray.api.options import Common, Flag, InputPath, Output
+from cauc_ray.api.summaries import RunSummary
+from cauc_ray.api.worth import Verdict
+from cauc_ray.comparison.result import Comparison
 from cauc_ray.data.logits import LogitTable
-from cauc_ray.display import Sheet, Shown, amount, decimals, number, percent
+from cauc_ray.display import Grid, Sheet, Shown, decimals, markdown_text, number, percent, share_text
 from cauc_ray.errors import ConfigError, require_packages
 from cauc_ray.files.documents import write_text
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.policies.evidence import Guard
 from cauc_ray.policies.policy import Policy
-from cauc_ray.reporting.curves import (
-    Budgets,
-    MethodCurve,
-    find_budgets,
-    read_curves,
-    share_text,
-    title_of,
-    trace_methods,
+from cauc_ray.reporting.budgets import Budgets, find_budgets
+from cauc_ray.reporting.drawing import draw_comparison, draw_curve, draw_reliability, shortened
+from cauc_ray.reporting.finding import Inputs, find, read_part, read_run
+from cauc_ray.reporting.measured import (
+    Measured,
+    find_mistakes,
+    measure_calibration,
+    measure_policy,
+    mistakes_grid,
+    read_comparison,
 )
-from cauc_ray.reporting.drawing import draw_confidences, draw_curves, draw_reliability, shortened
-from cauc_ray.reporting.finding import Inputs, Run, class_names, find, read_part, read_run
-from cauc_ray.reporting.measured import Measured, Verdict, find_mistakes, judge, measure_calibration, measure_policy
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -51,12 +52,10 @@ class Report(Shown):
         folder: The folder of the parts that were not named.
         inputs: The policy and its table.
         measured: The policy on its splits.
-        verdict: The verdict.
         checks: Checks of the fit, and of the costs on test; those that fired are warnings.
-        curves: Curves of methods, the policy's first.
         budgets: All operating points, None without a labelled validation split.
-        run: A run of the policy, if there is one.
-        labels: Names of classes by index, where known.
+        run: A run of the policy and its folder, if there is one.
+        comparison: A comparison on the table and its folder, if there is one.
         left_out: Reasons for which parts in the folder are not shown.
     """
 
@@ -65,47 +64,37 @@ class Report(Shown):
     folder: AnyPath
     inputs: Inputs
     measured: Measured
-    verdict: Verdict
     checks: tuple[Guard, ...]
-    curves: tuple[MethodCurve, ...]
     budgets: Budgets | None
-    run: Run | None
-    labels: dict[int, str]
+    run: tuple[AnyPath, RunSummary] | None
+    comparison: tuple[AnyPath, Comparison] | None
     left_out: tuple[str, ...]
 
     @property
-    def comparison(self) -> AnyPath | None:
-        """Return the comparison that lent curves, None without one."""
-        return next((curve.source for curve in self.curves if curve.source is not None), None)
-
-    def label(self, index: int) -> str:
-        """Return the name of a class, its index where nobody has named it."""
-        return self.labels.get(index, str(index))
+    def verdict(self) -> Verdict:
+        """Return the verdict of the evaluation."""
+        verdict = self.measured.evaluation.verdict
+        assert verdict is not None  # the split has labels
+        return verdict
 
     def sheet(self) -> Sheet:
         """Return the verdict, and where the page and the card are."""
         left_out = [f"left out: {reason}" for reason in self.left_out]
         files = f"written to {self.page}, its policy card to {self.card}"
-        title = f"policy {self.inputs.policy.id}: {self.verdict.sentence}"
-        return Sheet(title, [self.verdict.consequence, *left_out, files])
+        return Sheet(f"policy {self.inputs.policy.id}: {self.verdict.answer}", [*left_out, files])
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `cauc report --json` prints: where the files are, the verdict, and what `evaluate` prints."""
-        file, verdict = self.inputs.policy_file, self.verdict
+        """Return what `cauc report --json` prints: where the files are, and what `evaluate` prints."""
+        file = self.inputs.policy_file
         return {
             "page": str(self.page),
             "card": str(self.card),
             "policy": None if file is None else str(file),
             "logits": str(self.inputs.logits),
             "split": self.measured.split,
-            "run": None if self.run is None else str(self.run.path),
-            "comparison": None if self.comparison is None else str(self.comparison),
+            "run": None if self.run is None else str(self.run[0]),
+            "comparison": None if self.comparison is None else str(self.comparison[0]),
             "left_out": list(self.left_out),
-            "tone": verdict.tone,
-            "verdict": verdict.sentence,
-            "consequence": verdict.consequence,
-            "gain": verdict.gain.value,
-            "gain_interval": [verdict.gain.low, verdict.gain.high],
             **self.measured.evaluation.as_json(),
         }
 
@@ -147,20 +136,16 @@ def report(
     for path in (page, card):
         require_apart(path, *(source for source in sources if source is not None))
     measured = measure_policy(inputs, split)
-    policy_run = read_part(run, root / "run", lambda path: read_run(path, inputs.policy), left_out)
-    compared = read_part(comparison, root / "comparison", lambda path: read_curves(path, measured), left_out)
     written = Report(
         page=page,
         card=card,
         folder=root,
         inputs=inputs,
         measured=measured,
-        verdict=judge(measured),
         checks=(*inputs.policy.guards, *measured.evaluation.guards),
-        curves=(*trace_methods(measured), *(compared or ())),
         budgets=find_budgets(measured),
-        run=policy_run,
-        labels=class_names(inputs.logits, policy_run),
+        run=read_part(run, root / "run", lambda path: read_run(path, inputs.policy), left_out),
+        comparison=read_part(comparison, root / "comparison", lambda path: read_comparison(path, measured), left_out),
         left_out=tuple(left_out),
     )
     for path, text in zip((page, card), render(written), strict=True):
@@ -171,41 +156,57 @@ def report(
 def render(report: Report) -> tuple[str, str]:
     """Return the page, one HTML file that needs nothing else, and the policy card, in Markdown as GitHub has it."""
     inputs, measured, split = report.inputs, report.measured, report.measured.split
-    policy, test = inputs.policy, measured.test
-    models = list(enumerate(zip(policy.stages, test.logits, strict=True)))[measured.n_encoders :]
-    calibration = [measure_calibration(measured, *model) for _, model in models]
-    mistakes = [find_mistakes(measured, stage) for stage, _ in models]
+    policy, test, evaluation = inputs.policy, measured.test, measured.evaluation
+    calibration = [measure_calibration(measured, policy.stages[at], test.logits[at]) for at in measured.answering]
+    mistakes = find_mistakes(measured)
     flags = ["--policy", inputs.policy_name, *([] if split == "test" else ["--split", split])]
     commands = [
         _fit_command(inputs, for_budget=False),
         ["cauc", "evaluate", str(inputs.logits), *flags],
         ["cauc", "report", str(report.folder), "--logits", str(inputs.logits), *flags],
     ]
-    uses = [(policy.calibration, "temperatures and fusion"), (policy.validation, "thresholds")]
-    splits = [(of.split, of.n, use, of.examples_fingerprint) for of, use in uses if of is not None]
     contents = {
         "report": report,
-        "method": title_of(policy.method),
+        "policy": policy,
+        "split": split,
+        "measures": evaluation.measures,
+        "last": evaluation.models[-1],
+        "verdict": report.verdict,
+        "warnings": [check for check in report.checks if check.fired],
+        "passed": [check for check in report.checks if not check.fired],
+        "evaluated": evaluation.sheet(),
+        "fit": policy.sheet(),
         "calibration": calibration,
         "mistakes": mistakes,
-        "splits": [*splits, (split, len(test), "these figures", test.examples_fingerprint())],
+        "mistakes_grid": mistakes_grid(mistakes),
+        "splits": _splits_grid(measured),
         "version": __version__,
         "fit_at_budget": shlex.join([*_fit_command(inputs, for_budget=True), "--budget"]),
         "commands": "\n".join(map(shlex.join, commands)),
     }
-    curves, places = draw_curves(measured, report.curves, report.budgets)
+    curve, places = draw_curve(evaluation, report.budgets)
     script = _read("script.js")
     page = _template("page.html", autoescape=True).render(
         **contents,
         style=_read("style.css"),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        curves=curves,
+        curve=curve,
+        methods=report.comparison and draw_comparison(report.comparison[1]),
         reliability=[draw_reliability(model, place) for place, model in enumerate(calibration)],
-        confidences=[draw_confidences(stage.bars, place) for place, stage in enumerate(mistakes)],
         budgets=report.budgets and report.budgets.as_json(places),
     )
-    return page, _template("card.md", autoescape=False, finalize=_escape_markdown).render(**contents)
+    return page, _template("card.md", autoescape=False, finalize=_plain).render(**contents)
+
+
+def _splits_grid(measured: Measured) -> Grid:
+    """Return a table of the splits that the policy was fitted, chosen and measured on."""
+    policy, test = measured.policy, measured.test
+    uses = [(policy.calibration, "temperatures and fusion"), (policy.validation, "thresholds")]
+    rows = [(of.split, f"{of.n:,}", use, of.examples_fingerprint) for of, use in uses if of is not None]
+    rows.append((measured.split, f"{len(test):,}", "these figures", test.examples_fingerprint()))
+    notes = ["a fingerprint is a digest of example ids and labels"]
+    return Grid("Splits", ("split", "examples", "used for", "fingerprint"), tuple(rows), tuple(notes))
 
 
 def _template(name: str, **options: Any) -> Any:
@@ -215,13 +216,13 @@ def _template(name: str, **options: Any) -> Any:
         loader=FunctionLoader(_read), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, **options
     )
     environment.filters |= {
-        "amount": lambda value: "–" if value is None else amount(value),
-        "commas": lambda value: f"{value:,}",
+        "commas": "{:,}".format,
         "interval": share_text,
         "number": number,
         "percent": percent,
         "ratio": decimals,
         "short": shortened,
+        "titled": lambda grid, title: replace(grid, title=grid.title or title),
     }
     return environment.get_template(name)
 
@@ -230,12 +231,9 @@ def _read(name: str) -> str:
     return files("cauc_ray.reporting").joinpath("templates", name).read_text(encoding="utf-8")
 
 
-def _escape_markdown(value: Any) -> Any:
-    """Return a value as Markdown (and the HTML within it) shows it; what is marked up already stays."""
-    if not isinstance(value, str) or hasattr(value, "__html__"):
-        return value
-    text = " ".join(value.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_\[\]{}|~#!$@])", r"\\\1", text)
+def _plain(value: Any) -> Any:
+    """Return a value as Markdown shows it; what is marked up already stays."""
+    return markdown_text(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def _fit_command(inputs: Inputs, *, for_budget: bool) -> list[str]:

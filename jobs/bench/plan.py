@@ -88,8 +88,8 @@ def planned_and_run(folder: Path, stages: Sequence[SleepingStage], seconds: floa
                 "fill": [simulated.fill, measured["batch_fill"]],
                 "computed_s": [simulated.busy * predicted.window_s * at.replicas, measured["compute_s"]],
                 "busy_share": measured["compute_s"] / (at.replicas * span_s),
-                "per_call_s": [at.per_call, fitted[at.name].seconds.per_call],
-                "per_row_s": [at.per_row, fitted[at.name].seconds.per_row],
+                "per_call_s": [at.per_call, fitted[at.name].per_call],
+                "per_row_s": [at.per_row, fitted[at.name].per_row],
             }
             for at, simulated, measured in zip(stages, predicted.stages, summary["stages"], strict=True)
         },

@@ -32,18 +32,18 @@ def test_a_policy_holds_on_new_rows_and_not_where_models_have_changed(cauc):
     for table, code, words in (("same", 0, "the policy is valid"), ("other", 3, "the policy has drifted: ")):
         ended, out, err = cauc("check", table, "--policy", "p.json")
         assert (ended, err, out.splitlines()[1][: len(words)]) == (code, "", words)
-        found = json.loads(cauc("check", table, "--policy", "p.json", "--json")[1])
-        assert found == cauc_ray.check(table, cauc_ray.Policy.load("p.json")).as_json()
-        assert found == cauc_ray.check(table, "p.json").as_json()
-        assert found["holds"] == (code == 0)
+        figures = json.loads(cauc("check", table, "--policy", "p.json", "--json")[1])
+        assert figures == cauc_ray.check(table, cauc_ray.Policy.load("p.json")).as_json()
+        assert figures == cauc_ray.check(table, "p.json").as_json()
+        assert figures["holds"] == (code == 0)
 
 
 def test_figures_are_those_of_an_evaluation_whatever_the_order(cauc):
     measures = cauc_ray.evaluate("same", "p.json").measures
     for seed in range(3):
-        found = cauc_ray.check("same", "p.json", seed=seed).as_json()
-        assert found["cost"][0] == pytest.approx(measures.cost)
-        for stage, expected in zip(found["stages"], measures.stages, strict=True):
+        figures = cauc_ray.check("same", "p.json", seed=seed).as_json()
+        assert figures["cost"][0] == pytest.approx(measures.cost)
+        for stage, expected in zip(figures["stages"], measures.stages, strict=True):
             share = expected.accepted_accuracy
             assert stage["n"] == expected.answered
             assert stage["accepted_accuracy"] == pytest.approx([share.value, share.low, share.high])
@@ -55,8 +55,8 @@ def test_rows_without_labels_are_watched_for_what_needs_none(cauc, tables, tmp_p
         target.parent.mkdir(parents=True)
         pq.write_table(table.set_column(1, "label", pa.nulls(len(table), pa.int32())), target)
     code, out, _ = cauc("check", "blind", "--policy", "p.json", "--json")
-    found = json.loads(out)
-    assert (code, found["n"], found["n_labelled"]) == (3, 1500, 0)
-    features = {feature["name"]: feature for feature in found["features"]}
+    figures = json.loads(out)
+    assert (code, figures["n"], figures["n_labelled"]) == (3, 1500, 0)
+    features = {feature["name"]: feature for feature in figures["features"]}
     assert features["accuracy"]["evidence"] is None
     assert not features["confidence"]["holds"]

@@ -83,10 +83,10 @@ def test_a_stage_of_the_wrong_kind_is_refused_before_the_start(texts):
     policy = cauc_ray.fit(table, method="benchmark-routing", embedding="enc")
     content = yaml.safe_load(pool.read_text())
     content["stages"][0]["model"] = content["stages"][1]["model"]
-    other = pool.with_name("other.yaml")
-    other.write_text(yaml.safe_dump(content))
+    other_pool = pool.with_name("other.yaml")
+    other_pool.write_text(yaml.safe_dump(content))
     with pytest.raises(PolicyError, match="'enc' returns logits of kind raw; the policy was fitted on embedding"):
-        cauc_ray.serve(other, policy, port=0, local=True)
+        cauc_ray.serve(other_pool, policy, port=0, local=True)
 
 
 @pytest.mark.slow
@@ -100,8 +100,8 @@ def test_embeddings_are_collected_by_the_pools_own_encoder(tmp_path, minilm):
     rows = pa.table({"example_id": ids, "text": list(TOPICS) * 2, "x": [-1.0, 1.0] * 4, "label": [0, 1] * 4})
     pq.write_table(rows, tmp_path / "rows.parquet")
     asked = {"split": "all"}
-    found = cauc_ray.collect(tmp_path / "pool.yaml", tmp_path / "rows.parquet", tmp_path / "LOGITS", **asked)
-    assert [model["name"] for model in found["models"]] == ["small"]
+    summary = cauc_ray.collect(tmp_path / "pool.yaml", tmp_path / "rows.parquet", tmp_path / "LOGITS", **asked)
+    assert [model["name"] for model in summary["models"]] == ["small"]
     cauc_ray.collect(tmp_path / "pool.yaml", tmp_path / "rows.parquet", tmp_path / "LOGITS", embedding="enc", **asked)
     assert (tmp_path / "LOGITS" / "embedding=enc" / "split=all").is_dir()
     with pytest.raises(ConfigError, match="'enc' is an encoder: collect its embeddings with embedding=enc"):

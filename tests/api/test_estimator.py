@@ -87,12 +87,12 @@ def test_only_deferred_rows_reach_the_next_member_and_are_paid_for(digits, metho
     model.fit(X, y)
     for member in model.members_.values():
         member.answered_.clear()
-    found = model.predictions(X_test)
+    answer_rows = model.predictions(X_test)
     assert model.members_["small"].answered_ == [len(X_test)]
-    n_deferred = int((found.stage > 0).sum())
+    n_deferred = int((answer_rows.stage > 0).sum())
     assert 0 < n_deferred < len(X_test)
     assert model.members_["large"].answered_ == [n_deferred]
-    np.testing.assert_array_equal(found.cost, np.where(found.stage > 0, 11.0, 1.0))
+    np.testing.assert_array_equal(answer_rows.cost, np.where(answer_rows.stage > 0, 11.0, 1.0))
     assert model.cost_ <= 6.0
 
 
@@ -101,11 +101,11 @@ def test_its_answers_are_those_of_its_policy(digits):
     model = CascadeClassifier(members(), {"large": 10, "small": 1}, method="rf", cv=0.5).fit(X, y)
     evaluation = model.evaluate(X_test, y_test)
     assert model.score(X_test, y_test) == evaluation.measures.accuracy.value
-    found = model.predictions(X_test)
-    assert found.to_arrow().equals(evaluation.to_arrow().drop_columns("label"))
-    assert found.cost.mean() == pytest.approx(evaluation.measures.cost)
+    answer_rows = model.predictions(X_test)
+    assert answer_rows.to_arrow().equals(evaluation.to_arrow().drop_columns("label"))
+    assert answer_rows.cost.mean() == pytest.approx(evaluation.measures.cost)
     probabilities = model.predict_proba(X_test)
-    np.testing.assert_allclose(probabilities.max(axis=1), found.confidence, rtol=1e-12)
+    np.testing.assert_allclose(probabilities.max(axis=1), answer_rows.confidence, rtol=1e-12)
     np.testing.assert_array_equal(model.classes_[probabilities.argmax(axis=1)], model.predict(X_test))
 
 
@@ -146,8 +146,8 @@ def test_what_members_are_fitted_with_follows_their_rows(digits, cv):
     plain = CascadeClassifier(lone, [1, 10], cv=cv).fit(X, y)
     assert (model.predict_proba(X_test) != plain.predict_proba(X_test)).any()
     if cv == 3:  # then fitted on all rows
-        own = GaussianNB().fit(X, y, sample_weight=weights)
-        np.testing.assert_array_equal(model.members_["large"].theta_, own.theta_)
+        weighted = GaussianNB().fit(X, y, sample_weight=weights)
+        np.testing.assert_array_equal(model.members_["large"].theta_, weighted.theta_)
     search = GridSearchCV(CascadeClassifier(lone, [1, 10], cv=2), {"method": ["base", "rf"]}, cv=2)
     assert search.fit(X, y, sample_weight=np.ones(len(X))).best_score_ > 0.7
 
@@ -297,10 +297,10 @@ def test_a_saved_pool_answers_as_the_model_does(digits, tmp_path):
     model.save_pool(tmp_path / "pool.yaml")
     X_test.to_parquet(tmp_path / "new.parquet")
     cauc_ray.run(tmp_path / "pool.yaml", model.policy_, tmp_path / "new.parquet", tmp_path / "out")
-    found = pd.read_parquet(tmp_path / "out" / "predictions")
-    found = found.iloc[found.example_id.str.removeprefix("new-").astype(int).argsort()]
-    np.testing.assert_array_equal(found.prediction_label, model.predict(X_test))
-    np.testing.assert_allclose(found.confidence, model.predictions(X_test).confidence, rtol=1e-6)
+    answer_rows = pd.read_parquet(tmp_path / "out" / "predictions")
+    answer_rows = answer_rows.iloc[answer_rows.example_id.str.removeprefix("new-").astype(int).argsort()]
+    np.testing.assert_array_equal(answer_rows.prediction_label, model.predict(X_test))
+    np.testing.assert_allclose(answer_rows.confidence, model.predictions(X_test).confidence, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

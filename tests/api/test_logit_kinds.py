@@ -35,7 +35,7 @@ def logarithms(logits):
 
 
 def numbers(policy):
-    """Return a policy's file but for the kind of its logits."""
+    """Return a policy's file without the kind of its logits."""
     content = json.loads(policy.to_json())
     content.pop("logit_kind")
     return {**content, "stages": [{**stage, "logit_kind": None} for stage in content["stages"]]}

@@ -87,11 +87,11 @@ def test_a_share_is_drawn_alike_from_arrays_and_from_a_table_and_is_disjoint(tmp
 @pytest.mark.parametrize("split", ["calibration", "validation"])
 def test_a_fit_leaves_out_rows_without_a_label_with_a_warning(data, tmp_path, split):
     logits, labels = data[split]
-    known = np.arange(len(labels)) % 7 > 0
-    gappy = {**data, split: (logits, np.where(known, labels, -1))}
-    complete = {**data, split: ({model: z[known] for model, z in logits.items()}, labels[known])}
+    has_label = np.arange(len(labels)) % 7 > 0
+    gappy = {**data, split: (logits, np.where(has_label, labels, -1))}
+    complete = {**data, split: ({model: z[has_label] for model, z in logits.items()}, labels[has_label])}
     settings = {"method": "rf", "budget": 5.0, "costs": COSTS}
-    with pytest.warns(CaucWarning, match=rf"'{split}': {(~known).sum()} of {len(known)} examples have no label"):
+    with pytest.warns(CaucWarning, match=rf"'{split}': {(~has_label).sum()} of {len(labels)} examples have no label"):
         policy = cauc_ray.fit(*gappy["calibration"], validation=gappy["validation"], **settings)
     expected = cauc_ray.fit(*complete["calibration"], validation=complete["validation"], **settings)
     assert policy.id == expected.id
@@ -109,8 +109,8 @@ def test_a_policy_that_is_measured_on_the_rows_of_its_fit_is_warned_of(data, tmp
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cauc_ray.evaluate(folder, policy, split=split)
-    own = [warning for warning in caught if "these very examples" in str(warning.message)]
-    assert [(f"{purpose} on" in str(warning.message), warning.filename) for warning in own] == (
+    flattering = [warning for warning in caught if "these very examples" in str(warning.message)]
+    assert [(f"{purpose} on" in str(warning.message), warning.filename) for warning in flattering] == (
         [(True, __file__)] if purpose else []
     )
 
@@ -185,11 +185,11 @@ def test_with_ids_nothing_depends_on_the_order_of_rows_nor_on_whether_ids_are_nu
 def test_a_replaced_model_needs_no_table(data):
     (logits, labels), (held_out, held_out_labels) = data["calibration"], data["validation"]
     policy = cauc_ray.fit(logits, labels, costs=COSTS, cost_unit="USD", validation=data["validation"], method="rf")
-    other = {"other": logits["small"] * 2, "large": logits["large"]}
+    newer = {"other": logits["small"] * 2, "large": logits["large"]}
     pair = ({"other": held_out["small"] * 2, "large": held_out["large"]}, held_out_labels)
-    replaced = cauc_ray.replace_model(policy, other, {"small": "other"}, labels, costs={"other": 2.0}, validation=pair)
+    replaced = cauc_ray.replace_model(policy, newer, {"small": "other"}, labels, costs={"other": 2.0}, validation=pair)
     refitted = cauc_ray.fit(
-        other, labels, costs={"other": 2.0, "large": 10.0}, cost_unit="USD", validation=pair, method="rf"
+        newer, labels, costs={"other": 2.0, "large": 10.0}, cost_unit="USD", validation=pair, method="rf"
     )
     assert replaced.to_json() == refitted.to_json()
 

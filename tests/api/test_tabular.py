@@ -51,8 +51,8 @@ def home(tmp_path_factory):
 
 def test_features_are_collected_and_run_under_their_own_names(home, ray_session, tmp_path):
     columns = {"label": "outcome"}
-    found = cauc_ray.collect(home / "pool.yaml", home / "labelled.parquet", tmp_path / "logits", columns=columns)
-    accuracies = [model["accuracy"] for model in found["models"]]
+    collection = cauc_ray.collect(home / "pool.yaml", home / "labelled.parquet", tmp_path / "logits", columns=columns)
+    accuracies = [model["accuracy"] for model in collection["models"]]
     assert min(accuracies) > 0.7
     policy = cauc_ray.fit(tmp_path / "logits", method="rf")
     summary = cauc_ray.run(home / "pool.yaml", policy, home / "new.csv", tmp_path / "out")

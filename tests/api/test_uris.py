@@ -73,7 +73,7 @@ def test_what_is_not_there_is_named_by_its_uri(s3, command):
     for read, words in (
         (lambda: cauc_ray.fit(f"{s3}/absent", models=MODELS), rf"no logit table at {s3}/absent"),
         (lambda: cauc_ray.Policy.load(f"{s3}/absent.json"), rf"policy file {s3}/absent\.json does not exist"),
-        (lambda: load_pool(f"{s3}/absent.yaml"), rf"there is no pool file {s3}/absent\.yaml"),
+        (lambda: load_pool(f"{s3}/absent.yaml"), rf"pool file {s3}/absent\.yaml"),
         (lambda: load_pool(f"{s3}/weights.yaml"), r"not .*/resnet18\.pth; give an absolute path"),
     ):
         with pytest.raises(CaucError, match=words):

@@ -138,8 +138,8 @@ def test_collect_and_show_its_table(cauc, tmp_path):
     code, out, err = cauc(*collect, "-o", "L")
     assert (code, err) == (5, "")
     assert "why rows failed" in out
-    found = json.loads(cauc("show", "L", "--json")[1])
-    assert (found["kind"], "25/25/50" in found["note"], len(found["failed"])) == ("logit table", True, 1)
+    listing = json.loads(cauc("show", "L", "--json")[1])
+    assert (listing["kind"], "25/25/50" in listing["note"], len(listing["failed"])) == ("logit table", True, 1)
 
 
 def test_a_service_that_does_not_answer_is_worth_a_retry_and_a_wrong_address_is_not(cauc):

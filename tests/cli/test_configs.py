@@ -38,8 +38,8 @@ def test_shipped_configs_fit_their_schemas_and_read_nothing_outside_the_reposito
     jsonschema.validate(content, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**content, "outptu": "x"}, schema)
-    for each in paths_of(content):
-        named = Path(os.path.normpath(ROOT / "jobs" / each))  # a link there may lead to where the data is
+    for location in paths_of(content):
+        named = Path(os.path.normpath(ROOT / "jobs" / location))  # a link there may lead to where the data is
         assert named.is_relative_to(ROOT / "out")  # which git ignores
 
 
@@ -134,9 +134,9 @@ def test_a_job_that_is_stopped_ends_its_own_cluster_and_goes_on(inputs, tmp_path
         assert psutil.wait_procs(children, timeout=20)[1] == []
     finally:
         job.kill()
-    said = (tmp_path / "log").read_text()
-    assert "cauc: stopped" in said
-    assert "Traceback" not in said
+    log_text = (tmp_path / "log").read_text()
+    assert "cauc: stopped" in log_text
+    assert "Traceback" not in log_text
     assert not (out / "rows.parquet").exists()
     assert 2 < len(list((out / "tasks").glob("*.json"))) < 10 * N_TASKS
 

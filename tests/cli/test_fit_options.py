@@ -59,10 +59,10 @@ def test_the_command_writes_and_shows_what_python_fits(cauc, table, options, wor
     policy = Policy.load("p.json")
     assert (code, words in " ".join(out.split())) == (0, True)
     assert policy == cauc_ray.fit(table, **{"models": MODELS, **options})
-    said = json.loads(cauc(*fit, "--json")[1])
-    assert said["policy_id"] == policy.id
+    figures = json.loads(cauc(*fit, "--json")[1])
+    assert figures["policy_id"] == policy.id
     content = policy.model_dump(mode="json")
-    assert {key: said[key] for key in content} == content
+    assert {key: figures[key] for key in content} == content
     jsonschema.validate(content, json.loads(schema_path("policy").read_text()))
     assert words in " ".join(cauc("show", "p.json")[1].split())
     evaluate = ["evaluate", table, "--policy", "p.json"]

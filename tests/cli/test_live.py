@@ -87,11 +87,11 @@ def test_a_terminal_shows_it_from_the_first_look_on_and_has_the_answer_afterward
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
-    said = b""
+    stderr_bytes = b""
     while more := _read(ours):
-        said += more
-    assert process.wait(timeout=60) == 0, said.decode()
-    before, after = said.decode().split("not yet")
+        stderr_bytes += more
+    assert process.wait(timeout=60) == 0, stderr_bytes.decode()
+    before, after = stderr_bytes.decode().split("not yet")
     assert not before
     assert "small" in after
     assert "lost" not in after

@@ -59,19 +59,19 @@ def caught(call):
 
 
 def test_the_library_warns_of_guards_where_it_is_called(home):
-    policy, said = caught(lambda: cauc_ray.fit(home / "LOGITS", models=MODELS))
-    assert said == fired(policy.guards)
-    assert any(message.startswith("few-examples: ") for message in said)
+    policy, messages = caught(lambda: cauc_ray.fit(home / "LOGITS", models=MODELS))
+    assert messages == fired(policy.guards)
+    assert any(message.startswith("few-examples: ") for message in messages)
     with pytest.raises(GuardError) as error:
         cauc_ray.fit(home / "LOGITS", models=MODELS, strict=True)
-    assert fired(error.value.guards) == said
-    replaced, said = caught(lambda: cauc_ray.replace_model(policy, home / "LOGITS", {"m1": "m1"}))
-    assert said == fired(replaced.guards)
+    assert fired(error.value.guards) == messages
+    replaced, messages = caught(lambda: cauc_ray.replace_model(policy, home / "LOGITS", {"m1": "m1"}))
+    assert messages == fired(replaced.guards)
     two, _ = caught(lambda: cauc_ray.fit(home / "two", models=["m0", "m1"], budget=3.5))
     assert caught(lambda: cauc_ray.evaluate(home / "two", two))[1] == []
-    evaluation, said = caught(lambda: cauc_ray.evaluate(home / "two", two, split="harder"))
-    assert said == fired(evaluation.guards)
-    assert said[0].startswith("data-shift: ")
+    evaluation, messages = caught(lambda: cauc_ray.evaluate(home / "two", two, split="harder"))
+    assert messages == fired(evaluation.guards)
+    assert messages[0].startswith("data-shift: ")
 
 
 def test_warnings_of_costs_and_of_probabilities_point_at_the_call():
@@ -79,26 +79,26 @@ def test_warnings_of_costs_and_of_probabilities_point_at_the_call():
     votes = {name: rng.multinomial(4, 0.2 + 0.4 * np.eye(3)[labels]) / 4 for name in "ab"}
     asked = {"models": ["a", "b"], "costs": [2, 1], "validation": 0.5, "logit_kind": "probabilities"}
     for method in ("base", "rf", "stacked"):
-        _, said = caught(lambda method=method: cauc_ray.fit(votes, labels, method=method, **asked))
-        assert any("the order is used as given" in message for message in said)
-        assert sum("model '" in message for message in said) >= 2
+        _, messages = caught(lambda method=method: cauc_ray.fit(votes, labels, method=method, **asked))
+        assert any("the order is used as given" in message for message in messages)
+        assert sum("model '" in message for message in messages) >= 2
 
 
 def test_the_command_warns_on_standard_error_each_message_once(cauc):
     code, out, err = cauc("fit", "LOGITS", *FALLING, "-o", "p.json", "--json")
     assert code == 0
-    said = err.splitlines()
-    assert all(line.startswith("cauc: warning: ") for line in said)
-    assert len(set(said)) == len(said)
-    assert SAID_OF_FALLING in said[0]
+    messages = err.splitlines()
+    assert all(line.startswith("cauc: warning: ") for line in messages)
+    assert len(set(messages)) == len(messages)
+    assert SAID_OF_FALLING in messages[0]
     guards = [guard for guard in json.loads(out)["guards"] if guard["fired"]]
-    assert said[-len(guards) :] == [f"cauc: warning: {guard['name']}: {guard['says']}" for guard in guards]
+    assert messages[-len(guards) :] == [f"cauc: warning: {guard['name']}: {guard['says']}" for guard in guards]
     code, out, strict = cauc("fit", "LOGITS", *FALLING, "--strict", "-o", "strict.json")
     assert (code, out, Path("strict.json").exists()) == (3, "", False)
     assert strict.splitlines()[-1].startswith(f"cauc: error: {guards[0]['name']}: ")
     code, out, err = cauc("compare", "LOGITS", *FALLING, "--methods", "single,base,rf,margin", "--json")
     assert (code, json.loads(out)["models"]) == (0, ["m0", "m1"])
-    assert [line for line in err.splitlines() if SAID_OF_FALLING in line] == [said[0]]
+    assert [line for line in err.splitlines() if SAID_OF_FALLING in line] == [messages[0]]
 
 
 def test_what_fails_afterwards_has_warned(cauc, home):
@@ -115,12 +115,12 @@ class Listener:
     """Standard error, and what tells when a text has come there."""
 
     def __init__(self, awaited):
-        self.awaited, self.text, self.heard = awaited, "", threading.Event()
+        self.awaited, self.text, self.matched = awaited, "", threading.Event()
 
     def write(self, text):
         self.text += text
         if self.awaited in self.text and self.text.endswith("\n"):
-            self.heard.set()
+            self.matched.set()
         return len(text)
 
     def flush(self):
@@ -148,12 +148,12 @@ def test_a_run_warns_while_it_is_still_going_on(tmp_path, ray_session, monkeypat
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        heard = listener.heard.wait(30)
+        matched = listener.matched.wait(30)
         still_running = not (tmp_path / "out" / "summary.json").exists()
     finally:
         gate.touch()
         thread.join(120)
-    assert (heard, still_running, ended) == (True, True, [0])
+    assert (matched, still_running, ended) == (True, True, [0])
     assert json.loads(capsys.readouterr().out)["n"] == 40
     assert listener.text.splitlines()[0].startswith("cauc: warning: the pool gives 'small' a cost of 2")
 

@@ -51,16 +51,16 @@ def cauc(*words):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_verb_works_without_a_checkout(home):
-    here, env = home
+    workdir, env = home
     assert COMMANDS.keys() | {"serve", "policy set"} == VERBS.keys()
-    where = subprocess.run(
+    module_path = subprocess.run(
         [sys.executable, "-S", "-c", "import cauc_ray; print(cauc_ray.__file__)"],
-        cwd=here, env=env, capture_output=True, text=True, check=True,
+        cwd=workdir, env=env, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert Path(where.stdout.strip()).is_relative_to(here.parent / "installed")
+    assert Path(module_path.stdout.strip()).is_relative_to(workdir.parent / "installed")
     for verb, words in COMMANDS.items():
         done = subprocess.run(
-            cauc(verb, *words.split(), "--json"), cwd=here, env=env, capture_output=True, text=True, timeout=240
+            cauc(verb, *words.split(), "--json"), cwd=workdir, env=env, capture_output=True, text=True, timeout=240
         )
         assert done.returncode in ((0, 3) if verb == "check" else (0,)), (verb, done.stderr)
         assert json.loads(done.stdout), verb
@@ -69,17 +69,17 @@ def test_every_verb_works_without_a_checkout(home):
 
 @pytest.mark.slow
 def test_a_service_and_its_policy_without_a_checkout(home):
-    here, env = home
+    workdir, env = home
     words = ["demo/pool.yaml", "--policy", "demo/policies/rf-20.json", "--local", "--port", "0", "--json"]
-    with subprocess.Popen(cauc("serve", *words), cwd=here, env=env, stdout=subprocess.PIPE, text=True) as service:
+    with subprocess.Popen(cauc("serve", *words), cwd=workdir, env=env, stdout=subprocess.PIPE, text=True) as service:
         try:
             about = json.loads(service.stdout.readline())
-            body = (here / "demo" / "request.json").read_bytes()
+            body = (workdir / "demo" / "request.json").read_bytes()
             with urllib.request.urlopen(f"{about['url']}/v2/models/{about['model']}/infer", body, timeout=60) as answer:
-                assert "prediction" in {each["name"] for each in json.load(answer)["outputs"]}
+                assert "prediction" in {output["name"] for output in json.load(answer)["outputs"]}
             change = ["set", "demo/policies/rf-10.json", "--url", about["url"], "--json"]
             done = subprocess.run(
-                cauc("policy", *change), cwd=here, env=env, capture_output=True, text=True, timeout=60
+                cauc("policy", *change), cwd=workdir, env=env, capture_output=True, text=True, timeout=60
             )
             assert done.returncode == 0, done.stderr
             assert json.loads(done.stdout)["previous"] == about["policy_id"]

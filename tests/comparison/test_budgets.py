@@ -225,6 +225,7 @@ def test_arrays_in_files_are_the_arrays(arrays, command, monkeypatch, words):
         ("small=small.npy large=objects.npy --labels y.npy", "objects.npy does not hold an array"),
         ("small=small.npy large=words.csv --labels y.npy", "words.csv"),
         ("small=small.npy large=absent.npy --labels y.npy", "absent.npy"),
+        ("small.npy large.npy --labels y.npy", "small=small.npy"),
         ("small=small.npy large=large.npy", "need labels"),
         ("small=small.npy large=large.npy --labels y.npy --address local", "leave address out"),
         ("small.npy --labels y.npy", "as small=small.npy"),

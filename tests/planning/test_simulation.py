@@ -14,7 +14,7 @@ from cauc_ray.cascade.bundles import Bundle, gathered
 from cauc_ray.cascade.rows import CallResult
 from cauc_ray.planning.simulation import Window, simulate_arrivals, simulate_backlog, simulate_trace
 from cauc_ray.planning.stages import PlannedStage, RouterSeconds, loads
-from cauc_ray.planning.timings import BatchSeconds, Timing
+from cauc_ray.planning.timings import Timing
 from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.serving.cascade import Cascade
@@ -24,7 +24,7 @@ POLICY = fit_rf(DATA, DATA, ThresholdRule(threshold=0.8))
 
 
 def stage(batch_size=1, replicas=1, *, per_call=0.0, per_row=0.0, wait_s=0.0, deferral=0.0):
-    return PlannedStage("s", batch_size, wait_s, Timing(BatchSeconds(per_call, per_row), "saved"), deferral, replicas)
+    return PlannedStage("s", batch_size, wait_s, Timing(per_call, per_row, "saved"), deferral, replicas)
 
 
 THREE = [
@@ -129,7 +129,7 @@ def test_a_backlog_ends_answered_not_before_any_stage_could_have_done_its_share(
         assert of.rows == reached
         reached = round(at.deferral * reached)
     for at, of in zip(stages, result.stages, strict=True):
-        busy_s = at.seconds.seconds.per_call * of.calls + at.seconds.seconds.per_row * of.rows
+        busy_s = at.seconds.per_call * of.calls + at.seconds.per_row * of.rows
         assert result.window_s >= busy_s / at.replicas - 1e-9
         assert of.busy == pytest.approx(busy_s / (at.replicas * result.window_s))
 

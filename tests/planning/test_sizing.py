@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from cauc_ray.planning.sizing import MOST_LOAD, Trials, least_counts, sized
 from cauc_ray.planning.stages import PlannedStage, RouterSeconds, loads, with_replicas
-from cauc_ray.planning.timings import BatchSeconds, Timing
+from cauc_ray.planning.timings import Timing
 
 
 def stage(name, batch_size, per_call, per_row, deferral=0.0, wait_s=0.005):
-    return PlannedStage(name, batch_size, wait_s, Timing(BatchSeconds(per_call, per_row), "saved"), deferral)
+    return PlannedStage(name, batch_size, wait_s, Timing(per_call, per_row, "saved"), deferral)
 
 
 CHAIN = (

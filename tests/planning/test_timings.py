@@ -13,7 +13,7 @@ from scipy.optimize import nnls
 
 from cauc_ray.errors import CaucError, CaucWarning
 from cauc_ray.files.documents import write_json
-from cauc_ray.planning.timings import BatchSeconds, Timing, fit_seconds, read_earlier_run
+from cauc_ray.planning.timings import Timing, fit_seconds, read_earlier_run
 
 calls = st.lists(st.tuples(st.integers(1, 300), st.floats(1e-4, 10.0)), min_size=1, max_size=30)
 
@@ -22,10 +22,10 @@ calls = st.lists(st.tuples(st.integers(1, 300), st.floats(1e-4, 10.0)), min_size
 def test_the_fit_is_the_best_line_without_a_negative_share(calls):
     rows, seconds = np.array([n for n, _ in calls]), np.array([s for _, s in calls])
     timing = fit_seconds(rows, seconds)
-    assert timing.seconds.per_call >= 0
-    assert timing.seconds.per_row >= 0
+    assert timing.per_call >= 0
+    assert timing.per_row >= 0
     assert (timing.n_calls, timing.least_rows, timing.most_rows) == (len(rows), rows.min(), rows.max())
-    residuals = seconds - timing.seconds.per_call - timing.seconds.per_row * rows
+    residuals = seconds - timing.per_call - timing.per_row * rows
     _, best = nnls(np.stack([np.ones(len(rows)), rows], axis=1), seconds)
     assert np.sqrt((residuals**2).sum()) == pytest.approx(best, rel=1e-6, abs=1e-9)
     assert timing.error == pytest.approx(np.median(np.abs(residuals)) / seconds.mean())
@@ -41,9 +41,9 @@ def test_each_replicas_first_call_and_calls_that_were_lost_count_for_nothing(tmp
     rows += [call("large", 7, 0.0, 4, 2.0)]  # its replica's first and only one
     run = read_earlier_run(write_run(tmp_path / "run", rows), ["small", "large"])
     small = run.timings["small"]
-    assert (small.seconds.per_call, small.seconds.per_row) == pytest.approx((0.5, 0.1))
+    assert (small.per_call, small.per_row) == pytest.approx((0.5, 0.1))
     assert (small.n_calls, small.least_rows, small.most_rows) == (5, 2, 8)
-    assert run.timings["large"].seconds.of(4) == pytest.approx(2.0)
+    assert run.timings["large"].of(4) == pytest.approx(2.0)
     n_deferred, n = 3 * 8 + 4 + 2 + 4 + 1 + 3, 3 * 8 + 28
     assert run.deferral == {"small": pytest.approx(n_deferred / n), "large": 0.0}
     assert run.policy_id == "p"
@@ -68,7 +68,7 @@ def test_a_plan_says_where_its_fit_is_off_or_does_not_reach():
     erratic = fit_seconds(rows, rng.exponential(1.0, 400))
     assert erratic.error > 0.2
     assert [f"off by {erratic.error:.0%}" in text for text in warnings_of(erratic, 8)] == [True]
-    of_one_size = Timing(BatchSeconds(0.0, 0.1), "ledger", 0.0, 9, 8, 8)
+    of_one_size = Timing(0.0, 0.1, "ledger", 0.0, 9, 8, 8)
     assert ["smaller" in text for text in warnings_of(of_one_size, 8)] == [True]
 
 

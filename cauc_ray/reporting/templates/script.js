@@ -1,21 +1,12 @@
 "use strict";
 
-// Which methods' intervals are drawn, at first that of the policy's own.
-for (const button of document.querySelectorAll("[data-band]")) {
-  button.onclick = () => {
-    const isDrawn = document.getElementById(button.dataset.band).classList.toggle("drawn");
-    button.setAttribute("aria-pressed", isDrawn);
-  };
-}
-document.querySelector("[data-band]")?.click();
-
 // A narrow screen shows each row as a list, where every cell has its column's name.
 for (const table of document.querySelectorAll("table")) {
-  const names = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
+  const names = [...(table.tHead?.rows[0].cells ?? [])].map((cell) => cell.textContent);
   for (const row of table.tBodies[0].rows) {
     [...row.cells].forEach((cell, column) => { cell.dataset.column = names[column]; });
   }
-  table.classList.toggle("reflows", names.length > 4);
+  table.classList.toggle("reflows", names.length > 3);
 }
 
 // Each point is the best that validation has within some budgets. They rise in cost, and with it in quality.
