@@ -335,10 +335,12 @@ class ChosenChain(FoundChain):
         holdout_quality: Quality of the chain and threshold chosen on one half of validation, measured on the other;
             the mean over the halves, null if the choice failed on both.
         holdout_cost: Their mean cost, measured in the same way.
+        holdout_accuracy: Their accuracy, measured in the same way; null in files of earlier versions.
     """
 
     holdout_quality: float | None
     holdout_cost: float | None
+    holdout_accuracy: float | None = None
 
 
 class ChainSearch(FrozenModel):

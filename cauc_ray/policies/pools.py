@@ -137,6 +137,7 @@ class MeasuredChain:
         overall: Operating point at the threshold chosen on all of validation; its quality is that of the objective.
         halves: Operating point on each half, at the threshold chosen on it.
         held_out: Operating points at these thresholds on the opposite halves.
+        held_out_accuracy: Shares of right answers at these points.
     """
 
     method: str
@@ -145,6 +146,7 @@ class MeasuredChain:
     overall: OperatingPoint
     halves: tuple[OperatingPoint, ...]
     held_out: tuple[OperatingPoint, ...]
+    held_out_accuracy: tuple[float, ...]
 
     def within(self, budget: float | None) -> OperatingPoint:
         """Return the point of highest accuracy within a budget; without one, the overall point."""
@@ -174,9 +176,17 @@ def _measure(one: SubChain, parts: Sequence[tuple[Ints, ChainLogits]], rule: Thr
     points_of_halves = tuple(chosen(half) for half in on_halves)
     pairs = zip(on_halves[::-1], points_of_halves, strict=True)
     held_out = tuple(point if point is UNAFFORDABLE else opposite.at(point.threshold) for opposite, point in pairs)
+    opposite_halves = zip(traces[:0:-1], points_of_halves, strict=True)
+    right = tuple(_accuracy(trace, chain, point) for (trace, chain), point in opposite_halves)
     accuracy = overall if rule.objective == "accuracy" else traces[0][0].frontier(parts[0][1])
     points = accuracy.some(pareto(overall.cost, overall.quality))
-    return MeasuredChain(one.method, one.indices, points, chosen(overall), points_of_halves, held_out)
+    return MeasuredChain(one.method, one.indices, points, chosen(overall), points_of_halves, held_out, right)
+
+
+def _accuracy(trace: Trace, chain: ChainLogits, point: OperatingPoint) -> float:
+    if point is UNAFFORDABLE:
+        return point.quality
+    return float(np.mean(trace.answers(point.threshold).predictions == chain.labels))
 
 
 def rank(chain: MeasuredChain, on: OperatingPoint) -> tuple[float, float, int, tuple[int, ...]]:

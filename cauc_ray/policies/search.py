@@ -75,9 +75,9 @@ def with_search(policy: Policy, search: ChainSearch) -> Policy:
     each half by what the other one chooses.
     """
     changes: dict[str, Any] = {"search": search}
-    measures, quality = policy.on_selection or policy.expected, search.chosen.holdout_quality
-    if measures is not None and quality is not None and search.objective == "accuracy":
-        accuracy = share(round(quality * measures.n), measures.n)
+    measures, held_out = policy.on_selection or policy.expected, search.chosen.holdout_accuracy
+    if measures is not None and held_out is not None:
+        accuracy = share(round(held_out * measures.n), measures.n)
         changes |= {"on_selection": measures, "expected": measures.model_copy(update={"accuracy": accuracy})}
     return policy.model_copy(update=changes)
 
@@ -108,10 +108,10 @@ def _report(results: list[MeasuredChain], validation: ChainLogits, rule: Thresho
     def chosen(among: list[MeasuredChain]) -> ChosenChain:
         """Choose among chains on all of validation, and on each half to measure the choice on the other."""
         best = min(among, key=lambda one: rank(one, one.overall))
-        held_out = [one.held_out[half] for half, one in enumerate(best_on_halves(among))]
-        measured = [(of.quality, of.cost) for of in held_out if np.isfinite(of.quality)]
-        quality, cost = np.mean(measured, axis=0).tolist() if measured else (None, None)
-        return ChosenChain(**dict(named(best)), holdout_quality=quality, holdout_cost=cost)
+        held_out = [(one.held_out[half], one.held_out_accuracy[half]) for half, one in enumerate(best_on_halves(among))]
+        measured = [(on.quality, on.cost, accuracy) for on, accuracy in held_out if np.isfinite(on.quality)]
+        quality, cost, accuracy = np.mean(measured, axis=0).tolist() if measured else (None, None, None)
+        return ChosenChain(**dict(named(best)), holdout_quality=quality, holdout_cost=cost, holdout_accuracy=accuracy)
 
     def of_size(size: int) -> list[MeasuredChain]:
         return [one for one in results if len(one.indices) == size]

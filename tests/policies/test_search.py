@@ -12,8 +12,8 @@ from synthetic import splits
 from cauc_ray.errors import BudgetError, CaucWarning
 from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.policies.by_method import fit_policy
-from cauc_ray.policies.search import search_chains
-from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.search import search_chains, with_search
+from cauc_ray.policies.threshold import ThresholdRule, random_halves
 from cauc_ray.policies.trace import Examples, replay
 
 NAMES = ("calibration", "validation")
@@ -22,6 +22,10 @@ POOL = (0.6, 1.0, 1.5, 2.0)
 
 def pool(seed=3, n=150, strengths=POOL, **how):
     return splits(seed, n, k=4, strengths=strengths, **how)
+
+
+def named(chain, models):
+    return chain.of_models([chain.models.index(model) for model in models])
 
 
 def sub_chains(m):
@@ -105,6 +109,24 @@ def test_held_out_figures_are_a_chain_s_own_where_nothing_is_chosen():
     full = search_chains("rf", Examples(calibration), Examples(validation), rule, "validation").full
     # Every example is held out equally often, in halves of equal size.
     assert (full.holdout_quality, full.holdout_cost) == pytest.approx((full.quality, full.cost))
+
+
+@pytest.mark.parametrize("objective", ["accuracy", "macro-f1"])
+def test_expected_accuracy_is_of_the_chain_and_threshold_that_the_other_half_chooses(objective):
+    calibration, validation = pool(5, 80)
+    rule = ThresholdRule(budget=20.0, objective=objective)
+    search = search_chains("rf", Examples(calibration), Examples(validation), rule, "validation")
+    policy = fit_policy("rf", *(named(split, search.chosen.models) for split in (calibration, validation)), rule, NAMES)
+    right = 0
+    halves = random_halves(len(validation))
+    for rows, rest in zip(halves, halves[::-1], strict=True):
+        half, later = validation.of_rows(rows), validation.of_rows(rest)
+        best = search_chains("rf", Examples(calibration), Examples(half), rule, "validation").chosen.models
+        on_half = fit_policy("rf", *(named(split, best) for split in (calibration, half)), rule, NAMES)
+        right += int((replay(on_half, named(later, best)).predictions == later.labels).sum())
+    published = with_search(policy, search)
+    assert published.expected.accuracy.value == pytest.approx(right / len(validation))
+    assert published.on_selection == policy.on_selection
 
 
 @pytest.mark.parametrize("seed", range(3))
