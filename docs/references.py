@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import NoneType, UnionType
@@ -174,8 +174,8 @@ def _verb(name: str) -> Iterator[str]:
 
 def _spelling(action: argparse.Action) -> str:
     value = "" if action.nargs == 0 else action.metavar or "|".join(map(str, action.choices or ()))
-    shown = f"{', '.join(action.option_strings)} {value}".strip()
-    return f"`{_cell(shown)}`"
+    spelling = f"{', '.join(action.option_strings)} {value}".strip()
+    return f"`{_cell(spelling)}`"
 
 
 def _schema(schema: Mapping[str, Any], title: str | None, level: int) -> Iterator[str]:
@@ -195,20 +195,20 @@ def _schema(schema: Mapping[str, Any], title: str | None, level: int) -> Iterato
 
 def _within(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the kinds of objects within one by name, in the order in which their names come up."""
-    found: dict[str, Mapping[str, Any]] = {}
+    definitions: dict[str, Mapping[str, Any]] = {}
     waiting: list[Any] = [{key: value for key, value in schema.items() if key != "$defs"}]
     while waiting:
         for name in re.findall(r"#/\$defs/(\w+)", json.dumps(waiting.pop(0))):
-            if name not in found:
-                found[name] = schema["$defs"][name]
-                waiting.append(found[name])
-    return found
+            if name not in definitions:
+                definitions[name] = schema["$defs"][name]
+                waiting.append(definitions[name])
+    return definitions
 
 
 def _heading(name: str) -> str:
     """Return what the reader calls a kind of object."""
-    first, *others = re.sub(r"(?<=[a-zA-Z])(?=[A-Z][a-z])", " ", name.removesuffix("Spec")).split()
-    return " ".join([first, *map(str.lower, others)])
+    first, *words = re.sub(r"(?<=[a-zA-Z])(?=[A-Z][a-z])", " ", name.removesuffix("Spec")).split()
+    return " ".join([first, *map(str.lower, words)])
 
 
 def _object(definition: Mapping[str, Any], described: bool) -> Iterator[str]:
@@ -223,37 +223,26 @@ def _object(definition: Mapping[str, Any], described: bool) -> Iterator[str]:
 
 
 def _described(definition: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """Return what a docstring says of an object, and of each key after `key:` or `key, other:`; inherited ones, too."""
-    about, meanings = _parsed(definition.get("description"), definition["properties"])
+    """Return what a docstring says of an object, and of each of its attributes; inherited ones, too."""
+    about, meanings = _parsed(definition.get("description"))
     for parent in _classes(BaseModel).get(definition.get("title", ""), BaseModel).__mro__[1:]:
-        meanings = _parsed(parent.__doc__, definition["properties"])[1] | meanings
+        meanings = _parsed(parent.__doc__)[1] | meanings
     return about, meanings
 
 
 def _classes(base: type) -> dict[str, type]:
     """Return by name the classes of the package that are made from one."""
-    found: dict[str, type] = {}
-    for each in base.__subclasses__():
-        found |= _classes(each) | ({each.__name__: each} if each.__module__.startswith("cauc_ray") else {})
-    return found
+    classes: dict[str, type] = {}
+    for child in base.__subclasses__():
+        classes |= _classes(child) | ({child.__name__: child} if child.__module__.startswith("cauc_ray") else {})
+    return classes
 
 
-def _parsed(docstring: str | None, names: Iterable[str]) -> tuple[str, dict[str, str]]:
+def _parsed(docstring: str | None) -> tuple[str, dict[str, str]]:
     about, _, attributes = inspect.cleandoc(docstring or "").partition("\n\nAttributes:\n")
-    if attributes:
-        items = (" ".join(item.split()) for item in re.split(r"\n(?=\S)", textwrap.dedent(attributes)))
-        keys = (item.partition(": ") for item in items)
-        paragraphs = (" ".join(paragraph.split()) for paragraph in about.split("\n\n"))
-        return "\n\n".join(paragraphs), {key: meaning.rstrip(".") for key, _, meaning in keys}
-    text = " ".join(re.sub(r"\n\s*\n\s*", "\0", docstring or "").split())
-    keys = "|".join(map(re.escape, names))
-    parts = re.split(rf"(?:^|(?<=\0)|(?<=\. ))((?:{keys})(?:(?:, | and )(?:{keys}))*): ", text)
-    meanings = {
-        key: meaning.strip(" \0").rstrip(".")
-        for named, meaning in zip(parts[1::2], parts[2::2], strict=True)
-        for key in re.split(", | and ", named)
-    }
-    return parts[0].replace("\0", "\n\n").strip(), meanings
+    items = (" ".join(item.split()) for item in re.split(r"\n(?=\S)", textwrap.dedent(attributes)))
+    meanings = {key: meaning.rstrip(".") for key, _, meaning in (item.partition(": ") for item in items)}
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in about.split("\n\n")), meanings
 
 
 def _default(value: Mapping[str, Any]) -> str:
@@ -270,10 +259,10 @@ def _type(value: Mapping[str, Any]) -> str:
         return f"[{_heading(name)}](#{_heading(name).lower().replace(' ', '-')})"
     for key in ("anyOf", "oneOf"):
         if key in value:
-            kinds = [_type(each) for each in value[key] if each.get("type") != "null"]
+            kinds = [_type(option) for option in value[key] if option.get("type") != "null"]
             return " or ".join(dict.fromkeys(kinds))
     if "enum" in value:
-        return " or ".join(f"`{each}`" for each in value["enum"])
+        return " or ".join(f"`{option}`" for option in value["enum"])
     if "const" in value:
         return f"`{value['const']}`"
     kind = value.get("type") if value.get("format") != "path" else "path"
@@ -284,7 +273,7 @@ def _type(value: Mapping[str, Any]) -> str:
         inner = value.get("additionalProperties")
         return f"by name: {_type(inner)}" if isinstance(inner, dict) else "mapping"
     if isinstance(kind, list):
-        return " or ".join(_type({"type": each}) for each in kind if each != "null")
+        return " or ".join(_type({"type": option}) for option in kind if option != "null")
     return _KINDS.get(kind, "true or false" if kind == "boolean" else "")
 
 

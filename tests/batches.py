@@ -43,8 +43,8 @@ def refused(act: Callable[[], object]) -> str:
     return str(error.value)
 
 
-def assert_same(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:
+def assert_same(values: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:
     """Compare numbers.   tolerance: in units of their spread; by default what sums in another order may change."""
-    assert found.shape == expected.shape
+    assert values.shape == expected.shape
     assert expected.std() > 0
-    assert np.abs(found - expected).max() <= tolerance * expected.std()
+    assert np.abs(values - expected).max() <= tolerance * expected.std()

@@ -14,7 +14,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 DEADLINE_S = 60.0
 # The protocol goes through file descriptors 3 and 4 of the browser.
 _START = 'exec "$@" 3<&{} 4>&{}'
-# Not used over file:, but the browser itself would like to know whether there are newer versions and the like.
+# Not used over file:, but the browser itself would like to know whether it is up to date.
 _FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"),
     *("--disable-component-update", "--no-first-run", "--host-resolver-rules=MAP * ~NOTFOUND"),
@@ -46,13 +46,13 @@ class Browser:
         message |= {"sessionId": session} if session else {}
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while True:
-            said = self._next()
-            if said.get("id") == self._n_sent:
+            message = self._next()
+            if message.get("id") == self._n_sent:
                 break
-            self.events.append(said)
-        if "error" in said:
-            raise RuntimeError(f"{method}: {said['error']}")
-        return said["result"]
+            self.events.append(message)
+        if "error" in message:
+            raise RuntimeError(f"{method}: {message['error']}")
+        return message["result"]
 
     def _next(self):
         while b"\0" not in self._read:
@@ -113,10 +113,10 @@ class Page:
 
     def run(self, script):
         """Return what an expression of the page's own language is, as JSON has it."""
-        said = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in said:
-            raise RuntimeError(said["exceptionDetails"])
-        return said["result"].get("value")
+        message = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in message:
+            raise RuntimeError(message["exceptionDetails"])
+        return message["result"].get("value")
 
     def press(self, key, times=1):
         """Press a key, as its name in KeyboardEvent.key is."""

@@ -14,9 +14,9 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 def call(stage, replica, at_s, rows, compute_s, accepted=None):
     """Return a row of a ledger."""
     accepted = rows if accepted is None else accepted
-    known = {"stage": stage, "replica": replica, "started_at": START + timedelta(seconds=at_s), "batch": rows}
-    known |= {"accepted": accepted, "deferred": rows - accepted, "compute_s": compute_s}
-    return {"run_id": "r", "node": "n", "queue_s": 0.0, "device_s": None, "cost": 1.0, "attempt": 1, **known}
+    measured = {"stage": stage, "replica": replica, "started_at": START + timedelta(seconds=at_s), "batch": rows}
+    measured |= {"accepted": accepted, "deferred": rows - accepted, "compute_s": compute_s}
+    return {"run_id": "r", "node": "n", "queue_s": 0.0, "device_s": None, "cost": 1.0, "attempt": 1, **measured}
 
 
 def write_ledger(folder, calls):

@@ -1,4 +1,4 @@
-"""Stands in for the package vllm where it is not installed: its engine's calls, limits and answers, by plain torch."""
+"""A substitute for the package vllm where that is missing: its engine's calls, limits and answers, by plain torch."""
 
 from __future__ import annotations
 

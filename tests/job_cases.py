@@ -30,7 +30,7 @@ def write_inputs(folder):
         {"id": f"q{row}", "question": f"{row}?", "choices": ["x" * (1 + (row + k) % 7) for k in range(4)], "label": 1}
         for row in range(40)
     ]
-    (folder / "questions.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in questions))
+    (folder / "questions.jsonl").write_text("".join(f"{json.dumps(question)}\n" for question in questions))
     model = {"kind": "python", "factory": "user_models:longest"}
     stage = {"name": "long", "model": model, "batch_size": 16, "resources": {"num_cpus": 0.5}, "cost": {"seconds": 1}}
     write_pool(folder / "python.yaml", [stage])

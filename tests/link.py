@@ -21,11 +21,21 @@ _RESETS = struct.pack("ii", 1, 0)
 class Link:
     """Passes on what comes for a port of this machine, at `port` or `url`; use it in a `with` block.
 
-    delay_s: of each byte, each way.   bytes_per_s: each way, of all connections together.   stall_share, reset_share:
-    of connections, chosen at random, on which at some moment nothing goes on, or that are reset.   tls: how clients
-    must connect, where the port behind takes plain connections.   n_connections: so far.   bytes_out, bytes_in: that
-    came from clients, and that went to them (without TLS).   sent: with `records`, what came through from clients, of
-    each connection.
+    Args:
+        target_port: The port behind, which takes plain connections.
+        delay_s: Delay of each byte, each way.
+        bytes_per_s: Bandwidth each way, of all connections together.
+        stall_share: Share of connections, chosen at random, that stall at some moment.
+        reset_share: Share of connections that are reset at some moment.
+        tls: How clients must connect.
+        seed: The random seed.
+        records: Whether `sent` is kept.
+
+    Attributes:
+        n_connections: Connections so far.
+        bytes_out: Bytes that came from clients, without TLS.
+        bytes_in: Bytes that went to them, without TLS.
+        sent: What came through from clients, of each connection.
     """
 
     def __init__(
@@ -65,7 +75,7 @@ class Link:
         self._thread.join(10)
 
     def cut(self) -> None:
-        """Let nothing through, in either direction, on connections that there are and new ones; nobody is notified."""
+        """Let nothing through, in either direction, on open and new connections; nobody is notified."""
         self._do(self._passes.clear)
 
     def restore(self) -> None:
@@ -73,7 +83,7 @@ class Link:
         self._do(self._passes.set)
 
     def reset(self) -> None:
-        """Reset all connections that there are."""
+        """Reset all open connections."""
         self._do(self._reset_all)
 
     def _do(self, act: object) -> None:
@@ -110,10 +120,10 @@ class Link:
         behind = None
         try:
             await self._passes.wait()
-            there, behind = await asyncio.open_connection("127.0.0.1", self.target_port)
+            answers, behind = await asyncio.open_connection("127.0.0.1", self.target_port)
             async with asyncio.TaskGroup() as ways:
                 ways.create_task(self._pass(reader, behind, "out", connection))
-                ways.create_task(self._pass(there, writer, "in", connection))
+                ways.create_task(self._pass(answers, writer, "in", connection))
         except (OSError, _ResetError, ExceptionGroup, asyncio.CancelledError):
             _reset(writer)
         finally:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
-from synthetic import SPLITS, chain
-
-from cauc_ray.data.writing import write_logits
+from synthetic import SPLITS, chain, write_chains
 
 MODELS = ("m0", "m1")
 MASKS = (-1e4, -65504.0, -1e9, float(np.finfo(np.float32).min))
@@ -26,17 +22,6 @@ def softmax(logits):
     return (terms / terms.sum(axis=1, keepdims=True)).astype(np.float32)
 
 
-def write(folder, chains, written, **info):
-    """Write chains with written(logits) in the place of their logits; info: more of pool.json."""
-    for split, data in chains.items():
-        for model, logits in zip(MODELS, data.logits, strict=True):
-            ids = [f"{split}-{example}" for example in data.example_ids]
-            write_logits(folder, model, split, example_ids=ids, labels=data.labels, logits=written(logits))
-    models = [{"name": name, "cost": cost} for name, cost in zip(MODELS, (1.0, 4.0), strict=True)]
-    (folder / "pool.json").write_text(json.dumps({"cost_unit": "GFLOPs", "models": models, **info}))
-    return folder
-
-
 def write_masked(folder, chains, mask):
     """Write chains with a mask for missing options."""
-    return write(folder, chains, lambda logits: np.where(np.isneginf(logits), np.float32(mask), logits))
+    return write_chains(folder, chains, lambda logits: np.where(np.isneginf(logits), np.float32(mask), logits))

@@ -8,9 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from synthetic import chain_of as synthetic_chain
+from synthetic import write_chains
 
-from cauc_ray.data.writing import write_logits
-from cauc_ray.files.documents import write_json
 from cauc_ray.policies.family import cascade_of, chain_of
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.policy import Policy
@@ -83,14 +82,14 @@ def values_of(fitted, test):
 
 def scores(fitted, test):
     """Return all numbers that a fitted method has of examples whose labels it does not see."""
-    unlabelled, found = test.without_labels(), []
+    unlabelled, columns = test.without_labels(), []
     for member in fitted.members:
         trace = cascade_of(member)(unlabelled) if isinstance(member, Policy) else member.trace(unlabelled)
         compared = trace.confidences if isinstance(member.threshold, tuple) else trace.compared
         if isinstance(member, SolvedPolicy):
             compared = member.readings(chain_of(member, unlabelled).logits).reshape(len(test), -1)
-        found.append(compared)
-    return np.column_stack(found)
+        columns.append(compared)
+    return np.column_stack(columns)
 
 
 def train_quickly(patch):
@@ -107,18 +106,10 @@ def train_quickly(patch):
 def write_table(folder, splits):
     """Write examples by split as a logit table, with their embeddings, if they have any, by an encoder `enc`."""
     for split, part in splits.items():
-        ids = [f"{split}-{example}" for example in part.chain.example_ids]
-        for model, (name, logits) in enumerate(zip(part.chain.models, part.chain.logits, strict=True)):
-            costs = part.chain.costs.per_call[:, model] if part.chain.per_call_costs else None
-            rows = [row[np.isfinite(row)] for row in logits]
-            write_logits(folder, name, split, example_ids=ids, labels=part.chain.labels, logits=rows, costs=costs)
-        if part.embeddings is None:
-            continue
-        into = folder / "embedding=enc" / f"split={split}"
-        into.mkdir(parents=True)
-        vectors = pa.array(part.embeddings.tolist(), pa.list_(pa.float32()))
-        pq.write_table(pa.table({"example_id": ids, "embedding": vectors}), into / "part-0.parquet")
-    pairs = zip(part.chain.models, part.chain.costs.means.tolist(), strict=True)
-    models = [{"name": name, "cost": cost} for name, cost in pairs]
-    write_json(folder / "pool.json", {"cost_unit": "GFLOPs", "logit_kind": "raw", "note": "planted", "models": models})
-    return folder
+        if part.embeddings is not None:
+            into = folder / "embedding=enc" / f"split={split}"
+            into.mkdir(parents=True)
+            ids = [f"{split}-{example}" for example in part.chain.example_ids]
+            vectors = pa.array(part.embeddings.tolist(), pa.list_(pa.float32()))
+            pq.write_table(pa.table({"example_id": ids, "embedding": vectors}), into / "part-0.parquet")
+    return write_chains(folder, {split: part.chain for split, part in splits.items()}, logit_kind="raw")

@@ -36,9 +36,9 @@ class Routed(Policy):
             )
         scores = self.stages[stage].scores(logits)
         confidences = softmax(scores).max(axis=1)
-        others = 1 + (stage - 1 - np.arange(1, n_stages - 1)) % (n_stages - 1)  # those before it, around the corner
-        left = been[:, others] == 0
-        to = others[left.argmax(axis=1)]
+        candidates = 1 + (stage - 1 - np.arange(1, n_stages - 1)) % (n_stages - 1)  # those before it, around the corner
+        left = been[:, candidates] == 0
+        to = candidates[left.argmax(axis=1)]
         accepted = (confidences >= self.threshold) | ~left.any(axis=1)
         return Step(scores.argmax(axis=1).astype(np.int32), confidences, accepted, been, scores, to.astype(np.int8))
 

@@ -9,7 +9,7 @@ from typing import Any
 from cauc_ray.cascade.worker import Worker
 from cauc_ray.models.answers import Answers, ModelFacts
 
-TOLD = ModelFacts("told")
+SCRIPTED = ModelFacts("scripted")
 
 
 class ScriptedModel:
@@ -28,7 +28,7 @@ def worker_of(
     policies=(),
     *,
     replica: str = "",
-    facts: ModelFacts = TOLD,
+    facts: ModelFacts = SCRIPTED,
 ) -> Worker:
     """Return the worker of a stage that answers by a function; it has policies from the start, by key."""
     spec = SimpleNamespace(name=f"stage-{stage}", cost=None, load=lambda: ScriptedModel(answer, facts))

@@ -76,28 +76,34 @@ def steps(policy, logits):
         state = step.state
 
 
-def write_table(
-    folder: Path, *, seed=7, n=300, k=5, strengths=(1.0, 1.7, 2.4), ragged=False, per_call=False, pool_json=True
-):
+def possible(logits):
+    """Return the logits of each row's options as a table lists them: without those that the row lacks."""
+    return [row[np.isfinite(row)] for row in logits]
+
+
+def write_chains(folder: Path, chains, written=possible, **info):
+    """Write chains by split as a logit table, and return its folder.
+
+    Args:
+        folder: The table's folder.
+        chains: ChainLogits by split.
+        written: Returns what is written of a model's logits, (N, K).
+        info: More of pool.json.
+    """
+    for split, data in chains.items():
+        ids = [f"{split}-{example}" for example in data.example_ids]
+        for stage, (model, logits) in enumerate(zip(data.models, data.logits, strict=True)):
+            costs = data.costs.per_call[:, stage] if data.per_call_costs else None
+            write_logits(folder, model, split, example_ids=ids, labels=data.labels, logits=written(logits), costs=costs)
+    models = [{"name": m, "cost": float(c)} for m, c in zip(data.models, data.costs.means, strict=True)]
+    write_json(folder / "pool.json", {"cost_unit": "GFLOPs", "note": "planted", "models": models, **info})
+    return folder
+
+
+def write_table(folder: Path, *, seed=7, n=300, **options):
     """Write a logit table of planted logits with three splits, and return its chains by split."""
-    chains = {}
-    for place, split in enumerate(SPLITS):
-        data = chain(seed, n, k, strengths, ragged=ragged, per_call=per_call, shift=place)
-        chains[split] = data
-        for stage, model in enumerate(data.models):
-            write_logits(
-                folder,
-                model,
-                split,
-                example_ids=[f"{split}-{example}" for example in data.example_ids],
-                labels=data.labels,
-                logits=[row[np.isfinite(row)] for row in data.logits[stage]],
-                costs=data.costs.per_call[:, stage] if per_call else None,
-            )
-    if pool_json:
-        models = [{"name": m, "cost": float(c)} for m, c in zip(data.models, data.costs.means, strict=True)]
-        info = {"cost_unit": "GFLOPs", "logit_kind": "raw", "note": "planted", "models": models}
-        write_json(folder / "pool.json", info)
+    chains = {split: chain(seed, n, shift=place, **options) for place, split in enumerate(SPLITS)}
+    write_chains(folder, chains, logit_kind="raw")
     return chains
 
 
@@ -117,7 +123,6 @@ def nll(weights, sources, labels):
 
 def fit_bias_corrected(logits, labels, variance=PRIOR_VARIANCE, cuts=()):
     """Return the fit of a temperature and a bias for each option, of rows in parts that end at cuts."""
-    rows = np.split(np.arange(len(labels)), cuts)
-    parts = [ChainPart((logits[own],), labels[own], own) for own in rows]
+    parts = [ChainPart((logits[rows],), labels[rows], rows) for rows in np.split(np.arange(len(labels)), cuts)]
     whole = Parts(lambda ask: [ask(part) for part in parts], len(labels))
     return solve_bias_corrected(whole, solve_temperatures(whole), variance)

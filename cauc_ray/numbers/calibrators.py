@@ -23,9 +23,12 @@ _NEAREST_ONE = 1 - 2.0**-53
 class Isotonic:
     """A map of confidences that is linear between its breakpoints.
 
-    confidences: B numbers, rising from 0 to 1.   accuracies: their values, B rising numbers in [0, 1].
-    Both rise strictly, so the order of confidences stays, and with it the number of operating points.
-    Raises ValueError for other numbers.
+    Both numbers rise strictly, so the order of confidences stays, and with it the number of operating points; others
+    raise ValueError.
+
+    Attributes:
+        confidences: B numbers, rising from 0 to 1.
+        accuracies: Their values, B rising numbers in [0, 1].
     """
 
     # Stored in files as it is.

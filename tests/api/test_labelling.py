@@ -15,6 +15,7 @@ from completion_server import scripted_server
 from language_models import tiny_language_model
 from runs import write_pool
 from scipy.special import softmax
+from synthetic import write_chains
 
 import cauc_ray
 from cauc_ray.cli.command import main
@@ -131,7 +132,7 @@ def test_texts_are_collected_fitted_and_labelled_and_another_prompt_is_refused(h
 def test_a_policy_counts_the_answers_that_noise_of_its_models_may_flip(tmp_path):
     """Noise of that size, whatever its signs, flips some answers, and never more than the policy says."""
     held_out = masked.splits(300, ragged=False)["validation"]
-    masked.write(tmp_path, masked.splits(300, ragged=False), lambda logits: logits)
+    write_chains(tmp_path, masked.splits(300, ragged=False), lambda logits: logits)
     assert cauc_ray.fit(tmp_path, budget=3.0).noise is None
     info, rng = read_info(tmp_path), np.random.default_rng(0)
     models = [model.model_copy(update={"noise": 0.2 if model.name == "m0" else 0.1}) for model in info.models]

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from masked import MASKS, MODELS, softmax, splits, write, write_masked
-from synthetic import steps
+from masked import MASKS, MODELS, softmax, splits, write_masked
+from synthetic import steps, write_chains
 
 import cauc_ray
 from cauc_ray.errors import CaucError, CaucWarning, DataError
@@ -43,10 +43,10 @@ def numbers(policy):
 
 @pytest.mark.parametrize("verb", READS)
 def test_every_verb_refuses_probabilities_with_the_remedy(command, tmp_path, chains, verb):
-    raw = write(tmp_path / "RAW", chains, lambda z: z)
+    raw = write_chains(tmp_path / "RAW", chains, lambda z: z)
     (tmp_path / "raw.json").write_text(cauc_ray.fit(raw, models=MODELS).to_json())
     declared = {} if verb in ("fit", "check") else {"logit_kind": "raw"}
-    write(tmp_path / "LOGITS", chains, softmax, **declared)
+    write_chains(tmp_path / "LOGITS", chains, softmax, **declared)
     code, out, err = command(verb, *READS[verb])
     assert (code, out) == (2, "")
     assert all(word in err for word in ("probabilities", "--logit-kind probabilities", "'m0'"))
@@ -57,9 +57,9 @@ def test_every_verb_refuses_probabilities_with_the_remedy(command, tmp_path, cha
 
 
 def test_declared_probabilities_are_their_logarithms(tmp_path, chains):
-    as_logs = write(tmp_path / "LOGS", chains, logarithms, logit_kind="log-probabilities")
-    declared = write(tmp_path / "DECLARED", chains, softmax, logit_kind="probabilities")
-    undeclared = write(tmp_path / "GIVEN", chains, softmax)
+    as_logs = write_chains(tmp_path / "LOGS", chains, logarithms, logit_kind="log-probabilities")
+    declared = write_chains(tmp_path / "DECLARED", chains, softmax, logit_kind="probabilities")
+    undeclared = write_chains(tmp_path / "GIVEN", chains, softmax)
     for method in ("base", "rf"):
         fit = {"models": MODELS, "method": method, "budget": 3.0}
         policies = cauc_ray.fit(declared, **fit), cauc_ray.fit(undeclared, **fit, logit_kind="probabilities")
@@ -73,9 +73,9 @@ def test_declared_probabilities_are_their_logarithms(tmp_path, chains):
 
 
 def test_kinds_may_differ_from_model_to_model(tmp_path, chains):
-    raw = write(tmp_path / "RAW", chains, lambda z: z, logit_kind="raw")
+    raw = write_chains(tmp_path / "RAW", chains, lambda z: z, logit_kind="raw")
     turns = iter(range(100))
-    mixed = write(tmp_path / "MIXED", chains, lambda z: z if next(turns) % 2 else softmax(z))
+    mixed = write_chains(tmp_path / "MIXED", chains, lambda z: z if next(turns) % 2 else softmax(z))
     with pytest.raises(DataError, match="'m0'"):
         cauc_ray.fit(mixed, models=MODELS)
     policy = cauc_ray.fit(mixed, models=MODELS, logit_kind={"m0": "probabilities"})
@@ -101,7 +101,7 @@ def test_kinds_may_differ_from_model_to_model(tmp_path, chains):
 )
 def test_declarations_that_cannot_be_are_refused(tmp_path, chains, kind, words):
     with pytest.raises(CaucError, match=words):
-        cauc_ray.fit(write(tmp_path / "LOGITS", chains, lambda z: z), models=MODELS, logit_kind=kind)
+        cauc_ray.fit(write_chains(tmp_path / "LOGITS", chains, lambda z: z), models=MODELS, logit_kind=kind)
 
 
 FITS = {
@@ -151,7 +151,7 @@ def test_a_masked_option_is_refused_where_a_missing_one_is(tmp_path, ragged, mas
         cut[0, ragged["calibration"].labels[0]] = mask
         return cut
 
-    folder = write(tmp_path / "CUT", {"calibration": ragged["calibration"]}, without_the_first_label)
+    folder = write_chains(tmp_path / "CUT", {"calibration": ragged["calibration"]}, without_the_first_label)
     with pytest.raises(DataError, match=rf"calibration-{ragged['calibration'].example_ids[0]}.*label.*mask"):
         cauc_ray.fit(folder, models=MODELS)
 

@@ -76,24 +76,26 @@ def write_partitions(folder, row, sizes=SIZES):
     return folder
 
 
-@pytest.mark.parametrize("where", ["hub", "path"])
+@pytest.mark.parametrize("source", ["hub", "path"])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_columns_become_those_that_models_read(tmp_path, on_hub, name, where):
+def test_published_columns_become_those_that_models_read(tmp_path, on_hub, name, source):
     published, expected = PUBLISHED[name]
     folder = write_partitions(tmp_path / "data", published)
-    opened = dataset(on_hub(name, folder) if where == "hub" else f"{name}={folder}", seed=5)
+    opened = dataset(on_hub(name, folder) if source == "hub" else f"{name}={folder}", seed=5)
     assert opened.name == name
     rule = BENCHMARKS[name].split
-    for split, picked in split_by_rule(rule, {each: SIZES[each] for each in RULE_PARTITIONS[rule]}, 5).items():
+    for split, picked in split_by_rule(
+        rule, {partition: SIZES[partition] for partition in RULE_PARTITIONS[rule]}, 5
+    ).items():
         ids = [f"{picked.partition}-{row}" for row in picked.rows]
-        assert rows_of(opened, split, 8) == [{"id": each, **expected} for each in ids]
+        assert rows_of(opened, split, 8) == [{"id": example, **expected} for example in ids]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_canonical_files_are_taken_as_they_are(tmp_path, name):
     row = {"id": "1", "question": "?", "choices": ["a", "b", "c"], "label": 2, "context": "c"}
     opened = dataset(f"{name}={write_partitions(tmp_path / 'data', row)}")
-    assert all({**found, "id": "1"} == {**row} for found in rows_of(opened, "test"))
+    assert all({**values, "id": "1"} == {**row} for values in rows_of(opened, "test"))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_socialiqa_without_its_test_set_is_split_as_those_without_test_labels(tm
     folder = write_partitions(tmp_path / "data", PUBLISHED["socialiqa"][0], {"train": 50, "validation": 21})
     opened = dataset(on_hub("socialiqa", folder), seed=5)
     expected = split_by_rule("sample-train", {"train": 50, "validation": 21}, 5)
-    assert opened.split_sizes == {split: len(own.rows) for split, own in expected.items()}
+    assert opened.split_sizes == {split: len(picked.rows) for split, picked in expected.items()}
 
 
 def test_of_medmcqa_questions_with_one_right_option_count(tmp_path):
@@ -134,9 +136,9 @@ def test_of_medmcqa_questions_with_one_right_option_count(tmp_path):
     opened = dataset(f"medmcqa={tmp_path}")
     assert opened.split_sizes == {"calibration": 8, "validation": 7, "test": 15}
     assert opened.rule.endswith(", of rows whose choice_type is single")
-    found = [row["id"] for split in opened.split_sizes for row in rows_of(opened, split)]
-    assert len(set(found)) == 30
-    assert all(int(each.partition("-")[2]) % 4 for each in found)
+    ids = [row["id"] for split in opened.split_sizes for row in rows_of(opened, split)]
+    assert len(set(ids)) == 30
+    assert all(int(example.partition("-")[2]) % 4 for example in ids)
 
 
 def test_caltech256_as_published_is_cut_and_with_partitions_is_halved(tmp_path):
@@ -215,8 +217,8 @@ def test_any_dataset_of_the_hub_is_read(tmp_path, on_hub):
         rows.to_parquet(tmp_path / "images" / "data" / f"{partition}-00000-of-00001.parquet")
     opened = dataset(f"hub:{tmp_path / 'images'}", image="picture")
     assert opened.split_sizes == {"calibration": 5, "validation": 5, "test": 10}
-    found = [(row["image"], row["label"]) for row in rows_of(opened, "test")]
-    assert found == [(image["bytes"], i % 2) for i in range(10)]
+    images = [(row["image"], row["label"]) for row in rows_of(opened, "test")]
+    assert images == [(image["bytes"], i % 2) for i in range(10)]
     assert opened.fingerprint == open_dataset(opened.spec).fingerprint
     with pytest.raises(DataError, match=r"cannot load .*images' from the hub: BuilderConfig 'wrong' not found.*; give"):
         dataset(f"hub:{tmp_path / 'images'}:wrong")
@@ -225,7 +227,7 @@ def test_any_dataset_of_the_hub_is_read(tmp_path, on_hub):
 def test_what_is_not_to_be_had_is_refused_in_one_line(monkeypatch):
     pytest.importorskip("datasets", reason="needs cauc-ray[datasets]")
     monkeypatch.delenv("CAUC_DATA", raising=False)
-    for name in ("mmlu", "hub:some/dataset"):  # there is no network in tests
+    for name in ("mmlu", "hub:some/dataset"):  # tests have no network
         with pytest.raises(DataError, match=r"^cannot load .* from the hub: .*; give .*$"):
             dataset(name)
     with pytest.raises(DataError, match="iwildcam is not on the hub: give the path of its files as iwildcam=PATH"):

@@ -34,7 +34,7 @@ def test_partitions_of_a_folder_become_splits_by_a_rule(tmp_path, layout):
         published[partition] = [f"{partition}-{i}" for i in range(SIZES[partition])]
         rows = [{**row, "id": example} for row, example in zip(questions(1000), published[partition], strict=False)]
         write(tmp_path / f"{name}.jsonl", rows)
-    opened, other = dataset(tmp_path, seed=3), dataset(tmp_path, seed=4)
+    opened, reseeded = dataset(tmp_path, seed=3), dataset(tmp_path, seed=4)
     taken = dict.fromkeys(LAYOUTS[layout])
     splits = split_by_rule(choose_rule(published), {name: SIZES[name] for name in taken}, 3)
     assert [splits[split].partition for split in opened.split_sizes] == list(LAYOUTS[layout])
@@ -43,9 +43,9 @@ def test_partitions_of_a_folder_become_splits_by_a_rule(tmp_path, layout):
         assert values_of(opened, "id", split) == ids
         assert opened.split_sizes[split] == len(ids)
     if "calibration" not in layout:
-        assert values_of(other, "id", "validation") != values_of(opened, "id", "validation")
+        assert values_of(reseeded, "id", "validation") != values_of(opened, "id", "validation")
     assert dataset(tmp_path, seed=3).fingerprint == opened.fingerprint
-    assert (other.fingerprint == opened.fingerprint) == ("calibration" in layout)
+    assert (reseeded.fingerprint == opened.fingerprint) == ("calibration" in layout)
 
 
 def write_shards(folder, sizes, **options):
@@ -71,7 +71,7 @@ def test_shards_row_groups_and_done_blocks_change_nothing_of_the_rows(sizes, gro
         rows = write_shards(inside, sizes, row_group_size=group_rows)
         opened = dataset(folder)
         splits = split_by_rule("three-way", {"validation": len(rows)})
-        picked = {"all": range(len(rows)), **{split: each.rows for split, each in splits.items()}}
+        picked = {"all": range(len(rows)), **{split: of_split.rows for split, of_split in splits.items()}}
         for split, numbers in picked.items():
             assert rows_of(opened, split, block_rows) == [rows[number] for number in numbers]
         left = opened.blocks(block_rows)
@@ -89,16 +89,16 @@ def test_a_dataset_by_uri_is_that_of_its_path(tmp_path, s3, kind):
         (tmp_path / "all").mkdir()
         for name, first, n in (("validation", 0, 6), ("test", 6, 5)):
             write(tmp_path / "all" / f"{name}.{kind}", questions(n, first))
-    there = path_of(f"{s3}/{tmp_path.name}/all")
+    bucket = path_of(f"{s3}/{tmp_path.name}/all")
     for entry in list_files(tmp_path / "all"):
-        (there / path_inside(entry.path, tmp_path / "all")).write_bytes(entry.path.read_bytes())
-    local, remote = dataset(tmp_path / "all"), dataset(str(there))
+        (bucket / path_inside(entry.path, tmp_path / "all")).write_bytes(entry.path.read_bytes())
+    local, remote = dataset(tmp_path / "all"), dataset(str(bucket))
     assert (remote.name, remote.fingerprint) == (local.name, local.fingerprint)
     for split in local.split_sizes:
         assert rows_of(remote, split, 2) == rows_of(local, split, 2)
     assert rows_of(open_dataset(remote.spec), "test", 2) == rows_of(local, "test", 2)
-    with pytest.raises(DataError, match=rf"{there}/absent does not exist"):
-        dataset(f"{there}/absent")
+    with pytest.raises(DataError, match=rf"{bucket}/absent does not exist"):
+        dataset(f"{bucket}/absent")
 
 
 def test_csv_cells_are_text_and_empty_ones_null(tmp_path):
@@ -132,9 +132,9 @@ def test_texts_and_lists_of_every_type_are_read(tmp_path, choices, text):
         "choices": pa.array([stored] * 4, choices),
         "label": pa.array(["A", "b", "1", None]).cast(text),
     }
-    found = rows_of(dataset(write(tmp_path / "x.parquet", pa.table(columns))), "all", 3)
-    assert [row["choices"] for row in found] == [["1", "2"]] * 4
-    assert [(row["question"], row["label"]) for row in found] == [("?", 0), ("?", 1), ("?", 1), ("?", -1)]
+    rows = rows_of(dataset(write(tmp_path / "x.parquet", pa.table(columns))), "all", 3)
+    assert [row["choices"] for row in rows] == [["1", "2"]] * 4
+    assert [(row["question"], row["label"]) for row in rows] == [("?", 0), ("?", 1), ("?", 1), ("?", -1)]
 
 
 NAMES = {"question": "stem", "choices": "opa+opb+opc+opd", "label": "key", "example_id": "nr"}
@@ -143,13 +143,13 @@ NAMES = {"question": "stem", "choices": "opa+opb+opc+opd", "label": "key", "exam
 @pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
 def test_columns_are_named_and_gathered(tmp_path, ending):
     cells = [["x", "y", "z"], ["x", "y", None], ["x", "y", "z"], ["x", None, "z"]]
-    options = [dict(zip(("opa", "opb", "opc", "opd"), [*own, None], strict=True)) for own in cells]
+    options = [dict(zip(("opa", "opb", "opc", "opd"), [*row, None], strict=True)) for row in cells]
     rows = [{"nr": i, "stem": f"q{i}", **options[i], "key": "B"} for i in range(4)]
     path = write(tmp_path / f"x.{ending}", rows)
-    found = rows_of(dataset(path, **NAMES))
+    read = rows_of(dataset(path, **NAMES))
     # An option that is missing before others would move those to other letters: it stays, as no text.
-    assert [row["choices"] for row in found] == [["x", "y", "z"], ["x", "y"], ["x", "y", "z"], ["x", None, "z"]]
-    assert [(row["id"], row["question"], row["label"]) for row in found] == [(str(i), f"q{i}", 1) for i in range(4)]
+    assert [row["choices"] for row in read] == [["x", "y", "z"], ["x", "y"], ["x", "y", "z"], ["x", None, "z"]]
+    assert [(row["id"], row["question"], row["label"]) for row in read] == [(str(i), f"q{i}", 1) for i in range(4)]
     for names, words in (
         ({**NAMES, "question": "root"}, r"no column 'root' for question; it has nr, stem, .* --columns"),
         ({**NAMES, "choices": "opa+opx"}, "no column 'opx' for choices"),
@@ -165,10 +165,10 @@ def test_class_folders_are_labels(tmp_path):
     (tmp_path / "bee" / "notes.txt").write_text("no image")
     (tmp_path / "bee" / ".hidden.jpg").write_text("no image")
     opened = dataset(tmp_path)
-    found = rows_of(opened, "all", 5)
-    assert [row["id"] for row in found] == sorted(f"{name}/{i}.JPG" for name in classes for i in range(3))
-    assert {row["id"].split("/")[0]: row["label"] for row in found} == {"Ant": 0, "bee": 1, "train": 2, "zebra": 3}
-    assert all(row["image"].decode() == f"{tmp_path.name}/{row['id'].removesuffix('.JPG')}" for row in found)
+    rows = rows_of(opened, "all", 5)
+    assert [row["id"] for row in rows] == sorted(f"{name}/{i}.JPG" for name in classes for i in range(3))
+    assert {row["id"].split("/")[0]: row["label"] for row in rows} == {"Ant": 0, "bee": 1, "train": 2, "zebra": 3}
+    assert all(row["image"].decode() == f"{tmp_path.name}/{row['id'].removesuffix('.JPG')}" for row in rows)
 
 
 def test_partitions_above_class_folders(tmp_path):
@@ -194,7 +194,7 @@ def test_the_fingerprint_changes_with_the_content_not_with_the_place(tmp_path):
     write(b / "test.jsonl", questions(20))
     (b / "x.jsonl").rename(b / "validation.jsonl")
     write_images(c, ["a", "b"])
-    seen += [dataset(each).fingerprint for each in (a, b, c)]
+    seen += [dataset(folder).fingerprint for folder in (a, b, c)]
     (c / "a" / "0.JPG").write_bytes(b"longer than it was before")
     seen.append(dataset(c).fingerprint)
     (c / "a" / "0.JPG").rename(c / "b" / "00.JPG")

@@ -108,11 +108,11 @@ def test_rows_do_not_depend_on_the_other_rows_of_their_blocks(kind, data):
 
     rows = st.lists(st.tuples(KINDS[kind] | st.none(), st.booleans()), min_size=1, max_size=5)
     blocks = data.draw(st.lists(rows, min_size=1, max_size=3))
-    parts = [read([value for value, _ in block])[np.array([wanted for _, wanted in block])] for block in blocks]
-    found = concat_column([part for part in parts if len(part)] or parts)
-    alone = concat_column([read([value for block in blocks for value, wanted in block if wanted])])
-    assert str(found.tolist()) == str(alone.tolist())
-    assert found.dtype == alone.dtype or not len(found)
+    parts = [read([value for value, _ in block])[np.array([chosen for _, chosen in block])] for block in blocks]
+    cut = concat_column([part for part in parts if len(part)] or parts)
+    alone = concat_column([read([value for block in blocks for value, chosen in block if chosen])])
+    assert str(cut.tolist()) == str(alone.tolist())
+    assert cut.dtype == alone.dtype or not len(cut)
 
 
 def test_files_that_differ_in_types_share_a_block(tmp_path):

@@ -250,8 +250,8 @@ def test_files_that_have_changed_since_are_refused_and_those_without_wanted_rows
     with pytest.raises(DataError, match=r"part-1\.parquet has changed since"):
         SpooledLogits(ShardFiles("m", head.files, head.positions))
     second.unlink()
-    own = head.positions[head.positions < head.files[0].n_rows]
-    assert len(SpooledLogits(ShardFiles("m", head.files, own)).n_options) == pq.read_metadata(first).num_rows
+    of_first = head.positions[head.positions < head.files[0].n_rows]
+    assert len(SpooledLogits(ShardFiles("m", head.files, of_first)).n_options) == pq.read_metadata(first).num_rows
 
 
 IDS = [f"e{row}" for row in range(6)]
@@ -270,9 +270,9 @@ def test_embeddings_come_in_the_order_asked_for_from_any_number_of_files(tmp_pat
     write_embedding(tmp_path, vectors[2:], IDS[2:], name="b")
     assert encoders(tmp_path) == ["enc"]
     for order in ([5, 0, 3], [0, 1, 2, 3, 4, 5]):
-        found = read_embeddings(tmp_path, "enc", "test", [IDS[row] for row in order])
-        assert found.dtype == np.float32
-        assert (found == vectors[order]).all()
+        read = read_embeddings(tmp_path, "enc", "test", [IDS[row] for row in order])
+        assert read.dtype == np.float32
+        assert (read == vectors[order]).all()
 
 
 @pytest.mark.parametrize(

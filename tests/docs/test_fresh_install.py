@@ -51,9 +51,9 @@ def environment_of(folder, requirements, *options, python=sys.executable):
 
 def blocks(page):
     """Return how each block of a page is marked, its language and its text."""
-    found = BLOCK.findall((ROOT / page).read_text())
     return [
-        (how, language, re.sub(rf"^{indent}", "", text, flags=re.MULTILINE)) for how, indent, language, text in found
+        (how, language, re.sub(rf"^{indent}", "", text, flags=re.MULTILINE))
+        for how, indent, language, text in BLOCK.findall((ROOT / page).read_text())
     ]
 
 

@@ -83,20 +83,20 @@ def prepared(tmp_path_factory):
 @pytest.fixture
 def folder(request, prepared, tmp_path, monkeypatch):
     """Go to a folder of the page's own; who reads the tutorial has nothing yet."""
-    here = tmp_path / "page"
+    place = tmp_path / "page"
     if request.node.callspec.params["page"].name == "tutorial.md":
-        here.mkdir()
+        place.mkdir()
     else:
-        shutil.copytree(prepared, here)
-    monkeypatch.chdir(here)
+        shutil.copytree(prepared, place)
+    monkeypatch.chdir(place)
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(here), str(here / "installed")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(place), str(place / "installed")]))
     # Packages that a page installs do not enter this environment.
-    for option, value in {"TARGET": here / "installed", "NO_DEPS": 1, "NO_BUILD_ISOLATION": 0, "NO_INDEX": 1}.items():
+    for option, value in {"TARGET": place / "installed", "NO_DEPS": 1, "NO_BUILD_ISOLATION": 0, "NO_INDEX": 1}.items():
         monkeypatch.setenv(f"PIP_{option}", str(value))
     monkeypatch.setenv("MPLBACKEND", "Agg")
     monkeypatch.setenv("COLUMNS", "120")
-    return here
+    return place
 
 
 NOT_RUN = (ROOT / "docs" / "reference", ROOT / "deployments")
@@ -129,13 +129,13 @@ def test_snippets_run_in_order(page, folder, request, monkeypatch):
     port = free_port()
     out = ""
     with ExitStack() as services:
-        here = {":8000": f":{port}", "port 8000": f"port {port}", "port: 8000": f"port: {port}"}
+        replaced = {":8000": f":{port}", "port 8000": f"port {port}", "port: 8000": f"port: {port}"}
         if page.name in SURROUNDINGS:
-            here |= services.enter_context(SURROUNDINGS[page.name](folder, monkeypatch, request))
+            replaced |= services.enter_context(SURROUNDINGS[page.name](folder, monkeypatch, request))
         for snippet in snippets(page):
             text = snippet.text
-            for shown, own in here.items():
-                text = text.replace(shown, own)
+            for text_of_page, text_of_test in replaced.items():
+                text = text.replace(text_of_page, text_of_test)
             titled = re.match(r"# (\S+\.(?:py|yaml|toml))[:\n]", text)
             if titled:  # a file that the page tells to write
                 (folder / titled[1]).write_text(text)
@@ -190,10 +190,10 @@ def cluster_of_jobs(folder, monkeypatch, request):
 SURROUNDINGS = {"service.md": cluster_of_a_service, "cluster.md": cluster_of_jobs}
 
 
-def require_output(shown, out):
+def require_output(expected, out):
     """Compare what a page shows with what its snippet prints."""
     ways = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    assert doctest.OutputChecker().check_output(shown + "\n", out, ways), f"shown:\n{shown}\nprinted:\n{out}"
+    assert doctest.OutputChecker().check_output(expected + "\n", out, ways), f"shown:\n{expected}\nprinted:\n{out}"
 
 
 def lines_of(text):
@@ -257,7 +257,7 @@ def commands(page):
     """Yield the words after `cauc` of every command in a page's shell snippets and in its text."""
     shell = [snippet.text for snippet in snippets(page) if snippet.language == "sh"]
     lines = "\n".join(shell).replace("\\\n", " ").splitlines()
-    written = [found[1] for line in lines if (found := re.search(r"(?:^|-- |/)cauc (.*)", line))]
+    written = [match[1] for line in lines if (match := re.search(r"(?:^|-- |/)cauc (.*)", line))]
     written += re.findall(r"`cauc ([a-z][^`…]*)`", BLOCK.sub("", page.read_text()))
     for text in written:
         words = shlex.split(text, comments=True)

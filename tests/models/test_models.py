@@ -74,13 +74,13 @@ def test_one_bad_row_of_a_users_model_costs_one_row(output):
 
 def test_labels_of_a_users_model_are_those_with_the_highest_scores():
     spec = PythonSpec(kind="python", factory="user_models:labelled", labels=["ok", "NA", "zz"])
-    right, other = (
+    right, swapped = (
         spec.model_copy(update={"kwargs": {"names": names}}) for names in (["ok", "NA", "zz"], ["NA", "ok", "zz"])
     )
     batch = {"x": np.array([0, 1, 2])}
     assert right.load()(batch).logits.argmax(axis=1).tolist() == [0, 1, 2]
     with pytest.raises(ConfigError, match="with label 'NA', but its highest score is that of option 0"):
-        other.load()(batch)
+        swapped.load()(batch)
 
 
 def test_a_users_model_gets_its_device_and_is_closed():

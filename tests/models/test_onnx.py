@@ -174,10 +174,10 @@ def test_labels_of_the_file_that_its_highest_scores_do_not_have_are_refused(tmp_
     names = [str(label) for label in classes]
     path = probabilities_of_a_pipeline(tmp_path / "m.onnx", classes, zipmap=False)
     assert spec(path, labels=names).load()(table(X)).logits == pytest.approx(P, abs=1e-6)
-    for other in ([names[i] for i in order] for order in ((1, 0, 2), (2, 1, 0), (1, 2, 0))):
+    for reordered in ([names[i] for i in order] for order in ((1, 0, 2), (2, 1, 0), (1, 2, 0))):
         if classes != (0, 1, 2):
             with pytest.raises(ConfigError, match="labels of the pool in the order"):
-                spec(path, labels=other).load()(table(X))
+                spec(path, labels=reordered).load()(table(X))
     swapped = probabilities_of_a_pipeline(tmp_path / "s.onnx", classes, zipmap=False, order=[0, 2, 1])
     with pytest.raises(ConfigError, match="in the order of the model's scores"):
         spec(swapped, labels=names).load()(table(X))

@@ -151,8 +151,8 @@ def test_a_template_that_opens_a_thought_is_refused_unless_it_closes_it(tmp_path
 def test_a_date_in_a_template_is_the_same_every_day(models):
     model = choice_spec(models("dated")).load()
     assert "dated 26 Jul 2024" in model.facts.source
-    other = choice_spec(models("dated"), chat_template_kwargs={"date_string": "1 Jan 1970"}).load()
-    assert "dated" not in other.facts.source
+    overridden = choice_spec(models("dated"), chat_template_kwargs={"date_string": "1 Jan 1970"}).load()
+    assert "dated" not in overridden.facts.source
 
 
 @pytest.mark.parametrize("chat", [True, False])

@@ -233,8 +233,8 @@ def test_bodies_are_inflated_up_to_the_limit_and_damaged_ones_refused(body, enco
         else:
             assert f"the body has more than {limit} bytes" in fault(decoded_body, sent, name, limit, status=413)
     cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
-    for other in ("br", "gzip, gzip", "x" * 10**6, "gzip\n\nfoo"):
-        fault(decoded_body, body, other, limit, status=415)
+    for unsupported in ("br", "gzip, gzip", "x" * 10**6, "gzip\n\nfoo"):
+        fault(decoded_body, body, unsupported, limit, status=415)
     for damaged in (cut, whole * 2, b"\0" + body, whole[:-1] + bytes([whole[-1] ^ 1])):
         assert encoding in fault(decoded_body, damaged, encoding, 5000)
 

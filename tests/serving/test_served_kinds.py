@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import yaml
 from asking import infer, outputs_of
-from masked import MODELS, softmax, splits, write
+from masked import MODELS, softmax, splits
+from synthetic import write_chains
 
 import cauc_ray
 from cauc_ray.data.logits import LogitTable
@@ -14,7 +15,7 @@ from cauc_ray.data.logits import LogitTable
 def served(tmp_path_factory):
     """Serve m0, whose probabilities, with masks, are declared, and m1, whose are not."""
     folder, chains = tmp_path_factory.mktemp("served"), splits(120)
-    table = write(
+    table = write_chains(
         folder / "LOGITS", chains, lambda z: np.where(np.isneginf(z), np.float32(-1e4), softmax(z)), logit_kind="raw"
     )
     kinds = {"m0": "probabilities", "m1": "probabilities"}

@@ -31,8 +31,10 @@ EPSILON = 1e-12
 class BaseStage(Stage):
     """A stage of CAUC Base: mean and deviation of its calibrated logits, and whether it joins the fusion.
 
-    The complementarity rate (paper, eq. 6) is with the last stage, whose own is null.   n_gain, n_loss: its counts,
-    null if it is null.
+    Attributes:
+        complementarity_rate: That with the last stage (paper, eq. 6), whose own is null.
+        n_gain: Examples that count as gains in that rate; null if it is null.
+        n_loss: Examples that count as losses in it; null if it is null.
     """
 
     # Not the rate: only fused, which is derived from it, decides.
