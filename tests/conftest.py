@@ -47,9 +47,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.envir
 
 # Files that take longest, which start first, so that both processes end at about the same time.
 LONGEST = (
-    *("test_faults", "test_examples", "test_wide_area", "test_bench", "test_vllm", "test_object_store", "test_plan"),
-    *("test_methods", "test_published_methods", "test_wheel", "test_submitted", "test_snippets"),
-    *("test_certified_methods", "test_shards", "test_run", "test_comparing", "test_collect", "test_cluster"),
+    *("test_faults", "test_cluster", "test_examples", "test_wide_area", "test_bench", "test_vllm"),
+    *("test_object_store", "test_plan", "test_run", "test_collect", "test_methods", "test_published_methods"),
+    *("test_submitted", "test_wheel", "test_snippets", "test_certified_methods", "test_shards", "test_comparing"),
     *("test_labelling", "test_learned_routers", "test_tabular", "test_openai", "test_stopping", "test_poison"),
 )
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from batches import encoded
 from PIL import Image
+from runs import ranked
 from stored import dataset, rows_of, values_of, write, write_images
 from torchvision.models import squeezenet1_1
 
@@ -273,10 +274,9 @@ def test_a_run_reads_and_asks_what_a_collection_did(tmp_path, name):
     assert {example: ran[example] for example in collected} == collected
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")  # of a policy that has nothing to learn
-@pytest.mark.parametrize("name", PUBLISHED_IMAGES)
+@pytest.mark.parametrize("name", ranked(PUBLISHED_IMAGES, quick=0, slow=1))
 def test_a_run_has_the_logits_of_a_collection_of_images(tmp_path, name):
     """Of a real network, for photographs that are upright or turned, in batches of another size."""
     text, rng = write_published(tmp_path / "data", name), np.random.default_rng(7)
