@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from jobs.bench.checkpoints import byte_pairs
+
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXT = 4096
 LETTERS = string.ascii_uppercase + string.ascii_lowercase
@@ -108,46 +110,32 @@ def question_prompt(question: str, choices: Sequence[str], context: str = "", *,
     )
 
 
-def tiny_language_model(folder: Path, head_size: int = 8) -> Loaded:
-    """Save a Llama of two layers and random weights with a tokenizer and a chat template, and load it again."""
+def llama(tokenizer: Any, seed: int = 0, head_size: int = 8, **config: Any) -> Any:
+    """Return a Llama of two layers and random weights for a tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = _trained_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=4 * head_size,
-        intermediate_size=8 * head_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.3,  # so that every token before it moves a prediction
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    sizes = {"hidden_size": 4 * head_size, "intermediate_size": 8 * head_size, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    # Weights so large that every token before it moves a prediction.
+    settings = LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.3, **sizes, **config)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        network = LlamaForCausalLM(config)
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(settings)
+
+
+def tiny_language_model(folder: Path, head_size: int = 8) -> Loaded:
+    """Save a Llama of random weights with a tokenizer and a chat template, and load it again."""
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    inner = byte_pairs(TEXTS, 450, [*special.values()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **special, chat_template=TEMPLATE)
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    network = llama(tokenizer, head_size=head_size, max_position_embeddings=CONTEXT, **ends)
     _favour_letters(network, tokenizer)
     Loaded(folder, tokenizer, network).save(folder)
     return Loaded.from_folder(folder)
-
-
-def _trained_tokenizer() -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    bos, eos = "<|im_start|>", "<|im_end|>"
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=450, special_tokens=[bos, eos], initial_alphabet=alphabet, show_progress=False
-    )
-    inner.train_from_iterator(TEXTS, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=bos, eos_token=eos, chat_template=TEMPLATE)
 
 
 def _favour_letters(network: Any, tokenizer: Any) -> None:

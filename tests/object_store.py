@@ -10,21 +10,11 @@ import pytest
 @pytest.fixture(scope="session")
 def s3():
     """Start the server. Returns the URI of a bucket."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    settings = {
-        "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-    }
-    with mock.patch.dict(os.environ, settings):
-        from pyarrow.fs import FileSystem
+    pytest.importorskip("moto.server")
+    from jobs.faults.store import object_store
 
-        FileSystem.from_uri("s3://bucket?allow_bucket_creation=true")[0].create_dir("bucket")
-        yield "s3://bucket"
-    server.stop()
+    with mock.patch.dict(os.environ), object_store("bucket") as uri:
+        yield uri
 
 
 @pytest.fixture(params=["local", "s3"])

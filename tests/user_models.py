@@ -106,10 +106,17 @@ def loads_unless(path):
     return by_x()
 
 
-def loads_at_second_try(path):
-    """Answer as by_x does; the first process that loads it cannot."""
+def is_first(path):
+    """Say whether this is the first process to ask for a path."""
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        return True
+    return False
+
+
+def loads_at_second_try(path):
+    """Answer as by_x does; the first process that loads it cannot."""
+    if is_first(path):
         raise OSError("the device is broken")
     return by_x()
 
@@ -406,11 +413,7 @@ def poisonable(column=0):
 
 def fails_in_one_process(path):
     """Answer by x's first number, but raise on everything in the first process that loads the model."""
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-        fails = True
-    except FileExistsError:
-        fails = False
+    fails = is_first(path)
 
     def answer(batch):
         if fails:
@@ -503,11 +506,8 @@ def slow_brightness(batch, seconds, log):
 def killed_once_on(batch, values, folder):
     """Answer as brightness does, but be killed by the first batch that holds an image of each of some values."""
     for value in {image[0] for image in batch["image"]} & set(values):
-        try:
-            os.close(os.open(os.path.join(folder, f"killed-{value}"), os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            continue
-        os.kill(os.getpid(), signal.SIGKILL)
+        if is_first(os.path.join(folder, f"killed-{value}")):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @before(brightness)

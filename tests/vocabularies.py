@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from language_models import TEMPLATE, TEXTS, Loaded
+from language_models import TEMPLATE, TEXTS, Loaded, llama
 
 LLAMA2 = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token }}[INST] {{ m['content'] | trim }} [/INST]"
@@ -82,13 +82,5 @@ def vocabulary(name: str, texts: Sequence[str] = (), template: str | None = None
 
 def language_model(folder: Path, tokenizer: Any, seed: int = 0) -> Loaded:
     """Save a Llama of random weights with a tokenizer, and load it again."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, initializer_range=0.3, **sizes)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        network = LlamaForCausalLM(config)
-    Loaded(folder, tokenizer, network).save(folder)
+    Loaded(folder, tokenizer, llama(tokenizer, seed)).save(folder)
     return Loaded.from_folder(folder)

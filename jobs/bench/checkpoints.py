@@ -96,17 +96,24 @@ def _settings(sizes: dict[str, Any]) -> dict[str, Any]:
 
 def trained_tokenizer(texts: Sequence[str]) -> Any:
     """Return a tokenizer of bytes that was trained on texts and on random ones; letters are single tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
+
+    letters = [f"{letter} {letter}" for letter in string.ascii_letters]
+    inner = byte_pairs([*random_texts(500, seed=0), *3 * letters, *3 * list(texts)], 4000, ["<pad>", "<eos>"])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", model_max_length=1024)
+
+
+def byte_pairs(texts: Sequence[str], vocab_size: int, special_tokens: Sequence[str]) -> Any:
+    """Return byte pairs that were trained on texts, after special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     settings: dict[str, Any] = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
-    trainer = trainers.BpeTrainer(vocab_size=4000, special_tokens=["<pad>", "<eos>"], **settings)
-    letters = [f"{letter} {letter}" for letter in string.ascii_letters]
-    inner.train_from_iterator([*random_texts(500, seed=0), *3 * letters, *3 * list(texts)], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", model_max_length=1024)
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(special_tokens), **settings)
+    inner.train_from_iterator(texts, trainer)
+    return inner
 
 
 def random_texts(n: int, seed: int) -> npt.NDArray[Any]:

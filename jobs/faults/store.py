@@ -1,4 +1,4 @@
-"""An object store at a distance, for inputs and outputs that every node can reach."""
+"""An object store, at a distance, for inputs and outputs that every node can reach."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# A request takes this many seconds.
-AWAY_S = 0.05
-
 
 @contextmanager
-def far_store() -> Iterator[str]:
-    """Serve an S3 store for the length of the block, which the environment then names. Yields the URI of a bucket."""
+def object_store(bucket: str, away_s: float = 0.0) -> Iterator[str]:
+    """Serve an S3 store for the length of the block, which the environment then names. Yields the URI of a bucket.
+
+    Args:
+        bucket: The bucket's name.
+        away_s: Seconds that are added to each request.
+    """
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
     near = DomainDispatcherApplication(create_backend_app)
 
     def far(request: dict[str, Any], start: Callable[..., Any]) -> Any:
-        time.sleep(AWAY_S)
+        time.sleep(away_s)
         return near(request, start)
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -37,8 +39,9 @@ def far_store() -> Iterator[str]:
     )
     from pyarrow.fs import FileSystem
 
-    FileSystem.from_uri("s3://faults?allow_bucket_creation=true")[0].create_dir("faults")
+    uri = f"s3://{bucket}"
+    FileSystem.from_uri(f"{uri}?allow_bucket_creation=true")[0].create_dir(bucket)
     try:
-        yield "s3://faults"
+        yield uri
     finally:
         server.shutdown()

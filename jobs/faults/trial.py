@@ -34,13 +34,15 @@ from jobs.bench.processes import printed, processes
 from jobs.faults.cascade import Row, compare, compare_logits, pool_file, read_rows, write_cascade
 from jobs.faults.cluster import Cluster, kill, wait_until
 from jobs.faults.kinds import KINDS, SESSIONS, SOMETIMES, TARGETS, Kind, Scene
-from jobs.faults.store import far_store
+from jobs.faults.store import object_store
 
 # A trial that the fault has missed is made again so often, at other moments.
 TRIES = 3
 # Of so many trials of a kind, some must show what it sometimes brings about.
 SOME = 5
-STORE = "s3://faults"
+BUCKET = "faults"
+# A request to the store takes this many seconds longer than here.
+AWAY_S = 0.05
 # Faults strike within this many seconds of the first call: about the shortest run.
 STRIKES_S = 2.0
 # Rows that a service is asked for, again and again.
@@ -213,7 +215,7 @@ def trial(kind: Kind, scene: Scene) -> dict[str, Any]:
 
 def _move_away(scene: Scene) -> None:
     """Have a run read its input from a store at a distance, and a collection write there."""
-    store = path_of(f"{STORE}/{scene.folder.name}")
+    store = path_of(f"s3://{BUCKET}/{scene.folder.name}")
     if scene.target == "collection":
         scene.out = store
         return
@@ -229,7 +231,7 @@ def main(argv: Sequence[str]) -> None:
     kinds = [kind for kind in KINDS if kind.name in names]
     with ExitStack() as resources:
         if any(kind.remote for kind in kinds):
-            resources.enter_context(far_store())
+            resources.enter_context(object_store(BUCKET, AWAY_S))
         cluster = Cluster(**SESSIONS[session])
         resources.callback(cluster.close)
         scene = Scene(cascade, cluster, Path(path), random.Random(0), target, list(cascade.expected))

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 import yaml
-from asking import http, infer, outputs_of
+from asking import http, infer, outputs_of, until
 from ray._private.ray_constants import PROMETHEUS_SERVICE_DISCOVERY_FILE
 from runs import pool_of, python_model, saved_model, write_pool
 from synthetic import chain
@@ -25,6 +24,7 @@ from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import PolicyError
 from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
+from jobs.bench.processes import free_port
 
 DEPLOYMENTS = Path(__file__).parents[2] / "deployments"
 RULES = DEPLOYMENTS / "chart" / "alerts.yaml"
@@ -114,9 +114,7 @@ class Prometheus:
         (folder / "alerts.yaml").write_text(yaml.safe_dump(hasty))
         config["rule_files"] = [str(folder / "alerts.yaml")]
         (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         self.url = f"http://{address}/api/v1"
         self.log = (folder / "log").open("w")
         self.process = subprocess.Popen(
@@ -236,14 +234,6 @@ def panels():
     return by_title
 
 
-def wait_until(happens, *, every_s=0.5):
-    """Wait until a condition holds; a deadline ends a hang."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not happens():
-        assert time.monotonic() < deadline
-        time.sleep(every_s)
-
-
 @pytest.fixture
 def planted(tmp_path):
     return Chain(tmp_path)
@@ -268,11 +258,11 @@ def check_dashboard(chain, service, edge, prometheus):
     def active():
         return {line["metric"]["policy"] for line in prometheus.query('ray_cauc_serve_policy{model="six"} == 1')}
 
-    wait_until(lambda: active() == {chain.policy.id})  # a change is visible once it has been scraped
+    until(lambda: active() == {chain.policy.id})  # a change is visible once it has been scraped
     cauc_ray.set_policy(chain.candidate, url=service.url)
-    wait_until(lambda: active() == {chain.candidate.id})
+    until(lambda: active() == {chain.candidate.id})
     n_scrapes = prometheus.n_scrapes()
-    wait_until(lambda: prometheus.n_scrapes() >= n_scrapes + 5)
+    until(lambda: prometheus.n_scrapes() >= n_scrapes + 5)
     assert active() == {chain.candidate.id}
 
 
@@ -291,7 +281,7 @@ def test_service_without_ray_fills_every_panel_and_its_end_is_noticed(planted, t
         assert "CaucDegraded" in prometheus.alerts()
         assert "CaucSilent" not in prometheus.alerts()
         service.stop()
-        wait_until(lambda: "CaucSilent" in prometheus.alerts())
+        until(lambda: "CaucSilent" in prometheus.alerts())
 
 
 @pytest.mark.soak("full")

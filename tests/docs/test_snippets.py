@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -36,6 +35,7 @@ from cauc_ray.cli.command import VERBS, main, parse
 from cauc_ray.data.writing import TableInfo
 from cauc_ray.schemas import SCHEMAS
 from examples.models import install_command, link_models
+from jobs.bench.processes import free_port
 
 SHELL = ("bash", "-euo", "pipefail", "-c")
 POOL = """
@@ -210,11 +210,6 @@ def run_here(text):
         with pytest.raises(SystemExit) as end:
             main(words[1:])
         assert end.value.code == 0, words
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @contextmanager
