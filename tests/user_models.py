@@ -250,7 +250,7 @@ def fails_on(batch, example):
 
 @before(by_x)
 def fails_below(batch, limit, path):
-    """Answer, but raise on any batch with an x below a limit, while there is no file at a path."""
+    """Answer, but raise on any batch with an x below a limit, until a file exists at a path."""
     if (batch["x"] < limit).any() and not os.path.exists(path):
         raise ValueError(f"no kernel image for x {batch['x'].min():g}")
 
@@ -426,7 +426,7 @@ def fails_in_one_process(path):
 def talkative(seconds):
     """Answer as by_x does, slowly, and print and log what it does, with a progress bar.
 
-    Its process is told to end while it takes something down, as Ray does to replicas.
+    Its process gets the order to end while it takes something down, as Ray does to replicas.
     """
     import logging
     import sys

@@ -517,7 +517,7 @@ def test_the_identity_is_that_of_the_files_content_wherever_they_lie(case, tmp_p
 
 @pytest.mark.parametrize("case", ["transformers-classifier", "transformers-choice"], indirect=True)
 def test_a_model_spread_over_the_devices_there_are_answers_alike(case, monkeypatch):
-    """By accelerate's device map, which has the CPU alone where there is no GPU."""
+    """By accelerate's device map, which has the CPU alone on a machine without a GPU."""
     spread = case.stage().model.load(Placement(num_gpus=2))(case.batch())
     assert np.array_equal(vectors(spread), vectors(case.model(case.batch())))
     monkeypatch.setattr("cauc_ray.errors.find_spec", lambda name: None if name == "accelerate" else name)

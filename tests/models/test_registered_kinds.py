@@ -136,7 +136,7 @@ def test_the_published_schema_takes_built_in_and_registered_kinds(tmp_path):
 
 @pytest.mark.usefixtures("other_package")
 def test_what_stands_beside_the_kind_reaches_the_factory(tmp_path):
-    # Names that a spec's own methods and fields have are no exception.
+    # Also where a spec's own methods and fields have its name.
     settings = {"model_name": "x", "load": 3, "located": None, "cost_unit": "USD", "nested": {"a": [1, {"b": 2.0}]}}
     spec = load_pool(pool_file(tmp_path, kind="echo", **settings)).stage("s").model
     assert spec.cost_unit is None
