@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from masked import MODELS, softmax, splits, write, write_masked
+from masked import MODELS, softmax, splits, write_masked
 from runs import (
     answers_of,
     by_example,
@@ -18,6 +18,7 @@ from runs import (
     two_model_policy,
     write_pool,
 )
+from synthetic import write_chains
 
 import cauc_ray
 from cauc_ray.errors import CaucWarning, ConfigError, PolicyError
@@ -52,7 +53,7 @@ def test_a_live_run_with_masks_and_declared_probabilities_is_the_replay(tmp_path
         masked = np.where(np.isneginf(logits), np.float32(LOWEST), logits)
         return masked if next(turns) % 2 else some_of_each(logits)
 
-    table = write(tmp_path / "LOGITS", chains, written)
+    table = write_chains(tmp_path / "LOGITS", chains, written)
     kinds = {"m0": "probabilities"}
     with pytest.warns(CaucWarning, match="'m0': probabilities are 0"):
         policy = cauc_ray.fit(table, models=MODELS, method="rf", budget=3.0, logit_kind=kinds)
@@ -67,7 +68,7 @@ def test_a_live_run_with_masks_and_declared_probabilities_is_the_replay(tmp_path
 @pytest.mark.usefixtures("ray_session")
 def test_a_live_model_of_undeclared_probabilities_ends_the_run_with_the_remedy(tmp_path, chains):
     raw = write_masked(tmp_path / "RAW", chains, -np.inf)
-    write(tmp_path / "LOGITS", chains, some_of_each)
+    write_chains(tmp_path / "LOGITS", chains, some_of_each)
     policy = cauc_ray.fit(raw, models=MODELS, threshold=0.7)
     with pytest.raises(ConfigError, match="logit_kind: probabilities"):
         run(tmp_path, pool(tmp_path), policy, split_input(tmp_path, chains["test"]))
@@ -103,7 +104,7 @@ def test_what_the_policy_was_not_fitted_for_is_refused_before_anything_starts(tm
 def test_calls_that_tell_their_own_costs_must_do_so_in_the_policys_unit(tmp_path):
     """Costs of saved calls are in their table's unit, which counts where the policy counts calls."""
     data = splits(60)
-    table = write(tmp_path / "LOGITS", data, lambda logits: logits, logit_kind="raw")
+    table = write_chains(tmp_path / "LOGITS", data, lambda logits: logits, logit_kind="raw")
     content = json.loads((table / "pool.json").read_text())
     policy = cauc_ray.fit(table, models=MODELS, threshold=0.7)
     (table / "pool.json").write_text(json.dumps({**content, "cost_unit": "USD"}))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from masked import softmax
-from synthetic import SPLITS, planted, write_table
+from synthetic import SPLITS, planted, write_chains, write_table
 
 import cauc_ray
 from cauc_ray.data.writing import logit_columns
@@ -203,7 +203,7 @@ def test_shards_read_masks_and_kinds_as_one_process_does(tmp_path, in_process):
         p[np.arange(0, len(p), 5), np.where(p > 0, p, 2)[::5].argmin(axis=1)] = 0.0
         return np.where(np.isneginf(logits), np.float32(-1e9), p)
 
-    masked.write(tmp_path, masked.splits(), as_probabilities)
+    write_chains(tmp_path, masked.splits(), as_probabilities)
     with pytest.raises(DataError, match=r"'m0'.*--logit-kind probabilities"):
         cauc_ray.fit(tmp_path, models=masked.MODELS, shards=2)
     options = {"models": masked.MODELS, "method": "rf", "budget": 3.0, "logit_kind": "probabilities"}
