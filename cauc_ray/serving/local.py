@@ -33,10 +33,11 @@ from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.connections import Connection
 from cauc_ray.serving.http_app import Tokens, http_app
 from cauc_ray.serving.observers.service_metrics import ACTS, Kind, Metric
-from cauc_ray.serving.policies_live import InForce, PolicyChange, Store
+from cauc_ray.serving.policies_live import InForce, PolicyChange
 from cauc_ray.serving.replica_process import ReplicaProcess
 from cauc_ray.serving.request_state import Answer, StageCall, StageError
 from cauc_ray.serving.service import Service, policies_at_start, repeat
+from cauc_ray.serving.stored import MemoryStore
 
 # Seconds that a stopped service waits for open requests, and then for their answers to be sent.
 GRACE_S, SENT_S = 7.0, 1
@@ -121,32 +122,6 @@ class LocalClient:
     def _started(self) -> ReplicaProcess:
         self._n_started += 1
         return ReplicaProcess(self._spec, self._stage, f"{self._spec.name}-{self._n_started}")
-
-
-class MemoryStore(Store):
-    """Values in this process."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._lock = threading.Lock()
-
-    def get(self, key: str) -> bytes | None:
-        """Return a value."""
-        return self._values.get(key)
-
-    def put(self, key: str, value: bytes, *, overwrite: bool = True) -> bool:
-        """Set a value."""
-        with self._lock:
-            sets = overwrite or key not in self._values
-            if sets:
-                self._values[key] = value
-            return sets
-
-    def delete(self, key: str, *, by_prefix: bool = False) -> None:
-        """Delete a value, or all whose keys begin so."""
-        with self._lock:
-            for name in [name for name in self._values if name == key or (by_prefix and name.startswith(key))]:
-                del self._values[name]
 
 
 class LocalService(Service):

@@ -36,11 +36,12 @@ from cauc_ray.protocol.grpc_messages import CALLS
 from cauc_ray.serving.http_app import http_app
 from cauc_ray.serving.observers.service_metrics import ACTS, Kind, Metric
 from cauc_ray.serving.over_grpc import GrpcCalls, ProxyResponse
-from cauc_ray.serving.policies_live import InForce, Store, StoreError
+from cauc_ray.serving.policies_live import InForce
 from cauc_ray.serving.replica import Replica
 from cauc_ray.serving.request_state import Answer, StageCall, StageError
 from cauc_ray.serving.scaling import NEEDED, Needs
 from cauc_ray.serving.service import LEASE_S, Service
+from cauc_ray.serving.stored import Store, StoreError
 
 ROUTER = "Router"
 # Of a replica whose model has not been loaded yet.

@@ -19,12 +19,12 @@ from cauc_ray.models.answers import Answers, as_answers
 from cauc_ray.models.pool import Pool, pool_of
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.cascade import Cascade
-from cauc_ray.serving.local import MemoryStore
 from cauc_ray.serving.observers.drift_watch import DriftWatch
 from cauc_ray.serving.observers.service_metrics import Metric, ServingMetrics
 from cauc_ray.serving.observers.shadow_sample import ShadowSample
 from cauc_ray.serving.policies_live import InForce, Member
 from cauc_ray.serving.request_state import Question, StageError
+from cauc_ray.serving.stored import Log, MemoryStore
 
 
 def stage_of(column: str) -> int:
@@ -138,7 +138,7 @@ def cascade_of(pool: Pool, stages: Sequence[Stage], *observers: Any) -> tuple[Ca
 def sampled_cascade(pool: Pool, stages: Sequence[Stage], policy: Policy, log: Any = None) -> tuple[Any, ...]:
     """Return what cascade_of does and the watch of a policy's drift, with a shadow sample.   log: takes the sample."""
     metrics = Counts([spec.name for spec in pool.stages])
-    drift = DriftWatch(InForce(Member.of(policy)), metrics, 1, MemoryStore(), "alarm")
+    drift = DriftWatch(InForce(Member.of(policy)), metrics, 1, Log(MemoryStore(), "alarm:"))
     shadows = ShadowSample(pool.serving.shadow, metrics, drift, log)
     shadows.cascade, _ = cascade_of(pool, stages, metrics, drift, shadows)
     return shadows.cascade, metrics, drift

@@ -10,8 +10,8 @@ from asking import until
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.serving import scaling
-from cauc_ray.serving.local import MemoryStore
 from cauc_ray.serving.on_serve import AppVersion, StageServer
+from cauc_ray.serving.stored import MemoryStore
 
 
 @pytest.fixture(autouse=True)
