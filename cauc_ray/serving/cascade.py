@@ -13,14 +13,13 @@ from itertools import count
 from math import inf
 from typing import Protocol, cast
 
-from cauc_ray.cascade import events
 from cauc_ray.cascade.blame import Blame
 from cauc_ray.cascade.bundles import n_bytes
-from cauc_ray.cascade.events import VerdictReached
 from cauc_ray.cascade.patience import RequestPatience
 from cauc_ray.cascade.rows import Call, CallResult, Vector
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
 from cauc_ray.cascade.stage import StageLimits
+from cauc_ray.cascade.suspects import VerdictReached
 from cauc_ray.cascade.worker import MOST_POLICIES
 from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
@@ -228,7 +227,7 @@ class Cascade:
     def learn(self, news: Sequence[VerdictReached]) -> None:
         """Take verdicts on inputs of another router."""
         for verdict in news:
-            self.scheduler.update(verdict, self._loop.time())
+            self.scheduler.learn(verdict, self._loop.time())
         self._take_done()
         self.pump_soon()
 
@@ -253,8 +252,8 @@ class Cascade:
             if name not in numbers and name not in self._leaving:
                 numbers[name] = number = next(self._next_number)
                 self._replica_names[number] = name
-                self.scheduler.update(events.ReplicaReady(stage, number), now)
-        self.scheduler.update(events.ReplicasCounted(stage, why), now)
+                self.scheduler.replica_ready(stage, number, now)
+        self.scheduler.count_replicas(stage, now, why)
         self._take_done()
         self.pump_soon()
 
@@ -271,7 +270,7 @@ class Cascade:
         at = self.scheduler.stages[stage]
         for call in at.replicas.calls_at(number):
             self._forget(call)
-        self.scheduler.update(events.ReplicaLost(stage, number, why, own_fault), self._loop.time())
+        self.scheduler.replica_lost(stage, number, why, self._loop.time(), own_fault=own_fault)
         del self._numbers[stage][self._replica_names.pop(number)]
 
     def _forget(self, call: Call) -> None:
@@ -292,7 +291,7 @@ class Cascade:
         """Send what can go now, and come back when something else can."""
         self._pumps = False
         now = self._loop.time()
-        self.scheduler.update(events.TimePassed(), now)
+        self.scheduler.time_passed(now)
         while self.scheduler.withdrawn:
             self._forget(self.scheduler.withdrawn.pop())
         for call in self.scheduler.schedule(now):
@@ -359,7 +358,7 @@ class Cascade:
         if result.error is None:
             for observer in self._observers:
                 observer.on_call(call.stage, len(call), now - call.sent_at, result.wire)
-        self.scheduler.update(events.CallEnded(call, result, states), now)
+        self.scheduler.call_ended(call, result, states, now)
         for number, why in at.take_bad().items():
             name = self._replica_names[number]
             logger.error(f"stage {self.names[call.stage]!r}: replica {name} is replaced: {why}")
@@ -373,7 +372,7 @@ class Cascade:
             self._lost(call.stage, call.replica, fault.message, own_fault=fault.kind == "died")
         else:
             trouble = fault.kind if fault.kind in ("down", "overloaded") else "error"
-            self.scheduler.update(events.CallFailed(call, trouble, fault.message), self._loop.time())
+            self.scheduler.call_failed(call, trouble, fault.message, self._loop.time())
 
 
 def _ids(columns: Batch, n: int) -> list[str]:

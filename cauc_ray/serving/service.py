@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cauc_ray.cascade.events import VerdictReached
+from cauc_ray.cascade.suspects import VerdictReached
 from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.answers import ModelFacts
