@@ -81,7 +81,7 @@ class LocalClient:
                 if why != self.why:  # not once more for each attempt
                     logger.error(f"stage {self._spec.name!r} is loaded again: {why}")
                 self.why = why
-                one.load_again()
+                one.load()
             elif (longest_s := one.hangs()) is not None:
                 logger.error(
                     f"a call of stage {self._spec.name!r} has not ended for {longest_s:g} s; its model is loaded again"
