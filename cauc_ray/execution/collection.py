@@ -24,7 +24,7 @@ from cauc_ray.data.writing import float_lists, logit_columns
 from cauc_ray.errors import ConfigError, DataError, ExecutionError
 from cauc_ray.execution import commits
 from cauc_ray.execution.cluster import replicas_that_fit, require_fit
-from cauc_ray.execution.commits import Claim, Committed, Parts, PartWriter, failed_rows
+from cauc_ray.execution.commits import Claim, Committed, Parts, PartWriter, Sink, failed_rows
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.reading import BlockHeader
@@ -179,7 +179,7 @@ class OpenRows:
     counts: Counter[str] = field(default_factory=Counter)
 
 
-class CollectedTables:
+class CollectedTables(Sink):
     """Writes a model's answers: each split's logits and failed rows in parts, once a row of the split is answered."""
 
     def __init__(self, work: Collection) -> None:

@@ -7,11 +7,14 @@ import logging
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from contextvars import Context
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import count
 from math import inf
 from typing import Protocol, cast
+
+from cachetools import LRUCache
 
 from cauc_ray.cascade.blame import Blame
 from cauc_ray.cascade.bundles import n_bytes
@@ -117,7 +120,7 @@ class Cascade:
         self._demand = Demand(self.scheduler.stages)
         # A request has as long as its slowest stage.
         self._timeout_s = max(spec.serving.timeout_s for spec in stages)
-        self._keys: dict[int, tuple[Policy, str]] = {}
+        self._keys: LRUCache[int, tuple[Policy, str]] = LRUCache(MOST_POLICIES)
         self._numbers: list[dict[str, int]] = [{} for _ in stages]
         self._replica_names: dict[int, str] = {}
         self._leaving: set[str] = set()
@@ -219,8 +222,6 @@ class Cascade:
         """Return what stages know a policy by: a digest of its file, which takes too long for every request."""
         entry = self._keys.get(id(policy))
         if entry is None or entry[0] is not policy:
-            while len(self._keys) >= MOST_POLICIES:
-                del self._keys[next(iter(self._keys))]
             entry = self._keys[id(policy)] = policy, blake2b(policy.to_json().encode(), digest_size=12).hexdigest()
         return entry[1]
 
@@ -327,7 +328,10 @@ class Cascade:
         try:
             needed = self._demand.replicas(call.stage, self._loop.time())
             asked = stage_call(call, replica, router=self._id, needed_replicas=needed)
-            answer = await client.answer(asked, began)
+            # Policies travel only where they are asked for: a replica has those of the calls before.
+            answer = await client.answer(replace(asked, policies={}), began)
+            if answer[0].fault == "policy":
+                answer = await client.answer(asked, began)
         except StageError as error:
             fault = error
         except Exception as error:  # of any type: no request may wait indefinitely

@@ -13,6 +13,7 @@ import pytest
 import ray
 
 from cauc_ray.data.blocks import InputBlock
+from cauc_ray.execution.commits import Sink
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.run_controller import RunController
 from cauc_ray.models.pool import StageSpec, load_pool
@@ -63,7 +64,7 @@ class ManyBlocks:
             yield number, InputBlock([f"row-{number}"], None, {"x": np.ones(1)}, 8)
 
 
-class Allocated:
+class Allocated(Sink):
     """A sink that notes what this process has allocated each time that another 500 blocks are done."""
 
     commit_s, n_bytes = 60.0, 0
@@ -71,10 +72,8 @@ class Allocated:
     def __init__(self):
         self.n_blocks, self.bytes = 0, []
 
-    def start(self, facts): ...
     def add_call(self, call, result, extra): ...
     def commit(self): ...
-    def close(self): ...
 
     def add_block(self, block, example_ids, labels):
         self.n_blocks += 1

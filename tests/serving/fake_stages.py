@@ -48,6 +48,7 @@ class Stage:
     n_replicas: int = 1
     replicas: list[str] = field(default_factory=list)
     n_started: int = 0
+    policies: dict[str, Policy] = field(default_factory=dict)
 
     def tell(self, n: int | None = None) -> None:
         """Tell the cascade which replicas there are, once there are so many."""
@@ -73,6 +74,9 @@ class Stage:
             raise
 
     async def answered(self, call, on_begin):
+        self.policies |= call.policies
+        if unknown := {part.policy for part in call.parts} - self.policies.keys():
+            return CallResult.broken(0.0, "", f"unknown policies: {unknown}", "policy"), None
         bundles = [Bundle(call.columns)]
         batch = dict(gathered(call.parts, bundles))
         self.batches.append(batch["row"].tolist())
@@ -85,7 +89,7 @@ class Stage:
             return CallResult.broken(started, "", str(error), "stage"), None
         worker = worker_of(self.answers, stage_of(self.column))
         result, goes_on = worker.decide(
-            call.parts, bundles, policies=call.policies, carries_columns=False, good_row=call.good_row
+            call.parts, bundles, policies=self.policies, carries_columns=False, good_row=call.good_row
         )
         compute_s = asyncio.get_running_loop().time() - started if compute_s is None else compute_s
         return replace(result, compute_s=compute_s), goes_on.state
