@@ -12,7 +12,7 @@ from typing import Any
 
 # A log keeps this many entries that have a successor: no writer is as far behind.
 _KEPT_ENTRIES = 100
-# An update that is overtaken so often is given up.
+# The tries at an update, which others may overtake.
 MOST_TRIES = 20
 # Keys whose rows one replica remembers.
 MOST_REMEMBERED = 10_000
