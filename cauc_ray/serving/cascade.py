@@ -30,7 +30,7 @@ from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.demand import Demand, OpenRequests
-from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observer import Observer
 from cauc_ray.serving.request_state import (
     Answer,
     Question,

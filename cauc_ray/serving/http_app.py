@@ -27,7 +27,7 @@ from cauc_ray.protocol.messages import BINARY_DATA, decoded_body
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.bodies import CLIENT_GONE, read_as, read_body
 from cauc_ray.serving.elsewhere import LONG_JSON
-from cauc_ray.serving.inference import HttpMessage
+from cauc_ray.serving.inference import HttpMessage, Inference
 from cauc_ray.serving.policies_live import PolicyChange
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class _Handlers:
     """What each address does."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._inference, self._inflates = service, service.inference, asyncio.Semaphore()
+        self._service, self._inference, self._inflates = service, Inference(service), asyncio.Semaphore()
         self._tokens = Tokens()
         self._max_body = int(service.pool.serving.max_body_mb * 1e6)
 
@@ -244,7 +244,7 @@ def require_model(service: Service, name: str, version: str | None) -> None:
     if name != service.model:
         raise RequestError(f"unknown model {name!r:.80}; this service has model {service.model!r}", 404)
     if version is not None:
-        service.inference.member(service.in_force, version)
+        service.member(service.in_force, version)
 
 
 class Tokens:

@@ -252,20 +252,7 @@ def local_service(
     with listening as listener, _loaded_clients(pool, stages) as clients:
         service = LocalService(model, pool, policies, clients)
         server = uvicorn.Server(_config(service))
-
-        async def main() -> None:
-            await service.check_health()
-            async with AsyncExitStack() as resources:
-                if grpc_port is not None:
-                    from cauc_ray.serving.over_grpc import grpc_server  # edge boxes may have no gRPC
-
-                    await resources.enter_async_context(grpc_server(service, host, grpc_port, SENT_S))
-                if (every_s := pool.serving.policy_every_s) is not None:
-                    read = repeat(partial(service.read_policy, source), every_s)
-                    resources.callback(asyncio.create_task(read).cancel)
-                await server.serve([listener])
-
-        ended = _run_in_thread(main, server.config)
+        ended = _run_in_thread(partial(_answer, service, server, listener, host, grpc_port, source), server.config)
 
         def require_alive() -> None:
             if ended.done():
@@ -287,6 +274,27 @@ def local_service(
             server.should_exit = True
             wait([ended], GRACE_S)
             service.close()
+
+
+async def _answer(
+    service: LocalService,
+    server: uvicorn.Server,
+    listener: socket.socket,
+    host: str,
+    grpc_port: int | None,
+    source: str | AnyPath | Policy,
+) -> None:
+    """Answer requests at the service's ports until the server is to end."""
+    await service.check_health()
+    async with AsyncExitStack() as resources:
+        if grpc_port is not None:
+            from cauc_ray.serving.over_grpc import grpc_server  # edge boxes may have no gRPC
+
+            await resources.enter_async_context(grpc_server(service, host, grpc_port, SENT_S))
+        if (every_s := service.pool.serving.policy_every_s) is not None:
+            read = repeat(partial(service.read_policy, source), every_s)
+            resources.callback(asyncio.create_task(read).cancel)
+        await server.serve([listener])
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from cauc_ray.errors import CaucError, PolicyError, explain
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.stored import StoreError
 
+# The version of the service as a whole, as other servers number their only one; the others are its policies.
+WHOLE = "1"
 # Decisions whose receipts are kept.
 MOST_RECEIPTS = 50
 

@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,15 +31,15 @@ from cauc_ray.serving.bodies import OpenBytes
 from cauc_ray.serving.cascade import Cascade, StageClient
 from cauc_ray.serving.elsewhere import LONG_JSON, Elsewhere
 from cauc_ray.serving.feedback import Feedback
-from cauc_ray.serving.inference import Inference
+from cauc_ray.serving.observer import Observer
 from cauc_ray.serving.observers.candidate import Canary
 from cauc_ray.serving.observers.drift_watch import DriftWatch, WatchedHere, report_of
-from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observers.logged import Logged
 from cauc_ray.serving.observers.service_metrics import NewMetric, ServingMetrics
 from cauc_ray.serving.observers.shadow_sample import ShadowSample
 from cauc_ray.serving.observers.spans import Spans
-from cauc_ray.serving.observers.table_log import Logged, TableLog
-from cauc_ray.serving.policies_live import MOST_RECEIPTS, Decided, InForce, Member, PolicyChange
+from cauc_ray.serving.observers.table_log import TableLog
+from cauc_ray.serving.policies_live import MOST_RECEIPTS, WHOLE, Decided, InForce, Member, PolicyChange
 from cauc_ray.serving.stored import Log, OvertakenError, SeenOnce, Store, StoreError
 
 # How often a replica looks for a policy that was set at another, which asks it to, and for the replicas of stages;
@@ -222,10 +221,13 @@ class Service(ABC):
         if replica != self._id:
             self.cascade.learn(news)
 
-    @cached_property
-    def inference(self) -> Inference:
-        """Return what answers requests for inference, however they come."""
-        return Inference(self)
+    def member(self, in_force: InForce, version: str) -> Member:
+        """Return an active policy by its id, the incumbent for the version of the whole. Raises RequestError (404)."""
+        member = in_force.incumbent if version == WHOLE else in_force.member(version)
+        if member is None:
+            versions = ", ".join(in_force.shares)
+            raise RequestError(f"model {self.model!r} has no version {version!r:.80}; it has {versions}", 404)
+        return member
 
     @property
     def labels(self) -> tuple[str, ...] | None:

@@ -13,7 +13,7 @@ from typing import Any
 from cauc_ray.models.pool import CanarySpec
 from cauc_ray.numbers.promotion import Comparison, Decision, PromotionEvidence, Rule, decision
 from cauc_ray.serving.feedback import Feedback
-from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observer import Observer
 from cauc_ray.serving.observers.shadow_sample import ShadowSample
 from cauc_ray.serving.policies_live import Decided, InForce, Member
 from cauc_ray.serving.request_state import RequestState

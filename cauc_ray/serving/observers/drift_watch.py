@@ -19,7 +19,7 @@ from cauc_ray.policies.monitor import DriftEvidence, Watch, Watched, verdict, wa
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import Answered
 from cauc_ray.serving.feedback import Feedback
-from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observer import Observer
 from cauc_ray.serving.observers.service_metrics import ServingMetrics
 from cauc_ray.serving.policies_live import InForce
 from cauc_ray.serving.request_state import RequestState

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 from cauc_ray.models.answers import Wire
 from cauc_ray.policies.monitor import Watched
-from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observer import Observer
 from cauc_ray.serving.policies_live import InForce
 from cauc_ray.serving.request_state import RequestState
 

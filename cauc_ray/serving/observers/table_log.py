@@ -9,19 +9,17 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any, TypeAlias
+from typing import Any
 
 from cauc_ray.errors import masked
 from cauc_ray.models.answers import ModelFacts
-from cauc_ray.models.pool import LogSpec, StageSpec
-from cauc_ray.numbers.types import Floats
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.elsewhere import Elsewhere
 from cauc_ray.serving.feedback import Feedback
-from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observer import Observer
+from cauc_ray.serving.observers.logged import TIME, Flush, Logged, RowLogits
 from cauc_ray.serving.observers.service_metrics import ServingMetrics
 from cauc_ray.serving.policies_live import InForce
 
@@ -31,48 +29,8 @@ MOST_FLUSHES, LABELS_PER_ROW = 8, 100
 LOOK_S, PAUSE_S, LONGEST_PAUSE_S, EXPIRE_S = 0.2, 1.0, 60.0, 3600.0
 # How long a service that is stopped waits for what is left to be written.
 CLOSE_S = 5.0
-TIME = "%Y%m%dT%H%M%SZ"
 
 logger = logging.getLogger(__name__)
-
-# Of one row: by stage the model's logits, float32 (K,), and what it reported that the call cost, if it did.
-RowLogits: TypeAlias = Mapping[int, tuple[Floats, float | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Logged:
-    """Settings of a log.
-
-    Attributes:
-        spec: The pool's settings.
-        share: Share of rows in the sample.
-        stages: The stages of the chain.
-        costs: Costs of the stages' calls, in cost_unit.
-        cost_unit: Unit of the costs.
-        per_call: Whether costs are reported per call.
-    """
-
-    spec: LogSpec
-    share: float
-    stages: Sequence[StageSpec]
-    costs: Sequence[float]
-    cost_unit: str
-    per_call: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Flush:
-    """Rows and labels that are written together.
-
-    Attributes:
-        name: Name of its files, the same at every attempt.
-        rows: Example ids and logits.
-        labels: Example ids and labels.
-    """
-
-    name: str
-    rows: Sequence[tuple[str, RowLogits]]
-    labels: Sequence[tuple[str, int]]
 
 
 class TableLog(Observer):
