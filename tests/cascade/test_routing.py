@@ -34,7 +34,7 @@ def workers(policy):
 
 def answered(worker, parts, sources, batch):
     """Answer a call batch by batch, as a run's replicas do."""
-    results, onward = zip(*(worker.decide(own, sources) for own in in_batches(parts, batch)), strict=True)
+    results, onward = zip(*(worker.decide(one_batch, sources) for one_batch in in_batches(parts, batch)), strict=True)
     assert all(len(result.accepted) <= batch for result in results)
     return CallResult.joined(results), together(onward)
 
@@ -64,7 +64,9 @@ def run(policy, *, seed=0, batch=16, queue=10**9, down=(), per_call=1):
         if calls:
             call = calls.pop(rng.integers(len(calls)))
             sources = list({id(rows.source): rows.source for rows in call.rows}.values())
-            parts = [Part([id(own) for own in sources].index(id(rows.source)), rows.positions) for rows in call.rows]
+            parts = [
+                Part([id(source) for source in sources].index(id(rows.source)), rows.positions) for rows in call.rows
+            ]
             answer = answered(of_stage[call.stage], parts, sources, batch)
             scheduler.call_ended(call, *answer, now)
         assert now < 1000

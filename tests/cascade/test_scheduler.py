@@ -94,10 +94,13 @@ def one_block(stages, n, *, open_rows=PLENTY, replicas=1):
 class Simulation:
     """Stages whose answer to a row depends on the row alone; calls end in any order, replicas and objects get lost.
 
-    poison: share of rows that a model raises on.   named: share of rows that a model names as ones it cannot answer.
-    deadly: share of rows that kill their replica.   chaos: chance of a death, a loss or a pause before each event.
-    turn_bad: share of the replicas, also of those started later, that fail every call from some call on, in one way.
-    sick: calls, counted over each stage from its first answer on, during which all of its replicas fail.
+    Args:
+        poison: Share of rows that a model raises on.
+        named: Share of rows that a model names as ones it cannot answer.
+        deadly: Share of rows that kill their replica.
+        chaos: Chance of a death, a loss or a pause before each event.
+        turn_bad: Share of the replicas, also of later ones, that fail every call from some call on, in one way.
+        sick: Calls, counted over each stage from its first answer on, during which all of its replicas fail.
     """
 
     def __init__(
@@ -186,17 +189,17 @@ class Simulation:
             assert [rows.source.rows[position] for position in rows.positions] == [
                 (rows.owner.block, i) for i in rows.indices.tolist()
             ]
-        same = [other for other in self.calls if other.replica == call.replica]
+        same = [one for one in self.calls if one.replica == call.replica]
         if call.probe:
             assert not same
             return
         assert call.replica not in self.in_doubt  # what has failed is fed no more before it has answered
         assert len(same) < (1 if call.isolated else CALLS_PER_REPLICA)
-        assert not any(other.isolated for other in same)
+        assert not any(one.isolated for one in same)
         assert len(set(self.rows_of(call))) == len(call)
         under_way = {
             (rows.owner, i)
-            for other in self.calls if not other.probe for rows in other.rows for i in rows.indices.tolist()
+            for one in self.calls if not one.probe for rows in one.rows for i in rows.indices.tolist()
         }  # fmt: skip
         assert not under_way & {(rows.owner, i) for rows in call.rows for i in rows.indices.tolist()}
 
@@ -435,15 +438,15 @@ def test_what_may_have_killed_its_replica_is_isolated_and_what_waits_behind_it_i
     calls = [next_call(scheduler, 0.0) for _ in range(3)]
     scheduler.replica_lost(0, 0, "died", 1.0)
     add_replica(scheduler, 0, 1)
-    isolated, others = [], []
+    isolated, unblamed = [], []
     while (call := next_call(scheduler, 1.0)) is not None:
-        (isolated if call.isolated else others).append(call.rows[0].indices.tolist())
+        (isolated if call.isolated else unblamed).append(call.rows[0].indices.tolist())
         if call.isolated:
             assert next_call(scheduler, 1.0) is None  # nothing joins it
         ended(scheduler, call, result(range(len(call)), [True] * len(call)), 1.0)
     rows = [call.rows[0].indices.tolist() for call in calls]
     assert isolated == rows[: 1 + prepares]
-    assert [own for own in rows if own in others] == rows[1 + prepares :]
+    assert [row for row in rows if row in unblamed] == rows[1 + prepares :]
 
 
 def test_a_block_that_is_lost_again_and_again_is_failed():

@@ -91,10 +91,10 @@ def test_the_controllers_memory_does_not_grow_with_the_blocks(tmp_path):
     stages = load_pool(python_pool(tmp_path, [("by_x", {})] * 2)).stages
     sink = Allocated()
     plan = RunPlan("run", stages, two_model_policy(), ManyBlocks(25), sink, 2500, 0, 1, {})
-    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    label = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
     tracemalloc.start()
     try:
-        RunController(plan.stages, plan.policy, here).run(plan)
+        RunController(plan.stages, plan.policy, label).run(plan)
     finally:
         tracemalloc.stop()
     assert sink.n_blocks == 2500

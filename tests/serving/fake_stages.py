@@ -177,8 +177,13 @@ class Replica:
 class Fleet:
     """Replicas of a stage as Serve runs them: a call goes to one that has few, and what ends one ends all of its calls.
 
-    Answers rows from their column `logits<stage>`.   poison: what some rows do: "raises", "nan", "shape", "kills",
-    "hangs".   failing: replicas that fail in every call, by their number.   cascade: that learns which run.
+    Args:
+        column: Column `logits<stage>`, from which rows are answered.
+        poison: What some rows do: "raises", "nan", "shape", "kills", "hangs".
+        failing: Replicas that fail in every call, by their number.
+
+    Attributes:
+        cascade: Learns which run.
     """
 
     takes_s, restarts_s, hangs_s = 0.01, 3.0, 6.0

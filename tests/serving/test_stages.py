@@ -16,7 +16,7 @@ from cauc_ray.serving.stored import MemoryStore
 
 @pytest.fixture(autouse=True)
 def replica(monkeypatch):
-    """Stand in for Serve's process of the replica, whose environment it may set."""
+    """Replace Serve's process of the replica, whose environment it may set."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="one"))
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)

@@ -176,9 +176,11 @@ def test_an_ended_request_keeps_no_input_but_a_row_for_probes():
         assert sum(sums.n for sums in drift.evaluate().watched.stages) == 100
         return [column.base.nbytes for column in answer.columns.values() if column.base is not None], answer
 
-    kept, answer = run_virtually(main())
-    assert len(kept) == len(answer.columns)
-    assert all(n_bytes <= column.nbytes / 50 for n_bytes, column in zip(kept, answer.columns.values(), strict=True))
+    bytes_held, answer = run_virtually(main())
+    assert len(bytes_held) == len(answer.columns)
+    assert all(
+        n_bytes <= column.nbytes / 50 for n_bytes, column in zip(bytes_held, answer.columns.values(), strict=True)
+    )
 
 
 def reported(rows, right, policy=POLICY):
@@ -320,9 +322,9 @@ def test_alarms_that_two_routers_raise_at_once_both_last():
         meanwhile = None
 
         def put(self, key, value, *, overwrite=True):
-            other, self.meanwhile = self.meanwhile, None
-            if other is not None:
-                other.evaluate()
+            peer, self.meanwhile = self.meanwhile, None
+            if peer is not None:
+                peer.evaluate()
             return super().put(key, value, overwrite=overwrite)
 
     def alarms(watch):
