@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, BinaryIO
 
@@ -149,7 +150,7 @@ class _Calls:
 
     def __init__(self, target: Any, results: BinaryIO) -> None:
         self._target, self._results, self._lock = target, results, threading.Lock()
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[int, asyncio.Task[Any]] = {}
 
     async def answer(self, calls: BinaryIO) -> None:
         """Answer calls until the other process wants no more, or is gone."""
@@ -164,21 +165,21 @@ class _Calls:
         threading.Thread(target=read, daemon=True).start()
         await ended.wait()
 
-    def _take(self, what: str, number: int, *content: Any) -> None:
+    def _take(self, what: str, number: int, method: str = "", args: tuple[Any, ...] = ()) -> None:
         if what == "call":
-            self._tasks[number] = asyncio.ensure_future(self._answer(number, *content))
+            begin = partial(self._send, "begin", number, None)
+            task = self._tasks[number] = asyncio.ensure_future(getattr(self._target, method)(*args, begin))
+            task.add_done_callback(partial(self._done, number))
         elif number in self._tasks:
             self._tasks[number].cancel()
 
-    async def _answer(self, number: int, method: str, args: tuple[Any, ...]) -> None:
-        answer: tuple[str, Any] = "done", None
-        try:
-            answer = "done", await getattr(self._target, method)(*args, lambda: self._send("begin", number, None))
-        except Exception as error:
-            answer = "raised", error
-        finally:
-            del self._tasks[number]
-            self._send(answer[0], number, answer[1])
+    def _done(self, number: int, task: asyncio.Task[Any]) -> None:
+        # Here, since a task that is cancelled before it has begun comes to no line of its own.
+        del self._tasks[number]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._send("raised", number, error)
+        else:
+            self._send("done", number, None if task.cancelled() else task.result())
 
     def _send(self, *message: Any) -> None:
         with self._lock, suppress(OSError):
