@@ -42,10 +42,10 @@ class Elsewhere:
         """Return what a function returns, called there where that takes long, else here."""
         return await self.call(function, *args) if is_long else function(*args)
 
-    def wait(self, function: Callable[..., T], *args: Any) -> T:
-        """Return what a function returns, as call does, in a thread that waits for it."""
+    def wait(self, timeout_s: float, function: Callable[..., T], *args: Any) -> T:
+        """Return what a function returns, as call does, in a thread that waits for it. Raises TimeoutError."""
         with _refusing():
-            return self._called(function, args).result()
+            return self._called(function, args).result(timeout_s)
 
     def close(self) -> None:
         """End the process; a call under way ends, too."""
