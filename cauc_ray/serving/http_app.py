@@ -69,7 +69,7 @@ def http_app(service: Service, *routes_of_shell: Route) -> ASGIApp:
     for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
         routes += [
             Route(model, handlers.metadata),
-            Route(f"{model}/ready", handlers.model_ready),
+            Route(f"{model}/ready", handlers.ready),
             Route(f"{model}/infer", handlers.infer, methods=["POST"]),
         ]
     kinds = (RequestError, HTTPException, Exception)
@@ -106,17 +106,14 @@ class _Handlers:
         return JSONResponse({"live": True})
 
     async def ready(self, request: Request) -> Response:
+        self._require_model(request)
         ready = await self._service.ready()
-        return JSONResponse({"ready": ready}, 200 if ready else 503)
+        name = {"name": self._service.model} if "name" in request.path_params else {}
+        return JSONResponse({**name, "ready": ready}, 200 if ready else 503)
 
     async def metadata(self, request: Request) -> Response:
         self._tokens.require_reader(request.headers)
         return JSONResponse(self._inference.metadata(self._require_model(request)))
-
-    async def model_ready(self, request: Request) -> Response:
-        self._require_model(request)
-        ready = await self._service.ready()
-        return JSONResponse({"name": self._service.model, "ready": ready}, 200 if ready else 503)
 
     async def openapi(self, request: Request) -> Response:
         self._tokens.require_reader(request.headers)
