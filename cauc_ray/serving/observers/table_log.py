@@ -95,11 +95,16 @@ class TableLog(Observer):
         """Write what is left, for CLOSE_S at most."""
         ends = time.monotonic() + CLOSE_S
         with suppress(Exception):  # of any type: there is no other time
-            for what, *args in self._work(at_end=True):
+            for what, *args in self._work(at_end=True) if self._has_rows else ():
                 self._elsewhere.wait(max(0.0, ends - time.monotonic()), _do, what, self._logged, *args)
         self._elsewhere.close()
-        if self._flush is not None or self._since is not None:
+        if self._has_rows:
             logger.warning(f"the last rows of the log could not be written to {masked(str(self._spec.to))}")
+
+    @property
+    def _has_rows(self) -> bool:
+        """Return whether rows or labels are not written yet."""
+        return self._flush is not None or self._since is not None
 
     def _work(self, *, at_end: bool) -> Iterator[tuple[Any, ...]]:
         """Yield what the other process is to do, and go on once that is done: a function's name, and its arguments."""
