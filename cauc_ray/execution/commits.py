@@ -257,6 +257,29 @@ class Claim:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedBlock:
+    """A block that is done.
+
+    Attributes:
+        number: Its number.
+        rows: The answered rows.
+        failed: The failed rows, of FAILED_SCHEMA.
+        failed_at: The positions of the failed rows in the block, in their order.
+        digest: As Entry has it.
+        totals: What is counted of the block.
+        inputs: A digest of what models read of each answered row, where these are kept.
+    """
+
+    number: int
+    rows: pa.Table
+    failed: pa.Table
+    failed_at: Sequence[int]
+    digest: str | None
+    totals: Mapping[str, Mapping[str, float]]
+    inputs: pa.Array | None = None
+
+
 class PartWriter:
     """Gathers blocks that are done, and commits them as one part: whole or not at all."""
 
@@ -264,68 +287,45 @@ class PartWriter:
         """Take the table, the attempt's claim to it, and whether it does failed rows of committed blocks again."""
         self._parts, self._claim = parts, claim
         self._prefix = f"retry-{claim.number:03d}" if retries else "part"
-        self._blocks: dict[int, tuple[int, str | None, pa.Table, pa.Table]] = {}
-        self._failed_at: dict[int, list[int]] = {}
-        self._inputs: dict[int, pa.Array] = {}
-        self._totals: Totals = {}
+        self._blocks: dict[int, FinishedBlock] = {}
         self.n_bytes = 0
 
-    def add(
-        self,
-        block: int,
-        rows: pa.Table,
-        failed: pa.Table,
-        digest: str | None,
-        totals: Mapping[str, Mapping[str, float]],
-        failed_at: Iterable[int],
-        inputs: pa.Array | None = None,
-    ) -> None:
-        """Take a block that is done.
-
-        Args:
-            block: Its number.
-            rows: The answered rows.
-            failed: The failed rows, of FAILED_SCHEMA.
-            digest: As Entry has it.
-            totals: What is counted of the block.
-            failed_at: The positions of the failed rows in the block, in their order.
-            inputs: A digest of what models read of each answered row, where these are kept.
-        """
-        self._blocks[block] = rows.num_rows + failed.num_rows, digest, rows, failed
-        self._failed_at[block] = sorted(failed_at)
-        if inputs is not None:
-            self._inputs[block] = inputs
-        add_totals(self._totals, totals)
-        self.n_bytes += rows.nbytes + failed.nbytes
+    def add(self, block: FinishedBlock) -> None:
+        """Take a block that is done."""
+        self._blocks[block.number] = block
+        self.n_bytes += block.rows.nbytes + block.failed.nbytes
 
     def commit(self) -> None:
         """Write what was gathered. Raises ExecutionError if a newer attempt has claimed the table."""
         if not self._blocks:
             return
         self._claim.require()
-        blocks = sorted(self._blocks)
-        name, parts = f"{self._prefix}-{blocks[0]:06d}-{self._claim.token}", self._parts
-        rows, failed = zip(*(self._blocks[block][2:] for block in blocks), strict=True)
+        blocks, parts = [self._blocks[number] for number in sorted(self._blocks)], self._parts
+        name = f"{self._prefix}-{blocks[0].number:06d}-{self._claim.token}"
         make_folder(parts.rows)
-        write_parquet(parts.rows / f"{name}.parquet", pa.concat_tables(rows, promote_options="default"))
-        failed_at = {block: self._failed_at[block] for block in blocks if self._failed_at[block]}
-        _write_failed(parts.failed / f"{name}.parquet", pa.concat_tables(failed), failed_at)
+        rows = pa.concat_tables([block.rows for block in blocks], promote_options="default")
+        write_parquet(parts.rows / f"{name}.parquet", rows)
+        failed_at = {block.number: block.failed_at for block in blocks if block.failed_at}
+        _write_failed(parts.failed / f"{name}.parquet", pa.concat_tables([block.failed for block in blocks]), failed_at)
         if parts.inputs is not None:
             make_folder(parts.inputs)
-            digests = pa.chunked_array([self._inputs[block] for block in blocks], pa.binary())
+            digests = pa.chunked_array([block.inputs for block in blocks], pa.binary())
             write_parquet(parts.inputs / f"{name}.parquet", pa.table({"input": digests}))
-        make_folder(parts.manifest)
+        totals: Totals = {}
+        for block in blocks:
+            add_totals(totals, block.totals)
         entry = Entry(
-            blocks=tuple((block, *self._blocks[block][:2]) for block in blocks),
-            totals={what: dict(counts) for what, counts in self._totals.items()},
+            blocks=tuple((block.number, len(block.rows) + len(block.failed), block.digest) for block in blocks),
+            totals={what: dict(counts) for what, counts in totals.items()},
         )
+        make_folder(parts.manifest)
         write_json(parts.manifest / f"{name}.json", entry.model_dump())
         try:
             self._claim.require()
         except DataError:  # the other one may have looked at the manifest before this entry was there
             (parts.manifest / f"{name}.json").unlink()
             raise
-        self._blocks, self._failed_at, self._inputs, self._totals, self.n_bytes = {}, {}, {}, {}, 0
+        self._blocks, self.n_bytes = {}, 0
 
 
 def failed_rows(

@@ -17,7 +17,7 @@ from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.data.blocks import ids_digest
 from cauc_ray.errors import ConfigError
 from cauc_ray.execution import commits
-from cauc_ray.execution.commits import Claim, FailedBlock, Parts, PartWriter, Sink, failed_rows
+from cauc_ray.execution.commits import Claim, FailedBlock, FinishedBlock, Parts, PartWriter, Sink, failed_rows
 from cauc_ray.files.documents import make_folder, read_model, write_json
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.files.paths import AnyPath, visible
@@ -220,7 +220,7 @@ class RunTables(Sink):
             "cost": {"sum": float(costs.sum()), "squares": float(np.square(costs).sum())},
         }
         (self._new if before is None else self._again).add(
-            block.block, table, failed, digest if before is None else None, totals, failed_at
+            FinishedBlock(block.block, table, failed, sorted(failed_at), digest if before is None else None, totals)
         )
 
     def commit(self) -> None:
