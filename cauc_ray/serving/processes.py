@@ -97,7 +97,7 @@ class OtherProcess:
         self._fail(reason)
 
     def _write(self, started: Future[subprocess.Popen[bytes]]) -> None:
-        """Start the process and write to it. It may end with the thread that starts it: this one lives as long."""
+        """Start the process and write to it. It may be ended with the thread that starts it: this one lives as long."""
         try:
             process = _python_process(__name__)
         except BaseException as error:
@@ -110,6 +110,7 @@ class OtherProcess:
             while (message := self._messages.get()) is not None:
                 pickle.dump(message, pipe, protocol=5)
                 pipe.flush()
+        process.wait()
 
     def _read(self) -> None:
         pipe = self._process.stdout
