@@ -94,7 +94,7 @@ class TableLog(Observer):
     def close(self) -> None:
         """Write what is left, for CLOSE_S at most."""
         ends = time.monotonic() + CLOSE_S
-        with suppress(Exception):  # of any type: there is no other time
+        with suppress(Exception):  # of any type: this is the last try
             for what, *args in self._work(at_end=True) if self._has_rows else ():
                 self._elsewhere.wait(max(0.0, ends - time.monotonic()), _do, what, self._logged, *args)
         self._elsewhere.close()
