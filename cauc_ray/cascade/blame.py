@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Literal, TypeAlias
 
-from cauc_ray.cascade.events import Again, CountFailure, Fate, GiveUp, VerdictReached
+from cauc_ray.cascade.fates import Again, CountFailure, Fate, GiveUp
 from cauc_ray.cascade.patience import MOST_ATTEMPTS, elsewhere
 from cauc_ray.cascade.rows import Call, Owner, Rows
 from cauc_ray.cascade.stage import FAILURES_TO_REPLACE, PROBE_PAUSE_S, Stage
+from cauc_ray.cascade.suspects import VerdictReached
 
 # Who may be at fault: a row, so that the other rows of its block are answered, or an owner's whole input.
 Unit: TypeAlias = Literal["row", "input"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from math import inf
 from typing import TypeAlias
 
-from cauc_ray.cascade.events import Again, CountFailure, Failure, Fate, GiveUp
+from cauc_ray.cascade.fates import Again, CountFailure, Failure, Fate, GiveUp
 from cauc_ray.cascade.rows import Call, Rows
 from cauc_ray.cascade.stage import MOST_WAIT, PROBE_PAUSE_S, Stage
 

@@ -26,14 +26,14 @@ from typing import Any
 
 import numpy as np
 
-from cauc_ray.cascade import events
 from cauc_ray.cascade.blame import Blame
 from cauc_ray.cascade.dispatch import Dispatch
-from cauc_ray.cascade.events import Again, CountFailure, Event, Failure, Fate, GiveUp
+from cauc_ray.cascade.fates import Again, CountFailure, Failure, Fate, GiveUp
 from cauc_ray.cascade.flow import RowFlow, late
 from cauc_ray.cascade.patience import Patience
 from cauc_ray.cascade.rows import Call, CallResult, Owner, Rows
 from cauc_ray.cascade.stage import PROBE_PAUSE_S, Stage, StageLimits
+from cauc_ray.cascade.suspects import VerdictReached
 from cauc_ray.numbers.types import Ints
 
 
@@ -174,42 +174,11 @@ class Scheduler:
             or (stage == 0 and self._patience.expects_more())
         )
 
-    # What happens
+    # What happens to calls
 
-    def update(self, event: Event, now: float) -> None:
-        """Take what has happened."""
-        match event:
-            case events.CallEnded(call, result, goes_on):
-                self._call_ended(call, result, goes_on, now)
-            case events.CallFailed(call) | events.CallPostponed(call) if call.probe:
-                pause_s = event.pause_s if isinstance(event, events.CallPostponed) else PROBE_PAUSE_S
-                self._taken_back(call, now).postpone_probe(call.replica, now + pause_s)
-            case events.CallFailed(call, trouble, reason):
-                self._failed(self._taken_back(call, now), call, trouble, reason, now)
-            case events.CallPostponed(call, pause_s):
-                self._taken_back(call, now).try_again(call.again(now + pause_s))
-            case events.RowsLost(call, reason):
-                self._rows_lost(call, reason, now)
-            case events.ReplicaReady(stage, replica):
-                self.stages[stage].add_replica(replica, now)
-            case events.ReplicaLost():
-                self._replica_lost(event, now)
-            case events.ReplicasCounted(stage, why):
-                self._count_replicas(self.stages[stage], now, why)
-            case events.StageDown(stage):
-                assert stage > 0
-                self.stages[stage].health.is_down = True
-                self._settle(self.stages[stage], (), now)
-            case events.VerdictReached(stage):
-                at = self.stages[stage]
-                self._settle(at, self._blame.learn(at, event, now), now)
-            case events.TimePassed():
-                self._expire(now)
-                self._withdraw(now)
-
-    def take_news(self) -> list[events.VerdictReached]:
+    def take_news(self) -> list[VerdictReached]:
         """Take the verdicts that are new here, for the routers that share the stages."""
-        news = [events.VerdictReached(at.number, *verdict) for at in self.stages for verdict in at.suspects.news]
+        news = [VerdictReached(at.number, *verdict) for at in self.stages for verdict in at.suspects.news]
         for at in self.stages if news else ():
             at.suspects.news.clear()
         return news
@@ -219,8 +188,11 @@ class Scheduler:
         at.take_back(call, now)
         return at
 
-    def _call_ended(self, call: Call, result: CallResult, goes_on: Any, now: float) -> None:
-        """Note the answers of a call, queue what is deferred for the next stage, try again what failed."""
+    def call_ended(self, call: Call, result: CallResult, goes_on: Any, now: float) -> None:
+        """Note the answers of a call, queue what is deferred for the next stage, try again what failed.
+
+        goes_on: what holds the deferred rows, in their order.
+        """
         at = self._taken_back(call, now)
         if result.error is not None:
             self._unanswered(at, call, result, now)
@@ -261,8 +233,24 @@ class Scheduler:
         elif at.health.paused or fault == "stage":
             at.postpone_probe(call.replica, now + PROBE_PAUSE_S)
 
-    def _rows_lost(self, call: Call, reason: str, now: float) -> None:
-        """Have the owners of lost rows start again from the input."""
+    def call_failed(self, call: Call, failure: Failure, reason: str, now: float) -> None:
+        """Take a call that came to nothing, for no fault of its replica."""
+        at = self._taken_back(call, now)
+        if call.probe:
+            at.postpone_probe(call.replica, now + PROBE_PAUSE_S)
+        else:
+            self._failed(at, call, failure, reason, now)
+
+    def call_postponed(self, call: Call, pause_s: float, now: float) -> None:
+        """Try a call again after a pause that could not be computed for no fault of its own."""
+        at = self._taken_back(call, now)
+        if call.probe:
+            at.postpone_probe(call.replica, now + pause_s)
+        else:
+            at.try_again(call.again(now + pause_s))
+
+    def rows_lost(self, call: Call, reason: str, now: float) -> None:
+        """Have the owners of rows start again from the input where objects of their call are lost."""
         at = self._taken_back(call, now)
         if call.good_row is not None or call.probe:
             at.forget_good_row()  # what was lost may have been that
@@ -271,12 +259,25 @@ class Scheduler:
         for owner in dict.fromkeys(rows.owner for rows in call.rows if rows.owner.live):
             self._flow.restart(at, owner, reason)
 
-    def _replica_lost(self, event: events.ReplicaLost, now: float) -> None:
-        """Forget a replica, and send its calls elsewhere.
+    # What happens to stages
+
+    def replica_ready(self, stage: int, replica: int, now: float) -> None:
+        """Take a replica that is ready."""
+        self.stages[stage].add_replica(replica, now)
+
+    def replica_lost(self, stage: int, replica: int, reason: str, now: float, *, own_fault: bool = True) -> None:
+        """Forget a replica that died or was given up, and send its calls elsewhere.
 
         The call that it was computing may be what it died of, and so may one that it was preparing.
+
+        Args:
+            stage: The stage.
+            replica: The replica.
+            reason: What it died of.
+            now: The time.
+            own_fault: False where it certainly was not, as when its whole node died.
         """
-        at, replica, own_fault = self.stages[event.stage], event.replica, event.own_fault
+        at = self.stages[stage]
         calls = at.replicas.calls_at(replica)
         if own_fault and calls:
             at.lost_by_own_fault(now)
@@ -287,20 +288,37 @@ class Scheduler:
             if call.probe:
                 continue
             if own_fault and position < at.calls_at_work:
-                self._settle(at, self._blame.ended(at, call, event.reason, now), now)
+                self._settle(at, self._blame.ended(at, call, reason, now), now)
             else:
                 self._settle(at, [Again(call.again(now))], now)
         at.replicas.drop(replica)
         at.bad.pop(replica, None)
-        self._count_replicas(at, now)
+        self.count_replicas(stage, now)
 
-    def _count_replicas(self, at: Stage, now: float, why: str | None = None) -> None:
+    def count_replicas(self, stage: int, now: float, why: str | None = None) -> None:
         """Note how many replicas a stage has, and give back what waits where there are none.
 
         why: they may be gone for long, None where that is not known.
         """
+        at = self.stages[stage]
         at.health.replicas(at.replicas.n_open, now, why if at.limits.degrades else None)
         self._settle(at, (), now)
+
+    def stage_down(self, stage: int, now: float) -> None:
+        """Leave out a stage that has others before it, until a replica is ready."""
+        assert stage > 0
+        self.stages[stage].health.is_down = True
+        self._settle(self.stages[stage], (), now)
+
+    def learn(self, verdict: VerdictReached, now: float) -> None:
+        """Take a verdict of another router."""
+        at = self.stages[verdict.stage]
+        self._settle(at, self._blame.learn(at, verdict, now), now)
+
+    def time_passed(self, now: float) -> None:
+        """Give up rows that have waited for too long, and calls that hang or have lost all who wait for them."""
+        self._expire(now)
+        self._withdraw(now)
 
     # What becomes of rows
 

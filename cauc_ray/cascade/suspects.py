@@ -15,6 +15,23 @@ Verdict: TypeAlias = Literal["clear", "suspected", "guilty"]
 
 
 @dataclass(frozen=True, slots=True)
+class VerdictReached:
+    """A new verdict on an input of a stage.
+
+    Attributes:
+        stage: The stage.
+        digest: Of the input.
+        verdict: The verdict.
+        deadly: Whether a replica ended, not only hung.
+    """
+
+    stage: int
+    digest: bytes
+    verdict: Verdict
+    deadly: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Suspicion:
     """What is known of an input.
 

@@ -43,25 +43,19 @@ def in_group(name: str) -> Callable[[Method], Method]:
     return cast("Callable[[Method], Method]", ray.method(concurrency_group=name))
 
 
-def make_actor(kind: type, **options: Any) -> Any:
-    """Return an actor class of Ray's with the given options."""
-    return ray.remote(**options)(kind)
-
-
 def worker_class(stage: StageSpec) -> Any:
     """Return the actor class of a stage's workers, with the resources that the stage asks for.
 
     Ray neither starts it again nor repeats its calls: the controller does, elsewhere, and knows of it.
     """
-    return make_actor(
-        StageWorker,
+    return ray.remote(
         **placement(stage.resources),
         max_concurrency=2,  # the model answers one call, the next one is prepared
         allow_out_of_order_execution=True,
         max_restarts=0,
         max_task_retries=0,
         enable_task_events=False,  # the ledger has every call
-    )
+    )(StageWorker)
 
 
 def placement(needs: Resources) -> dict[str, Any]:

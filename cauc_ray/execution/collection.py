@@ -24,7 +24,7 @@ from cauc_ray.data.writing import float_lists, logit_columns
 from cauc_ray.errors import ConfigError, DataError, ExecutionError
 from cauc_ray.execution import commits
 from cauc_ray.execution.cluster import replicas_that_fit, require_fit
-from cauc_ray.execution.commits import Claim, Committed, Parts, PartWriter, failed_rows
+from cauc_ray.execution.commits import Claim, Committed, FinishedBlock, Parts, PartWriter, Sink, failed_rows
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.reading import BlockHeader
@@ -179,7 +179,7 @@ class OpenRows:
     counts: Counter[str] = field(default_factory=Counter)
 
 
-class CollectedTables:
+class CollectedTables(Sink):
     """Writes a model's answers: each split's logits and failed rows in parts, once a row of the split is answered."""
 
     def __init__(self, work: Collection) -> None:
@@ -304,7 +304,8 @@ class CollectedTables:
             self._reasons.setdefault(split, next(iter(reasons.values())))
         totals: dict[str, Mapping[str, float]] = {"rows": sums, "failed": by_stage, "counts": answers.counts}
         digests = inputs.take(pa.array(rows, pa.int64()))
-        self._writers[split].add(number, table, failed, ids_digest(names), totals, reasons, digests)
+        block = FinishedBlock(number, table, failed, sorted(reasons), ids_digest(names), totals, digests)
+        self._writers[split].add(block)
 
     def commit(self) -> None:
         """Write what has been taken of splits that have answers: others leave nothing, and are asked for again."""

@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
+from tenacity import Retrying, retry, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.cascade.worker import Collected
@@ -42,9 +44,9 @@ FAILED_SCHEMA = pa.schema([("example_id", pa.string()), ("stage", pa.string()), 
 CLAIMS = "_attempts"
 # In the metadata of a file of failed rows: their positions in each block, in their order.
 _FAILED_BLOCKS = b"cauc.failed"
-# Of a part: the first block in it, after the number of the attempt if that does failed rows again (or went on with what
-# was left, in earlier versions); and the attempt's token, which files of earlier versions do not have.
-_NAME = re.compile(r"(part-|(retry|more)-\d{3,}-)\d{6,}(-[0-9a-f]{8})?")
+# Of a part: the first block in it, after the number of the attempt if that does failed rows again; and the attempt's
+# token.
+_NAME = re.compile(r"(part-|retry-\d{3,}-)\d{6,}-[0-9a-f]{8}")
 _READ_AT_ONCE = 16
 
 # What is counted, and of what: {"failed": {"small": 3}}. Those of several parts add up.
@@ -52,10 +54,10 @@ Totals: TypeAlias = dict[str, Counter[str]]
 # So many results, and bytes of answers, may wait to be written before the controller waits, too.
 MOST_WAITING = 512
 MOST_BYTES = 64_000_000
-# The pauses before each further look at a table that lacks a part which its manifest names.
-WITHDRAWN_S = (0.1, 0.4, 1.5)
-# The pauses before each further try at a commit: a disk may be full, or a store out of reach, for a moment.
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+# How a commit is tried again: a disk may be full, or a store out of reach, for a moment.
+_TRIES = Retrying(
+    retry=retry_if_exception_type(CaucError), wait=wait_exponential(0.5), stop=stop_after_attempt(6), reraise=True
+)
 
 
 def add_totals(totals: Totals, more: Mapping[str, Mapping[str, float]]) -> None:
@@ -121,7 +123,7 @@ class Parts:
         rows: dict[int, int] = {}
         ids: dict[int, str] = {}
         totals: Totals = {}
-        for name, entry in self._whole_entries().items():
+        for name, entry in self._entries().items():
             add_totals(totals, entry.totals)
             for number, n, digest in entry.blocks:
                 if digest is None:
@@ -193,39 +195,28 @@ class Parts:
         files = visible(self.manifest) if self.manifest.is_dir() else []
         return [file.stem for file in files if file.suffix == ".json"]
 
+    @retry(
+        retry=retry_if_exception_type(DataError),
+        wait=wait_exponential(0.1, exp_base=4),
+        stop=stop_after_attempt(4),
+        reraise=True,
+    )
     def _entries(self) -> dict[str, Entry]:
+        """Return the parts' entries; where one is damaged or its part is missing, as they are a moment later.
+
+        An attempt withdraws the entry that it has just written when it finds that a newer one, which has removed the
+        part, has claimed the table.
+        """
         names = self._names()
         with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
-            entries = zip(names, pool.map(self._entry, names), strict=True)
-            return {name: entry for name, entry in entries if entry is not None}
-
-    def _whole_entries(self) -> dict[str, Entry]:
-        """Return the entries; where a part is missing, once the attempt that has just written its entry has removed it.
-
-        An attempt does so when it finds that a newer one, which has removed the part, has claimed the table.
-        """
-        for pause_s in (*WITHDRAWN_S, None):
-            entries = self._entries()
-            missing = entries.keys() - {file.stem for file in _files(self.rows)}
-            if not missing:
-                break
-            if pause_s is None:
-                raise DataError(
-                    f"{self.rows / min(missing)}.parquet is committed but missing; restore it, or remove "
-                    f"{self.manifest / min(missing)}.json to process its rows again"
-                )
-            time.sleep(pause_s)
+            files = (self.manifest / f"{name}.json" for name in names)
+            entries = dict(zip(names, pool.map(partial(read_model, kind=Entry), files), strict=True))
+        if missing := entries.keys() - {file.stem for file in _files(self.rows)}:
+            raise DataError(
+                f"{self.rows / min(missing)}.parquet is committed but missing; restore it, or remove "
+                f"{self.manifest / min(missing)}.json to process its rows again"
+            )
         return entries
-
-    def _entry(self, name: str) -> Entry | None:
-        """Return a part's entry; None if the attempt that wrote it has withdrawn it since it was listed."""
-        file = self.manifest / f"{name}.json"
-        try:
-            return read_model(file, Entry)
-        except DataError:
-            if file.exists():
-                raise
-            return None
 
 
 class Claim:
@@ -266,6 +257,29 @@ class Claim:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedBlock:
+    """A block that is done.
+
+    Attributes:
+        number: Its number.
+        rows: The answered rows.
+        failed: The failed rows, of FAILED_SCHEMA.
+        failed_at: The positions of the failed rows in the block, in their order.
+        digest: As Entry has it.
+        totals: What is counted of the block.
+        inputs: A digest of what models read of each answered row, where these are kept.
+    """
+
+    number: int
+    rows: pa.Table
+    failed: pa.Table
+    failed_at: Sequence[int]
+    digest: str | None
+    totals: Mapping[str, Mapping[str, float]]
+    inputs: pa.Array | None = None
+
+
 class PartWriter:
     """Gathers blocks that are done, and commits them as one part: whole or not at all."""
 
@@ -273,68 +287,45 @@ class PartWriter:
         """Take the table, the attempt's claim to it, and whether it does failed rows of committed blocks again."""
         self._parts, self._claim = parts, claim
         self._prefix = f"retry-{claim.number:03d}" if retries else "part"
-        self._blocks: dict[int, tuple[int, str | None, pa.Table, pa.Table]] = {}
-        self._failed_at: dict[int, list[int]] = {}
-        self._inputs: dict[int, pa.Array] = {}
-        self._totals: Totals = {}
+        self._blocks: dict[int, FinishedBlock] = {}
         self.n_bytes = 0
 
-    def add(
-        self,
-        block: int,
-        rows: pa.Table,
-        failed: pa.Table,
-        digest: str | None,
-        totals: Mapping[str, Mapping[str, float]],
-        failed_at: Iterable[int],
-        inputs: pa.Array | None = None,
-    ) -> None:
-        """Take a block that is done.
-
-        Args:
-            block: Its number.
-            rows: The answered rows.
-            failed: The failed rows, of FAILED_SCHEMA.
-            digest: As Entry has it.
-            totals: What is counted of the block.
-            failed_at: The positions of the failed rows in the block, in their order.
-            inputs: A digest of what models read of each answered row, where these are kept.
-        """
-        self._blocks[block] = rows.num_rows + failed.num_rows, digest, rows, failed
-        self._failed_at[block] = sorted(failed_at)
-        if inputs is not None:
-            self._inputs[block] = inputs
-        add_totals(self._totals, totals)
-        self.n_bytes += rows.nbytes + failed.nbytes
+    def add(self, block: FinishedBlock) -> None:
+        """Take a block that is done."""
+        self._blocks[block.number] = block
+        self.n_bytes += block.rows.nbytes + block.failed.nbytes
 
     def commit(self) -> None:
         """Write what was gathered. Raises ExecutionError if a newer attempt has claimed the table."""
         if not self._blocks:
             return
         self._claim.require()
-        blocks = sorted(self._blocks)
-        name, parts = f"{self._prefix}-{blocks[0]:06d}-{self._claim.token}", self._parts
-        rows, failed = zip(*(self._blocks[block][2:] for block in blocks), strict=True)
+        blocks, parts = [self._blocks[number] for number in sorted(self._blocks)], self._parts
+        name = f"{self._prefix}-{blocks[0].number:06d}-{self._claim.token}"
         make_folder(parts.rows)
-        write_parquet(parts.rows / f"{name}.parquet", pa.concat_tables(rows, promote_options="default"))
-        failed_at = {block: self._failed_at[block] for block in blocks if self._failed_at[block]}
-        _write_failed(parts.failed / f"{name}.parquet", pa.concat_tables(failed), failed_at)
+        rows = pa.concat_tables([block.rows for block in blocks], promote_options="default")
+        write_parquet(parts.rows / f"{name}.parquet", rows)
+        failed_at = {block.number: block.failed_at for block in blocks if block.failed_at}
+        _write_failed(parts.failed / f"{name}.parquet", pa.concat_tables([block.failed for block in blocks]), failed_at)
         if parts.inputs is not None:
             make_folder(parts.inputs)
-            digests = pa.chunked_array([self._inputs[block] for block in blocks], pa.binary())
+            digests = pa.chunked_array([block.inputs for block in blocks], pa.binary())
             write_parquet(parts.inputs / f"{name}.parquet", pa.table({"input": digests}))
-        make_folder(parts.manifest)
+        totals: Totals = {}
+        for block in blocks:
+            add_totals(totals, block.totals)
         entry = Entry(
-            blocks=tuple((block, *self._blocks[block][:2]) for block in blocks),
-            totals={what: dict(counts) for what, counts in self._totals.items()},
+            blocks=tuple((block.number, len(block.rows) + len(block.failed), block.digest) for block in blocks),
+            totals={what: dict(counts) for what, counts in totals.items()},
         )
+        make_folder(parts.manifest)
         write_json(parts.manifest / f"{name}.json", entry.model_dump())
         try:
             self._claim.require()
         except DataError:  # the other one may have looked at the manifest before this entry was there
             (parts.manifest / f"{name}.json").unlink()
             raise
-        self._blocks, self._failed_at, self._inputs, self._totals, self.n_bytes = {}, {}, {}, {}, 0
+        self._blocks, self.n_bytes = {}, 0
 
 
 def failed_rows(
@@ -391,7 +382,8 @@ def _write_failed(path: AnyPath, table: pa.Table, positions: Mapping[int, Sequen
 class Sink(Protocol):
     """Where a run's results go; plain, used in the controller's process.
 
-    commit_s: for how many seconds what it has taken may wait to be written.
+    Attributes:
+        commit_s: For how many seconds what it has taken may wait to be written.
     """
 
     commit_s: float
@@ -402,6 +394,7 @@ class Sink(Protocol):
 
     def start(self, facts: ModelFacts) -> None:
         """Take the facts of the first stage's model, from each replica that has loaded it."""
+        return  # few need them
 
     def add_call(self, call: Call, result: CallResult, collected: Collected | None) -> None:
         """Take a call's result, and the model's answers where these are collected."""
@@ -414,6 +407,7 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Write what is left after the last block."""
+        self.commit()
 
 
 class Committer:
@@ -481,14 +475,7 @@ class Committer:
                 continue  # unless what fills it is an error
 
     def _commit(self) -> None:
-        for pause_s in PAUSES_S:
-            try:
-                self._sink.commit()
-            except CaucError:
-                time.sleep(pause_s)
-            else:
-                return
-        self._sink.commit()
+        _TRIES(self._sink.commit)
 
     def _work(self) -> None:
         pa.array([""])  # Arrow's first array imports pandas, where that is installed: now, while replicas load

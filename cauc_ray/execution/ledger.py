@@ -17,11 +17,10 @@ from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.data.blocks import ids_digest
 from cauc_ray.errors import ConfigError
 from cauc_ray.execution import commits
-from cauc_ray.execution.commits import Claim, FailedBlock, Parts, PartWriter, failed_rows
+from cauc_ray.execution.commits import Claim, FailedBlock, FinishedBlock, Parts, PartWriter, Sink, failed_rows
 from cauc_ray.files.documents import make_folder, read_model, write_json
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.files.paths import AnyPath, visible
-from cauc_ray.models.answers import ModelFacts
 from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.predictions import predictions_table
 
@@ -115,7 +114,7 @@ def new_claim(out: AnyPath) -> Claim:
     return Claim(out, 1 + max(numbers, default=-1))
 
 
-class RunTables:
+class RunTables(Sink):
     """Writes a run's tables: predictions and failed rows in parts, and before each the calls that were made."""
 
     def __init__(
@@ -153,9 +152,6 @@ class RunTables:
     def n_bytes(self) -> int:
         """Return what is not written yet of predictions and failed rows."""
         return self._new.n_bytes + self._again.n_bytes
-
-    def start(self, facts: ModelFacts) -> None:
-        """Ignore the models' facts."""
 
     def add_call(self, call: Call, result: CallResult, collected: object) -> None:
         """Note a batch of a call. A failed one, or a probe, accepted and deferred nothing and cost nothing."""
@@ -224,7 +220,7 @@ class RunTables:
             "cost": {"sum": float(costs.sum()), "squares": float(np.square(costs).sum())},
         }
         (self._new if before is None else self._again).add(
-            block.block, table, failed, digest if before is None else None, totals, failed_at
+            FinishedBlock(block.block, table, failed, sorted(failed_at), digest if before is None else None, totals)
         )
 
     def commit(self) -> None:
@@ -238,10 +234,6 @@ class RunTables:
             self._calls, self._n_written = [], self._n_written + 1
         self._new.commit()
         self._again.commit()
-
-    def close(self) -> None:
-        """Write what is left after the last block."""
-        self.commit()
 
     def _write_record(self) -> None:
         """Write the run's record before anything else: without it the run cannot be resumed."""

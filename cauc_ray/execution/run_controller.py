@@ -12,7 +12,6 @@ from ray.exceptions import RayError
 
 from cauc_ray.cascade.blame import Blame
 from cauc_ray.cascade.bundles import Part
-from cauc_ray.cascade.events import CallEnded, CallPostponed, ReplicaLost, ReplicaReady, RowsLost, StageDown
 from cauc_ray.cascade.patience import RunPatience
 from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
@@ -143,7 +142,7 @@ class RunController:
                 if replica.stage == 0:
                     self._committer.start(facts)
                 self._scheduler.stages[replica.stage].take_facts(facts)
-                self._scheduler.update(ReplicaReady(replica.stage, replica.number), now)
+                self._scheduler.replica_ready(replica.stage, replica.number, now)
 
     # Input
 
@@ -215,7 +214,7 @@ class RunController:
     def _call_ended(self, call: Call, result: CallResult, now: float) -> None:
         """Hand a call's result on; replace the replicas that it shows to be bad."""
         goes_on = None if call.handle is None else call.handle[2]
-        self._scheduler.update(CallEnded(call, result, goes_on), now)
+        self._scheduler.call_ended(call, result, goes_on, now)
         if result.n_answered:
             return
         at, name = self._scheduler.stages[call.stage], self._names[call.stage]
@@ -247,9 +246,9 @@ class RunController:
         broken = self._note_broken(call, str(fault), now)
         if kind == "full":
             self._note_full(now, fault)
-            self._scheduler.update(CallPostponed(call, FULL_PAUSE_S), now)
+            self._scheduler.call_postponed(call, FULL_PAUSE_S, now)
         elif kind == "lost":
-            self._scheduler.update(RowsLost(call, f"its data was lost: {fault}"), now)
+            self._scheduler.rows_lost(call, f"its data was lost: {fault}", now)
         else:
             self._call_ended(call, broken, now)
 
@@ -264,7 +263,7 @@ class RunController:
             return
         for call in calls_at(replica.number):
             self._note_broken(call, why, now)
-        self._scheduler.update(ReplicaLost(replica.stage, replica.number, why, own_fault), now)
+        self._scheduler.replica_lost(replica.stage, replica.number, why, now, own_fault=own_fault)
         self._replicas.lost(replica, why, now)
 
     def _leave(self, nodes: set[str], now: float) -> None:
@@ -293,7 +292,7 @@ class RunController:
         """Go on without a stage where the pool allows it and others have answers, else end the run."""
         if not self._plan.degrade or stage == 0:
             raise error
-        self._scheduler.update(StageDown(stage), time.monotonic())
+        self._scheduler.stage_down(stage, time.monotonic())
 
     # What is over
 

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from cauc_ray.data.datasets import RunInput
 from cauc_ray.errors import DataError, ExecutionError
-from cauc_ray.execution.actors import START_DEADLINE_S, explained, kind_of, make_actor, result_of
+from cauc_ray.execution.actors import START_DEADLINE_S, explained, kind_of, result_of
 from cauc_ray.execution.cluster import require_fit
 from cauc_ray.execution.commits import Claim, Committed, FailedBlock, common_reason
 from cauc_ray.execution.ledger import RunRecord, RunTables, new_claim, parts_of
@@ -105,7 +105,7 @@ class LiveRun:
 
     def _start(self) -> None:
         label = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-        controller = make_actor(RunController, num_cpus=0, label_selector=label, concurrency_groups={"watch": 1})
+        controller = ray.remote(num_cpus=0, label_selector=label, concurrency_groups={"watch": 1})(RunController)
         self._actor = controller.remote(self._stages, self._policy, label)
         try:
             plan = self._plan()

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from cauc_ray.data.logits import ChainHeads, require_fit_rows
 from cauc_ray.data.model_rows import ShardFiles, SpooledLogits, unfit_row
 from cauc_ray.errors import ExecutionError
-from cauc_ray.execution.actors import START_DEADLINE_S, explained, kind_of, make_actor, placement
+from cauc_ray.execution.actors import START_DEADLINE_S, explained, kind_of, placement
 from cauc_ray.execution.cluster import room_for, wait_for_nodes
 from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.arrays import require_no_probabilities
@@ -233,8 +233,8 @@ class Shards:
 
     def _new_holder(self) -> Any:
         options = placement(self._sharding.resources)
-        kind = make_actor(ShardActor, **options, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD")
-        return kind.remote()
+        kind = ray.remote(**options, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD")
+        return kind(ShardActor).remote()
 
 
 def _n_shards(chains: Sequence[ChainHeads], sharding: Sharding) -> int:

@@ -18,7 +18,6 @@ from typing import cast
 import numpy as np
 
 from cauc_ray.cascade.blame import Blame
-from cauc_ray.cascade.events import CallEnded, ReplicaReady
 from cauc_ray.cascade.patience import Patience, RequestPatience, RunPatience
 from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
@@ -264,7 +263,7 @@ class _Cascade:
         replicas = count()
         for stage, at in enumerate(self._stages):
             for _ in range(at.replicas):
-                scheduler.update(ReplicaReady(stage, next(replicas)), self.now)
+                scheduler.replica_ready(stage, next(replicas), self.now)
         self._free_at = [0.0] * next(replicas)
         arrivals = map(_Arrivals, times, answered_by)
         coming = next(arrivals, None)
@@ -341,7 +340,7 @@ class _Cascade:
             costs=np.zeros(n),
             compute_s=self._stages[call.stage].seconds.of(n),
         )
-        scheduler.update(CallEnded(call, result, None), self.now)
+        scheduler.call_ended(call, result, None, self.now)
         self._n_answered += n_answered
         self.crowd.left(n_answered)
         self.now += self._router.of(n_answered / 2)

@@ -26,6 +26,7 @@ from cauc_ray.execution.actors import placement
 from cauc_ray.execution.cluster import require_fit, require_room
 from cauc_ray.execution.session import ray_session
 from cauc_ray.models.pool import Pool, Replicas, StageSpec, load_pool, pool_of
+from cauc_ray.models.resources import Resources
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.on_serve import ROUTER, STOP_S, AppVersion, NamedReplica, Router, StageServer, stage_deployment
 from cauc_ray.serving.scaling import replicas_for
@@ -114,39 +115,41 @@ def _require_room(pool: Pool, stages: Sequence[StageSpec]) -> None:
 
 
 def _stage(spec: StageSpec, surge: bool) -> Any:
-    serving = spec.serving
-    return serve.deployment(
+    scale = _scale(
+        spec.replicas,
+        policy=AutoscalingPolicy(policy_function=replicas_for),
+        upscale_delay_s=spec.serving.upscale_delay_s,
+        downscale_delay_s=spec.serving.downscale_delay_s,
+    )
+    return _deployment(
         StageServer,
-        name=stage_deployment(spec.name),
-        ray_actor_options=placement(spec.resources),
+        stage_deployment(spec.name),
+        spec.resources,
+        surge,
         # The routers' schedulers decide which replica takes a call, and how many; beyond that it only needs room.
         request_router_config=RequestRouterConfig(request_router_class=NamedReplica),
         max_ongoing_requests=1000,
-        health_check_period_s=1.0,
-        health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=STOP_S,
-        max_surge_percent=100 if surge else 0,
-        **_scale(
-            spec.replicas,
-            policy=AutoscalingPolicy(policy_function=replicas_for),
-            upscale_delay_s=serving.upscale_delay_s,
-            downscale_delay_s=serving.downscale_delay_s,
-        ),
+        **scale,
     )
 
 
 def _router(pool: Pool, surge: bool) -> Any:
     router = pool.serving.router
+    scale = _scale(router.replicas, target_ongoing_requests=100, upscale_delay_s=10.0, downscale_delay_s=300.0)
+    options = {"max_ongoing_requests": ROUTER_REQUESTS, "graceful_shutdown_timeout_s": 10.0, **scale}
+    return _deployment(serve.ingress()(Router), ROUTER, router.resources, surge, **options)
+
+
+def _deployment(kind: type, name: str, needs: Resources, surge: bool, **options: Any) -> Any:
     return serve.deployment(
-        serve.ingress()(Router),
-        name=ROUTER,
-        ray_actor_options=placement(router.resources),
-        max_ongoing_requests=ROUTER_REQUESTS,
+        kind,
+        name=name,
+        ray_actor_options=placement(needs),
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
-        graceful_shutdown_timeout_s=10.0,
         max_surge_percent=100 if surge else 0,
-        **_scale(router.replicas, target_ongoing_requests=100, upscale_delay_s=10.0, downscale_delay_s=300.0),
+        **options,
     )
 
 
@@ -203,11 +206,8 @@ def serve_service(
         level = serve_logger.level
         try:
             serve_logger.setLevel(logging.ERROR)  # this module reports the same in fewer words
-            keep_alive_s = round(pool.serving.keep_alive_s)
-            serve.start(
-                http_options=HTTPOptions(host=host, port=port, keep_alive_timeout_s=keep_alive_s),
-                grpc_options=_grpc_options(grpc_port),
-            )
+            http = HTTPOptions(host=host, port=port, keep_alive_timeout_s=round(pool.serving.keep_alive_s))
+            serve.start(http_options=http, grpc_options=_grpc_options(grpc_port))
             target = serve.RunTarget(app, name=model, route_prefix="/", logging_config=LOGGING)
             serve.run_many([target], wait_for_applications_running=False)
             _wait_until_ready(model, on_wait)

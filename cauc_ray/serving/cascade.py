@@ -7,20 +7,22 @@ import logging
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from contextvars import Context
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import count
 from math import inf
 from typing import Protocol, cast
 
-from cauc_ray.cascade import events
+from cachetools import LRUCache
+
 from cauc_ray.cascade.blame import Blame
 from cauc_ray.cascade.bundles import n_bytes
-from cauc_ray.cascade.events import VerdictReached
 from cauc_ray.cascade.patience import RequestPatience
 from cauc_ray.cascade.rows import Call, CallResult, Vector
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
 from cauc_ray.cascade.stage import StageLimits
+from cauc_ray.cascade.suspects import VerdictReached
 from cauc_ray.cascade.worker import MOST_POLICIES
 from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
@@ -28,7 +30,7 @@ from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.demand import Demand, OpenRequests
-from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observer import Observer
 from cauc_ray.serving.request_state import (
     Answer,
     Question,
@@ -118,7 +120,7 @@ class Cascade:
         self._demand = Demand(self.scheduler.stages)
         # A request has as long as its slowest stage.
         self._timeout_s = max(spec.serving.timeout_s for spec in stages)
-        self._keys: dict[int, tuple[Policy, str]] = {}
+        self._keys: LRUCache[int, tuple[Policy, str]] = LRUCache(MOST_POLICIES)
         self._numbers: list[dict[str, int]] = [{} for _ in stages]
         self._replica_names: dict[int, str] = {}
         self._leaving: set[str] = set()
@@ -220,15 +222,13 @@ class Cascade:
         """Return what stages know a policy by: a digest of its file, which takes too long for every request."""
         entry = self._keys.get(id(policy))
         if entry is None or entry[0] is not policy:
-            while len(self._keys) >= MOST_POLICIES:
-                del self._keys[next(iter(self._keys))]
             entry = self._keys[id(policy)] = policy, blake2b(policy.to_json().encode(), digest_size=12).hexdigest()
         return entry[1]
 
     def learn(self, news: Sequence[VerdictReached]) -> None:
         """Take verdicts on inputs of another router."""
         for verdict in news:
-            self.scheduler.update(verdict, self._loop.time())
+            self.scheduler.learn(verdict, self._loop.time())
         self._take_done()
         self.pump_soon()
 
@@ -253,8 +253,8 @@ class Cascade:
             if name not in numbers and name not in self._leaving:
                 numbers[name] = number = next(self._next_number)
                 self._replica_names[number] = name
-                self.scheduler.update(events.ReplicaReady(stage, number), now)
-        self.scheduler.update(events.ReplicasCounted(stage, why), now)
+                self.scheduler.replica_ready(stage, number, now)
+        self.scheduler.count_replicas(stage, now, why)
         self._take_done()
         self.pump_soon()
 
@@ -271,7 +271,7 @@ class Cascade:
         at = self.scheduler.stages[stage]
         for call in at.replicas.calls_at(number):
             self._forget(call)
-        self.scheduler.update(events.ReplicaLost(stage, number, why, own_fault), self._loop.time())
+        self.scheduler.replica_lost(stage, number, why, self._loop.time(), own_fault=own_fault)
         del self._numbers[stage][self._replica_names.pop(number)]
 
     def _forget(self, call: Call) -> None:
@@ -292,7 +292,7 @@ class Cascade:
         """Send what can go now, and come back when something else can."""
         self._pumps = False
         now = self._loop.time()
-        self.scheduler.update(events.TimePassed(), now)
+        self.scheduler.time_passed(now)
         while self.scheduler.withdrawn:
             self._forget(self.scheduler.withdrawn.pop())
         for call in self.scheduler.schedule(now):
@@ -328,7 +328,10 @@ class Cascade:
         try:
             needed = self._demand.replicas(call.stage, self._loop.time())
             asked = stage_call(call, replica, router=self._id, needed_replicas=needed)
-            answer = await client.answer(asked, began)
+            # Policies travel only where they are asked for: a replica has those of the calls before.
+            answer = await client.answer(replace(asked, policies={}), began)
+            if answer[0].fault == "policy":
+                answer = await client.answer(asked, began)
         except StageError as error:
             fault = error
         except Exception as error:  # of any type: no request may wait indefinitely
@@ -359,7 +362,7 @@ class Cascade:
         if result.error is None:
             for observer in self._observers:
                 observer.on_call(call.stage, len(call), now - call.sent_at, result.wire)
-        self.scheduler.update(events.CallEnded(call, result, states), now)
+        self.scheduler.call_ended(call, result, states, now)
         for number, why in at.take_bad().items():
             name = self._replica_names[number]
             logger.error(f"stage {self.names[call.stage]!r}: replica {name} is replaced: {why}")
@@ -373,7 +376,7 @@ class Cascade:
             self._lost(call.stage, call.replica, fault.message, own_fault=fault.kind == "died")
         else:
             trouble = fault.kind if fault.kind in ("down", "overloaded") else "error"
-            self.scheduler.update(events.CallFailed(call, trouble, fault.message), self._loop.time())
+            self.scheduler.call_failed(call, trouble, fault.message, self._loop.time())
 
 
 def _ids(columns: Batch, n: int) -> list[str]:

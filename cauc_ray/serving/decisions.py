@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.logits import softmax
 from cauc_ray.protocol.tensors import RequestError
+from cauc_ray.serving.inputs import objects
 from cauc_ray.serving.request_state import RequestState
 
 MOST_QUESTIONS = 400
@@ -113,14 +113,14 @@ def columns_of(
             }
             for question in request.questions
         ]
-        return {name: _objects([row[name] for row in rows]) for name in rows[0]}, [None] * n
+        return {name: objects((row[name] for row in rows), n) for name in rows[0]}, [None] * n
     orders: list[list[int] | None] = []
     for index, question in enumerate(request.questions):
         names = list(labels) if question.type == "predicate" else [str(name) for name, _ in _options(question)]
         if sorted(names) != sorted(labels) or (question.type == "predicate" and len(labels) != 2):
             raise RequestError(f"question {index}: its options must be the labels of this service, {', '.join(labels)}")
         orders.append([labels.index(name) for name in names])
-    return {reads[0]: _objects([request.text] * n)}, orders
+    return {reads[0]: objects([request.text] * n, n)}, orders
 
 
 def response(
@@ -183,7 +183,3 @@ def _described(name: str, description: str) -> str:
 
 def _text(content: str | list[_Part]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
-def _objects(values: Sequence[Any]) -> npt.NDArray[Any]:
-    return np.fromiter(values, dtype=object, count=len(values))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -17,13 +15,9 @@ from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.answer_ids import sampled_rows, was_drawn
 from cauc_ray.serving.bodies import read_as
-from cauc_ray.serving.policies_live import Store, stored_json
 
 # Confidences are the float32 values of the answer.
 _ROUNDING = 1e-6
-
-# Answers whose feedback one router remembers, so that it is counted once.
-MOST_REMEMBERED = 10_000
 
 _Option = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -149,41 +143,3 @@ class Feedback:
             return []
         labels = zip(self.rows.tolist(), self.labels.tolist(), strict=True)
         return [(f"{self.answer}-{row}", label) for row, label in labels if chosen[row]]
-
-
-class Reported:
-    """Remembers which rows had their feedback, for all replicas of a service together.
-
-    Each replica has at most MOST_REMEMBERED entries in the store, and drops its oldest first.
-
-    Args:
-        store: What all replicas read and write.
-        life: Id of the service's life.
-    """
-
-    def __init__(self, store: Store, life: str) -> None:
-        self._store, self._prefix = store, f"feedback:{life}:"
-        self._entries: deque[tuple[str, str]] = deque()  # policies and keys
-        self._lock = threading.Lock()
-
-    def new(self, feedback: Feedback) -> Feedback:
-        """Return the rows that had none before, and remember them. Blocks for a few calls to the store."""
-        left, n_before = sum(1 << row for row in feedback.rows.tolist()), 0
-        prefix = f"{self._prefix}{feedback.policy_id}:{feedback.answer}:"
-        # An entry is written once: of two routers that take the same rows at once, one finds the other's.
-        while left and not self._store.put(f"{prefix}{n_before}", f'"{left:x}"'.encode(), overwrite=False):
-            left &= ~int(stored_json(self._store.get(f"{prefix}{n_before}") or b'"0"'), 16)
-            n_before += 1
-        if left:
-            with self._lock:
-                self._entries.append((feedback.policy_id, f"{prefix}{n_before}"))
-                oldest = self._entries.popleft()[1] if len(self._entries) > MOST_REMEMBERED else None
-            if oldest is not None:
-                self._store.delete(oldest)
-        return feedback.at(np.array([bool(left >> row & 1) for row in feedback.rows.tolist()], dtype=bool))
-
-    def forget(self, policy_id: str) -> None:
-        """Forget all feedback on a policy that is no longer active."""
-        self._store.delete(f"{self._prefix}{policy_id}:", by_prefix=True)
-        with self._lock:
-            self._entries = deque(entry for entry in self._entries if entry[0] != policy_id)

@@ -27,7 +27,7 @@ from cauc_ray.protocol.messages import BINARY_DATA, decoded_body
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.bodies import CLIENT_GONE, read_as, read_body
 from cauc_ray.serving.elsewhere import LONG_JSON
-from cauc_ray.serving.inference import HttpMessage
+from cauc_ray.serving.inference import HttpMessage, Inference
 from cauc_ray.serving.policies_live import PolicyChange
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def http_app(service: Service, *routes_of_shell: Route) -> ASGIApp:
     for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
         routes += [
             Route(model, handlers.metadata),
-            Route(f"{model}/ready", handlers.model_ready),
+            Route(f"{model}/ready", handlers.ready),
             Route(f"{model}/infer", handlers.infer, methods=["POST"]),
         ]
     kinds = (RequestError, HTTPException, Exception)
@@ -93,7 +93,7 @@ class _Handlers:
     """What each address does."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._inference, self._inflates = service, service.inference, asyncio.Semaphore()
+        self._service, self._inference, self._inflates = service, Inference(service), asyncio.Semaphore()
         self._tokens = Tokens()
         self._max_body = int(service.pool.serving.max_body_mb * 1e6)
 
@@ -106,17 +106,14 @@ class _Handlers:
         return JSONResponse({"live": True})
 
     async def ready(self, request: Request) -> Response:
+        self._require_model(request)
         ready = await self._service.ready()
-        return JSONResponse({"ready": ready}, 200 if ready else 503)
+        name = {"name": self._service.model} if "name" in request.path_params else {}
+        return JSONResponse({**name, "ready": ready}, 200 if ready else 503)
 
     async def metadata(self, request: Request) -> Response:
         self._tokens.require_reader(request.headers)
         return JSONResponse(self._inference.metadata(self._require_model(request)))
-
-    async def model_ready(self, request: Request) -> Response:
-        self._require_model(request)
-        ready = await self._service.ready()
-        return JSONResponse({"name": self._service.model, "ready": ready}, 200 if ready else 503)
 
     async def openapi(self, request: Request) -> Response:
         self._tokens.require_reader(request.headers)
@@ -244,7 +241,7 @@ def require_model(service: Service, name: str, version: str | None) -> None:
     if name != service.model:
         raise RequestError(f"unknown model {name!r:.80}; this service has model {service.model!r}", 404)
     if version is not None:
-        service.inference.member(service.in_force, version)
+        service.member(service.in_force, version)
 
 
 class Tokens:

@@ -29,7 +29,7 @@ from cauc_ray.serving.bodies import read_as
 from cauc_ray.serving.decisions import DecisionRequest, columns_of, require_decisions, response
 from cauc_ray.serving.elsewhere import LONG_JSON, LONG_OUTPUT
 from cauc_ray.serving.inputs import Inputs
-from cauc_ray.serving.policies_live import InForce, Member
+from cauc_ray.serving.policies_live import WHOLE
 from cauc_ray.serving.request_state import Question, RequestState
 
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ OUTPUTS: Mapping[str, Datatype] = {
 }
 # What the cascade is to keep for them, and their shapes.
 VECTORS: Mapping[str, Vector] = {"probabilities": "scores", "logits": "logits"}
-# The version of the service as a whole, as other servers number their only one; the others are its policies.
-WHOLE = "1"
 # Of requests without one, or with 0; 1 is the highest.
 DEFAULT_PRIORITY = 2
 # Other bodies that are longer are read in a thread.
@@ -154,7 +152,7 @@ class Inference:
         service = self._service
         in_force = await service.policy_for_request()  # once: a request has one policy to the end
         if version is not None and version != WHOLE:
-            member = self.member(in_force, version)
+            member = service.member(in_force, version)
         elif (session := limits.get("session")) is not None:
             member = in_force.drawn_for(session)
         else:
@@ -175,14 +173,6 @@ class Inference:
                 in_force, member, new_answer_id(sampled=sampled, drawn=drawn), drawn, headers, started_ns
             ),
         )
-
-    def member(self, in_force: InForce, version: str) -> Member:
-        """Return an active policy by its id, the incumbent for the version of the whole. Raises RequestError (404)."""
-        member = in_force.incumbent if version == WHOLE else in_force.member(version)
-        if member is None:
-            versions = ", ".join(in_force.shares)
-            raise RequestError(f"model {self._service.model!r} has no version {version!r:.80}; it has {versions}", 404)
-        return member
 
     async def _read(self, message: HttpMessage | GrpcMessage) -> tuple[InferRequest, Batch, int]:
         """Read a request where it does not block others."""
@@ -208,7 +198,7 @@ class Inference:
             RequestError: 404 if no such policy is active.
         """
         in_force = self._service.in_force
-        member = in_force.incumbent if version is None else self.member(in_force, version)
+        member = self._service.member(in_force, WHOLE if version is None else version)
         policy = member.policy
         return {
             "name": self._service.model,

@@ -179,7 +179,7 @@ def _column(tensor: Tensor) -> npt.NDArray[Any]:
     texts = _by_row(values.ravel(), _text, name).reshape(values.shape)
     if name != "choices":
         return texts
-    return _by_row(texts, _read, _CHOICES, name) if texts.ndim == 1 else _objects(map(list, texts), len(texts))
+    return _by_row(texts, _read, _CHOICES, name) if texts.ndim == 1 else objects(map(list, texts), len(texts))
 
 
 def _questions(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
@@ -187,17 +187,18 @@ def _questions(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray
     questions = _by_row(columns["question"], _read, _QUESTION, "question")
     names = ("question", "choices", *_OPTIONAL)
     columns_of_questions = {
-        name: _objects(((one or {}).get(name) for one in questions), len(questions)) for name in names
+        name: objects(((one or {}).get(name) for one in questions), len(questions)) for name in names
     }
     return {**columns_of_questions, **{name: column for name, column in columns.items() if name != "question"}}
 
 
 def _by_row(values: npt.NDArray[Any], read: Callable[..., Any], *args: Any) -> npt.NDArray[Any]:
     """Return what a function makes of each value, given its row, too."""
-    return _objects((read(value, row, *args) for row, value in enumerate(values)), len(values))
+    return objects((read(value, row, *args) for row, value in enumerate(values)), len(values))
 
 
-def _objects(values: Iterable[Any], n: int) -> npt.NDArray[Any]:
+def objects(values: Iterable[Any], n: int) -> npt.NDArray[Any]:
+    """Return values as a column of objects, (n,)."""
     return np.fromiter(values, dtype=object, count=n)
 
 

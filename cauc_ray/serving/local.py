@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AsyncExitStack, ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,10 +32,11 @@ from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.connections import Connection
 from cauc_ray.serving.http_app import Tokens, http_app
 from cauc_ray.serving.observers.service_metrics import ACTS, Kind, Metric
-from cauc_ray.serving.policies_live import InForce, PolicyChange, Store
+from cauc_ray.serving.policies_live import InForce, PolicyChange
 from cauc_ray.serving.replica_process import ReplicaProcess
 from cauc_ray.serving.request_state import Answer, StageCall, StageError
 from cauc_ray.serving.service import Service, policies_at_start, repeat
+from cauc_ray.serving.stored import MemoryStore
 
 # Seconds that a stopped service waits for open requests, and then for their answers to be sent.
 GRACE_S, SENT_S = 7.0, 1
@@ -80,7 +80,7 @@ class LocalClient:
                 if why != self.why:  # not once more for each attempt
                     logger.error(f"stage {self._spec.name!r} is loaded again: {why}")
                 self.why = why
-                one.load_again()
+                one.load()
             elif (longest_s := one.hangs()) is not None:
                 logger.error(
                     f"a call of stage {self._spec.name!r} has not ended for {longest_s:g} s; its model is loaded again"
@@ -102,9 +102,7 @@ class LocalClient:
             if on_begin is not None:
                 loop.call_soon_threadsafe(on_begin)
 
-        # Policies travel only where they are asked for: a replica has those of the calls before.
-        answer = await replica.answer(replace(call, policies={}), begin)
-        return answer if answer[0].fault != "policy" else await replica.answer(call, begin)
+        return await replica.answer(call, begin)
 
     def replace(self, replica: str) -> None:
         """End a replica, and start another."""
@@ -121,32 +119,6 @@ class LocalClient:
     def _started(self) -> ReplicaProcess:
         self._n_started += 1
         return ReplicaProcess(self._spec, self._stage, f"{self._spec.name}-{self._n_started}")
-
-
-class MemoryStore(Store):
-    """Values in this process."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._lock = threading.Lock()
-
-    def get(self, key: str) -> bytes | None:
-        """Return a value."""
-        return self._values.get(key)
-
-    def put(self, key: str, value: bytes, *, overwrite: bool = True) -> bool:
-        """Set a value."""
-        with self._lock:
-            sets = overwrite or key not in self._values
-            if sets:
-                self._values[key] = value
-            return sets
-
-    def delete(self, key: str, *, by_prefix: bool = False) -> None:
-        """Delete a value, or all whose keys begin so."""
-        with self._lock:
-            for name in [name for name in self._values if name == key or (by_prefix and name.startswith(key))]:
-                del self._values[name]
 
 
 class LocalService(Service):
@@ -280,20 +252,7 @@ def local_service(
     with listening as listener, _loaded_clients(pool, stages) as clients:
         service = LocalService(model, pool, policies, clients)
         server = uvicorn.Server(_config(service))
-
-        async def main() -> None:
-            await service.check_health()
-            async with AsyncExitStack() as resources:
-                if grpc_port is not None:
-                    from cauc_ray.serving.over_grpc import grpc_server  # edge boxes may have no gRPC
-
-                    await resources.enter_async_context(grpc_server(service, host, grpc_port, SENT_S))
-                if (every_s := pool.serving.policy_every_s) is not None:
-                    read = repeat(partial(service.read_policy, source), every_s)
-                    resources.callback(asyncio.create_task(read).cancel)
-                await server.serve([listener])
-
-        ended = _run_in_thread(main, server.config)
+        ended = _run_in_thread(partial(_answer, service, server, listener, host, grpc_port, source), server.config)
 
         def require_alive() -> None:
             if ended.done():
@@ -315,6 +274,27 @@ def local_service(
             server.should_exit = True
             wait([ended], GRACE_S)
             service.close()
+
+
+async def _answer(
+    service: LocalService,
+    server: uvicorn.Server,
+    listener: socket.socket,
+    host: str,
+    grpc_port: int | None,
+    source: str | AnyPath | Policy,
+) -> None:
+    """Answer requests at the service's ports until the server is to end."""
+    await service.check_health()
+    async with AsyncExitStack() as resources:
+        if grpc_port is not None:
+            from cauc_ray.serving.over_grpc import grpc_server  # edge boxes may have no gRPC
+
+            await resources.enter_async_context(grpc_server(service, host, grpc_port, SENT_S))
+        if (every_s := service.pool.serving.policy_every_s) is not None:
+            read = repeat(partial(service.read_policy, source), every_s)
+            resources.callback(asyncio.create_task(read).cancel)
+        await server.serve([listener])
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -36,11 +36,12 @@ from cauc_ray.protocol.grpc_messages import CALLS
 from cauc_ray.serving.http_app import http_app
 from cauc_ray.serving.observers.service_metrics import ACTS, Kind, Metric
 from cauc_ray.serving.over_grpc import GrpcCalls, ProxyResponse
-from cauc_ray.serving.policies_live import InForce, Store, StoreError
+from cauc_ray.serving.policies_live import InForce
 from cauc_ray.serving.replica import Replica
 from cauc_ray.serving.request_state import Answer, StageCall, StageError
 from cauc_ray.serving.scaling import NEEDED, Needs
 from cauc_ray.serving.service import LEASE_S, Service
+from cauc_ray.serving.stored import Store, StoreError
 
 ROUTER = "Router"
 # Of a replica whose model has not been loaded yet.
@@ -211,11 +212,6 @@ class ServeClient:
 
     async def answer(self, call: StageCall, on_begin: Callable[[], None] | None = None) -> Answer:
         """Have the call's replica answer. Raises StageError; if the caller is cancelled, so is the call."""
-        # Policies travel only where they are asked for: a replica has those of the calls before.
-        answer = await self._asked(replace(call, policies={}), on_begin)
-        return answer if answer[0].fault != "policy" else await self._asked(call, on_begin)
-
-    async def _asked(self, call: StageCall, on_begin: Callable[[], None] | None) -> Answer:
         handle: Any = self._handle
         method = handle.answer if on_begin is None else handle.options(stream=True).answer_watched
         response, answer = method.remote(call), None

@@ -14,6 +14,7 @@ from cauc_ray.errors import printable
 from cauc_ray.protocol.grpc_messages import CALLS, SERVICE, GrpcMessage, parsed
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.http_app import PACKAGE_VERSION, TOKEN, Tokens, counted, require_model
+from cauc_ray.serving.inference import Inference
 
 if TYPE_CHECKING:
     from cauc_ray.serving.service import Service
@@ -35,7 +36,7 @@ class GrpcCalls:
     """Answers a service's calls, whichever server they come through."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._tokens = service, Tokens()
+        self._service, self._inference, self._tokens = service, Inference(service), Tokens()
         self._max_body = int(service.pool.serving.max_body_mb * 1e6)
 
     async def answer(self, name: str, body: bytes, context: Any) -> bytes:
@@ -71,7 +72,7 @@ class GrpcCalls:
         if name == "ServerMetadata":
             return {"name": "cauc-ray", "version": PACKAGE_VERSION}
         if name == "ModelMetadata":
-            return self._service.inference.metadata(message.version or None)
+            return self._inference.metadata(message.version or None)
         return {"ready": await self._service.ready()}
 
     async def _infer(self, body: bytes, metadata: Mapping[str, Any]) -> bytes:
@@ -84,7 +85,7 @@ class GrpcCalls:
                 message = GrpcMessage(body)
                 version = message.message.model_version or None
                 require_model(self._service, message.message.model_name, version)
-                content, _, of_answer = await self._service.inference.answer(message, metadata, version)
+                content, _, of_answer = await self._inference.answer(message, metadata, version)
             fields.update(of_answer)
         return content
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -14,42 +11,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from cauc_ray.errors import CaucError, PolicyError, explain
 from cauc_ray.policies.policy import Policy
+from cauc_ray.serving.stored import StoreError
 
+# The version of the service as a whole, as other servers number their only one; the others are its policies.
+WHOLE = "1"
 # Decisions whose receipts are kept.
 MOST_RECEIPTS = 50
-# A log keeps this many entries that have a successor: no writer is as far behind.
-_KEPT_ENTRIES = 100
 
 # What became of policies: all requests go to one, a candidate begins, gets another share, wins or ends.
 Decided: TypeAlias = Literal["set", "start", "share", "promote", "rollback"]
-
-
-class StoreError(Exception):
-    """What keeps the values does not answer."""
-
-
-def stored_json(content: bytes) -> Any:
-    """Read a value as JSON. Raises StoreError for a damaged one."""
-    try:
-        return json.loads(content)
-    except ValueError as error:
-        raise StoreError(f"a stored value is damaged: {error}") from error
-
-
-class Store(ABC):
-    """Small values that all replicas of a service see. Every method may block for a moment, and raises StoreError."""
-
-    @abstractmethod
-    def get(self, key: str) -> bytes | None:
-        """Return a value, None where there is none."""
-
-    @abstractmethod
-    def put(self, key: str, value: bytes, *, overwrite: bool = True) -> bool:
-        """Set a value; without overwrite only where there is none: of several at once one does, and returns True."""
-
-    @abstractmethod
-    def delete(self, key: str, *, by_prefix: bool = False) -> None:
-        """Delete a value if it exists, or all whose keys have this prefix."""
 
 
 class PolicyChange(BaseModel):
@@ -216,63 +186,18 @@ class InForce:
             return replace(following, share=change.share), "share", self.candidate
         return alone, "rollback", self.candidate
 
-    def to_bytes(self) -> bytes:
+    def as_json(self) -> dict[str, Any]:
         """Return the version as it is stored."""
         candidate = None if self.candidate is None else self.candidate.policy.packed()
         content = {"incumbent": self.policy.packed(), "candidate": candidate, "share": self.share, "since": self.since}
-        return json.dumps({**content, "receipts": self.receipts}).encode()
+        return {**content, "receipts": self.receipts}
 
     @classmethod
-    def of_bytes(cls, version: int, raw: bytes) -> InForce:
-        """Return the version that to_bytes has stored. Raises StoreError for a damaged one."""
-        content = stored_json(raw)
+    def of_json(cls, version: int, content: Any) -> InForce:
+        """Return the version that was stored as as_json has it. Raises StoreError for a damaged one."""
         try:
             candidate = None if content["candidate"] is None else Member.of(Policy.of(content["candidate"]))
             incumbent, receipts = Member.of(Policy.of(content["incumbent"])), tuple(content["receipts"])
             return cls(incumbent, candidate, content["share"], content["since"], version, receipts)
         except (KeyError, TypeError, CaucError) as error:
             raise StoreError(f"version {version} of the policies is damaged: {error}") from error
-
-
-class Log:
-    """An append-only log that all replicas of a service read, version by version.
-
-    A version is written once and by one writer, so that a writer that has not read the newest one finds its position
-    taken: no change is lost if a process dies. Of versions that have a successor an empty entry stays for a while.
-
-    Args:
-        store: What all replicas read and write.
-        prefix: Prefix of its keys; a later life of the service has another one.
-    """
-
-    def __init__(self, store: Store, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
-        # How many versions have been written, at least: where a replica that starts, or was away, begins to read.
-        self._hint = f"{prefix}newest"
-        self._last: tuple[int, bytes] | None = None
-
-    def read(self) -> tuple[int, bytes] | None:
-        """Return the newest version and its content, None where there is none yet. Blocks for calls to the store."""
-        hint: int = stored_json(self._store.get(self._hint) or b"0")
-        # The hint is of an entry that may itself be the newest.
-        version = max(self._last[0] if self._last is not None else 0, hint - 1)
-        while (raw := self._store.get(f"{self._prefix}{version + 1}")) is not None:
-            version += 1
-            if raw:
-                self._last = version, raw
-        return self._last
-
-    def append(self, version: int, content: bytes) -> bool:
-        """Write a version, the one after read()'s; return False where another writer has. Blocks like read()."""
-        if not self._store.put(f"{self._prefix}{version}", content, overwrite=False):
-            return False
-        with suppress(StoreError):  # it is active now, even if the clean-up fails
-            self._store.put(self._hint, str(version).encode())
-            if version > 1:
-                self._store.put(f"{self._prefix}{version - 1}", b"")
-            self._store.delete(f"{self._prefix}{version - _KEPT_ENTRIES}")
-        return True
-
-    def forget(self) -> None:
-        """Delete the whole log: it has no more readers."""
-        self._store.delete(self._prefix, by_prefix=True)

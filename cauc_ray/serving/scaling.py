@@ -10,28 +10,27 @@ import math
 import time
 from typing import Any
 
+from cachetools import TTLCache
 from ray.serve.config import AutoscalingContext
 
 # What Serve reads of a replica, and how long it is true that a router needs it.
 NEEDED = "needed_replicas"
-FRESH_S = 5.0
+FRESH_S, MOST_ROUTERS = 5.0, 10_000
 
 
 class Needs:
     """The replicas of a stage that routers have recently asked for."""
 
     def __init__(self) -> None:
-        self._needs: dict[str, tuple[float, float]] = {}
+        self._needs: TTLCache[str, float] = TTLCache(MOST_ROUTERS, FRESH_S, lambda: time.monotonic())
 
     def note(self, router: str, replicas: float) -> None:
         """Take what a router needs, in replicas that are busy all the time."""
-        self._needs[router] = replicas, time.monotonic()
+        self._needs[router] = replicas
 
     def total(self) -> float:
         """Return what all routers need that have called lately."""
-        now = time.monotonic()
-        self._needs = {router: needs for router, needs in self._needs.items() if now - needs[1] < FRESH_S}
-        return sum(replicas for replicas, _ in self._needs.values())
+        return sum(self._needs.values())
 
 
 def replicas_for(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:

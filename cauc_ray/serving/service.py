@@ -15,10 +15,11 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, TypeVar
 
-from cauc_ray.cascade.events import VerdictReached
+import numpy as np
+
+from cauc_ray.cascade.suspects import VerdictReached
 from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.answers import ModelFacts
@@ -29,16 +30,17 @@ from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.bodies import OpenBytes
 from cauc_ray.serving.cascade import Cascade, StageClient
 from cauc_ray.serving.elsewhere import LONG_JSON, Elsewhere
-from cauc_ray.serving.feedback import Feedback, Reported
-from cauc_ray.serving.inference import Inference
+from cauc_ray.serving.feedback import Feedback
+from cauc_ray.serving.observer import Observer
 from cauc_ray.serving.observers.candidate import Canary
 from cauc_ray.serving.observers.drift_watch import DriftWatch, WatchedHere, report_of
-from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observers.logged import Logged
 from cauc_ray.serving.observers.service_metrics import NewMetric, ServingMetrics
 from cauc_ray.serving.observers.shadow_sample import ShadowSample
 from cauc_ray.serving.observers.spans import Spans
-from cauc_ray.serving.observers.table_log import Logged, TableLog
-from cauc_ray.serving.policies_live import MOST_RECEIPTS, InForce, Log, Member, PolicyChange, Store, StoreError
+from cauc_ray.serving.observers.table_log import TableLog
+from cauc_ray.serving.policies_live import MOST_RECEIPTS, WHOLE, Decided, InForce, Member, PolicyChange
+from cauc_ray.serving.stored import Log, OvertakenError, SeenOnce, Store, StoreError
 
 # How often a replica looks for a policy that was set at another, which asks it to, and for the replicas of stages;
 # computes what it has watched, and brings its metrics up to date.
@@ -54,8 +56,6 @@ BEGIN_S, LISTED_S = 15.0, 5.0
 # How long requests wait for such a look, and calls of the store for their end.
 LOOK_S, STORE_S = 1.0, 10.0
 STORE_IS_AWAY = "the store of the service's policies cannot be read now; GET the policy to see which one is active"
-# A change that is overtaken so often while it is written is given up.
-MOST_TRIES = 20
 
 T = TypeVar("T")
 
@@ -159,14 +159,14 @@ class Service(ABC):
         self._life, self._log = life, Log(store, f"policy:{life}:")
         self._adopting = threading.Lock()
         self._looked_at = time.monotonic()
-        version = self._log.read()
-        self.in_force = policies if version is None else InForce.of_bytes(*version)
-        self._reported = Reported(store, life)
+        version, content = self._log.read()
+        self.in_force = InForce.of_json(version, content) if version else policies
+        self._reported = SeenOnce(store, f"feedback:{life}:")
         self.elsewhere, self.open_bytes = Elsewhere(), OpenBytes()
         self.table_log = self._new_table_log(policy)
         # What was found of a policy outlives this life of the service.
-        alarm, n_replicas = f"alarm:{name}:{model}:of", pool.serving.router.replicas.max
-        self.drift = DriftWatch(self.in_force, self.metrics, n_replicas, store, alarm)
+        alarms, n_replicas = Log(store, f"alarm:{name}:{model}:"), pool.serving.router.replicas.max
+        self.drift = DriftWatch(self.in_force, self.metrics, n_replicas, alarms)
         self._shadows = ShadowSample(pool.serving.shadow, self.metrics, self.drift, self.table_log)
         self.canary = Canary(pool.serving.canary, store, life, self._shadows, lambda: self.in_force, self._decide)
         self.observers: list[Observer] = [self.metrics, self.drift, self._shadows, self.canary]
@@ -221,10 +221,13 @@ class Service(ABC):
         if replica != self._id:
             self.cascade.learn(news)
 
-    @cached_property
-    def inference(self) -> Inference:
-        """Return what answers requests for inference, however they come."""
-        return Inference(self)
+    def member(self, in_force: InForce, version: str) -> Member:
+        """Return an active policy by its id, the incumbent for the version of the whole. Raises RequestError (404)."""
+        member = in_force.incumbent if version == WHOLE else in_force.member(version)
+        if member is None:
+            versions = ", ".join(in_force.shares)
+            raise RequestError(f"model {self.model!r} has no version {version!r:.80}; it has {versions}", 404)
+        return member
 
     @property
     def labels(self) -> tuple[str, ...] | None:
@@ -399,7 +402,9 @@ class Service(ABC):
         feedback = await self.elsewhere.call_if(len(body) > LONG_JSON, *read)
         n, member, new = len(feedback), in_force.member(feedback.policy_id), feedback
         if member is not None or self.table_log is not None:
-            new = await self._stored(self._reported.new, feedback)
+            rows = feedback.rows.tolist()
+            new_rows = await self._stored(self._reported.new, feedback.policy_id, feedback.answer, rows)
+            new = feedback.at(np.isin(feedback.rows, list(new_rows)))
         counts = [count for one in self.observers if (count := one.on_feedback(new, in_force)) is not None]
         n_counted, note = max(counts, default=0), None
         if member is None:
@@ -434,29 +439,40 @@ class Service(ABC):
 
     def _change(self, change: PolicyChange, if_match: str | None, why: str | None) -> tuple[InForce, InForce]:
         """Write the next version, and return the one before and it. Raises RequestError and CaucError as set_policy."""
-        for _ in range(MOST_TRIES):
-            before = self._adopt_stored()
-            tags = "*" if if_match is None else if_match
+        changed: tuple[InForce, InForce, Decided, dict[str, Any]]
+
+        def following(version: int, content: Any) -> dict[str, Any]:
+            nonlocal changed
+            before, tags = self._adopt_version(version, content), "*" if if_match is None else if_match
             if not {"*", self.etag(before)} & {tag.strip() for tag in tags.split(",")}:
                 self.metrics.count("policy_changes", "overtaken")
                 raise RequestError(f"policy {before.id} is active with ETag {self.etag(before)}, not {tags:.80}", 412)
             after, decided, member = before.after(change)
             receipt = self.canary.receipt(decided, member, before, after, why)
             after = replace(after, receipts=(*before.receipts, receipt)[-MOST_RECEIPTS:])
-            if self._log.append(after.version, after.to_bytes()):
-                logger.info("%s", json.dumps({"event": "policy", "model": self.model, **receipt}))
-                self.metrics.count("policy_decisions", decided, receipt["by"])
-                return before, after
-        raise RequestError("the policy is being changed by others; try again later", 409, 1.0)
+            changed = before, after, decided, receipt
+            return after.as_json()
+
+        try:
+            self._log.update(following)
+        except OvertakenError as error:
+            raise RequestError("the policy is being changed by others; try again later", 409, 1.0) from error
+        before, after, decided, receipt = changed
+        logger.info("%s", json.dumps({"event": "policy", "model": self.model, **receipt}))
+        self.metrics.count("policy_decisions", decided, receipt["by"])
+        return before, after
 
     def _adopt_stored(self) -> InForce:
-        # What is read first is adopted first: a replaced policy must not come back for a moment.
+        began = time.monotonic()
+        in_force = self._adopt_version(*self._log.read())
+        self._looked_at = max(self._looked_at, began)
+        return in_force
+
+    def _adopt_version(self, version: int, content: Any) -> InForce:
+        """Adopt a version of the log unless a later one is active; return the active one."""
         with self._adopting:
-            began = time.monotonic()
-            version = self._log.read()
-            if version is not None and version[0] > self.in_force.version:
-                self._adopt(InForce.of_bytes(*version))
-            self._looked_at = began
+            if version > self.in_force.version:
+                self._adopt(InForce.of_json(version, content))
             return self.in_force
 
     def _adopt(self, after: InForce) -> None:

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 from cauc_ray.cascade.blame import Blame
 from cauc_ray.cascade.bundles import Bundle, Part, packed
-from cauc_ray.cascade.events import CallEnded, ReplicaReady
 from cauc_ray.cascade.patience import RunPatience
 from cauc_ray.cascade.preparing import PreparingWorker
 from cauc_ray.cascade.rows import Call, CallResult, Owner
@@ -134,7 +133,7 @@ def answered(workers: Sequence[PreparingWorker], policy: Policy, columns: Batch,
     limits = StageLimits(batch, 1.0, queue_rows(batch, 1, n), float("inf"))
     scheduler = Scheduler([limits] * len(workers), RunPatience(), Blame("row"), n)
     for number in range(len(workers)):
-        scheduler.update(ReplicaReady(number, number), time.time())
+        scheduler.replica_ready(number, number, time.time())
     sources, ended = [Bundle(packed(columns))], queue.SimpleQueue[Ending]()
     results: list[list[CallResult]] = [[] for _ in workers]
     with ThreadPoolExecutor(2 * len(workers)) as senders:
@@ -155,5 +154,5 @@ def answered(workers: Sequence[PreparingWorker], policy: Policy, columns: Batch,
             require_answers(batches)
             results[call.stage] += batches
             sources.append(goes_on)
-            scheduler.update(CallEnded(call, CallResult.joined(batches), len(sources) - 1), time.time())
+            scheduler.call_ended(call, CallResult.joined(batches), len(sources) - 1, time.time())
         return Answered(time.perf_counter() - began, results)

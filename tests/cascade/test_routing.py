@@ -11,7 +11,6 @@ from synthetic import chain
 from cauc_ray.cascade.blame import Blame
 from cauc_ray.cascade.bundles import Bundle, Part, in_batches
 from cauc_ray.cascade.bundles import joined as together
-from cauc_ray.cascade.events import CallEnded, ReplicaReady, StageDown
 from cauc_ray.cascade.patience import RunPatience
 from cauc_ray.cascade.rows import CallResult, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
@@ -35,7 +34,7 @@ def workers(policy):
 
 def answered(worker, parts, sources, batch):
     """Answer a call batch by batch, as a run's replicas do."""
-    results, onward = zip(*(worker.decide(own, sources) for own in in_batches(parts, batch)), strict=True)
+    results, onward = zip(*(worker.decide(one_batch, sources) for one_batch in in_batches(parts, batch)), strict=True)
     assert all(len(result.accepted) <= batch for result in results)
     return CallResult.joined(results), together(onward)
 
@@ -46,9 +45,9 @@ def run(policy, *, seed=0, batch=16, queue=10**9, down=(), per_call=1):
     scheduler = Scheduler([StageLimits(batch, 1.0, queue, 10**9, per_call)] * 4, RunPatience(), Blame("row"))
     for stage in set(range(4)) - set(down):
         for number in range(2):
-            scheduler.update(ReplicaReady(stage, 10 * stage + number), now)
+            scheduler.replica_ready(stage, 10 * stage + number, now)
     for stage in down:
-        scheduler.update(StageDown(stage), now)
+        scheduler.stage_down(stage, now)
     owners = []
     for block, rows in enumerate(np.array_split(np.arange(len(DATA.labels)), 7)):
         owners.append(Owner(block, len(rows), names=rows))
@@ -65,9 +64,11 @@ def run(policy, *, seed=0, batch=16, queue=10**9, down=(), per_call=1):
         if calls:
             call = calls.pop(rng.integers(len(calls)))
             sources = list({id(rows.source): rows.source for rows in call.rows}.values())
-            parts = [Part([id(own) for own in sources].index(id(rows.source)), rows.positions) for rows in call.rows]
+            parts = [
+                Part([id(source) for source in sources].index(id(rows.source)), rows.positions) for rows in call.rows
+            ]
             answer = answered(of_stage[call.stage], parts, sources, batch)
-            scheduler.update(CallEnded(call, *answer), now)
+            scheduler.call_ended(call, *answer, now)
         assert now < 1000
     return scheduler, owners, sizes
 

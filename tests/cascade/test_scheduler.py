@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cauc_ray.cascade.blame import Blame
-from cauc_ray.cascade.events import CallEnded, CallPostponed, ReplicaLost, ReplicaReady, RowsLost, StageDown
 from cauc_ray.cascade.flow import RESTARTS
 from cauc_ray.cascade.patience import CALLS_PER_REPLICA, CALLS_TO_GIVE_UP, RunPatience
 from cauc_ray.cascade.rows import CallResult, Owner
@@ -60,7 +59,7 @@ def next_call(scheduler, now):
 
 
 def add_replica(scheduler, stage, replica):
-    scheduler.update(ReplicaReady(stage, replica), 0.0)
+    scheduler.replica_ready(stage, replica, 0.0)
 
 
 def submit(scheduler, n, block=0, now=0.0):
@@ -71,7 +70,7 @@ def submit(scheduler, n, block=0, now=0.0):
 
 def ended(scheduler, call, answer, now):
     """End a call, and return the owners that are done by it."""
-    scheduler.update(CallEnded(call, answer, Source()), now)
+    scheduler.call_ended(call, answer, Source(), now)
     return take(scheduler.done)
 
 
@@ -95,10 +94,13 @@ def one_block(stages, n, *, open_rows=PLENTY, replicas=1):
 class Simulation:
     """Stages whose answer to a row depends on the row alone; calls end in any order, replicas and objects get lost.
 
-    poison: share of rows that a model raises on.   named: share of rows that a model names as ones it cannot answer.
-    deadly: share of rows that kill their replica.   chaos: chance of a death, a loss or a pause before each event.
-    turn_bad: share of the replicas, also of those started later, that fail every call from some call on, in one way.
-    sick: calls, counted over each stage from its first answer on, during which all of its replicas fail.
+    Args:
+        poison: Share of rows that a model raises on.
+        named: Share of rows that a model names as ones it cannot answer.
+        deadly: Share of rows that kill their replica.
+        chaos: Chance of a death, a loss or a pause before each event.
+        turn_bad: Share of the replicas, also of later ones, that fail every call from some call on, in one way.
+        sick: Calls, counted over each stage from its first answer on, during which all of its replicas fail.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class Simulation:
             if self.scheduler.finished:
                 for call in self.calls:  # nobody wants their rows any more
                     assert not any(rows.owner.live for rows in call.rows) or call.probe
-                    self.scheduler.update(CallPostponed(call, 0.0), self.now)
+                    self.scheduler.call_postponed(call, 0.0, self.now)
                 return self
             self.read()
             while (call := next_call(self.scheduler, self.now)) is not None:
@@ -187,17 +189,17 @@ class Simulation:
             assert [rows.source.rows[position] for position in rows.positions] == [
                 (rows.owner.block, i) for i in rows.indices.tolist()
             ]
-        same = [other for other in self.calls if other.replica == call.replica]
+        same = [one for one in self.calls if one.replica == call.replica]
         if call.probe:
             assert not same
             return
         assert call.replica not in self.in_doubt  # what has failed is fed no more before it has answered
         assert len(same) < (1 if call.isolated else CALLS_PER_REPLICA)
-        assert not any(other.isolated for other in same)
+        assert not any(one.isolated for one in same)
         assert len(set(self.rows_of(call))) == len(call)
         under_way = {
             (rows.owner, i)
-            for other in self.calls if not other.probe for rows in other.rows for i in rows.indices.tolist()
+            for one in self.calls if not one.probe for rows in one.rows for i in rows.indices.tolist()
         }  # fmt: skip
         assert not under_way & {(rows.owner, i) for rows in call.rows for i in rows.indices.tolist()}
 
@@ -211,15 +213,15 @@ class Simulation:
             call = self.pick()
             if call.probe or call.good_row is not None:
                 self.in_doubt -= {r for r in self.in_doubt if self.replicas[r] == call.stage}
-            self.scheduler.update(RowsLost(call, "gone"), self.now)
+            self.scheduler.rows_lost(call, "gone", self.now)
         elif self.calls:
-            self.scheduler.update(CallPostponed(self.pick(), 2.0), self.now)
+            self.scheduler.call_postponed(self.pick(), 2.0, self.now)
 
     def lose_replica(self, replica, *, own_fault=True):
         self.calls = [call for call in self.calls if call.replica != replica]
         stage = self.replicas.pop(replica)
         self.in_doubt.discard(replica)
-        self.scheduler.update(ReplicaLost(stage, replica, "died", own_fault), self.now)
+        self.scheduler.replica_lost(stage, replica, "died", self.now, own_fault=own_fault)
         self.start(stage)
 
     def replace_bad(self):
@@ -254,7 +256,7 @@ class Simulation:
             failures = dict.fromkeys(range(len(call)), "NaN") if named else {}
             bad = result([0] * len(call), [False] * len(call), failures=failures)
             bad = bad if failures else failed("no device", "replica" if knows else "unknown")
-            self.scheduler.update(CallEnded(call, bad, None), self.now)
+            self.scheduler.call_ended(call, bad, None, self.now)
             return
         stops_here = [self.stops[block][i] == call.stage for block, i in rows]
         if any(self.deadly[block][i] and stops for (block, i), stops in zip(rows, stops_here, strict=True)):
@@ -275,7 +277,7 @@ class Simulation:
             self.way[call.replica][0] -= 1
         self.in_doubt.discard(call.replica)
         if len(failures) == len(call) and raised and not knows:
-            self.scheduler.update(CallEnded(call, failed("poison"), None), self.now)
+            self.scheduler.call_ended(call, failed("poison"), None, self.now)
             return
         if len(failures) < len(call):
             self.has_good_row.add(call.replica)
@@ -284,7 +286,7 @@ class Simulation:
         answers = [100 * block + i for block, i in rows]
         deferred = Source([row for row, stops in zip(rows, stops_here, strict=True) if not stops])
         answered = result(answers, accepted, failures=failures, raised=raised)
-        self.scheduler.update(CallEnded(call, answered, deferred), self.now)
+        self.scheduler.call_ended(call, answered, deferred, self.now)
 
     def take_done(self):
         while self.scheduler.done:
@@ -394,7 +396,7 @@ def test_batches_that_take_next_to_no_time_share_a_call(batch_s, replicas, expec
     scheduler = one_block([stage], 100, replicas=replicas)
     call = next_call(scheduler, 0.0)
     assert len(call) == 10  # nobody knows yet
-    scheduler.update(CallEnded(call, replace(result(np.zeros(10), np.ones(10)), compute_s=batch_s), Source()), 0.0)
+    scheduler.call_ended(call, replace(result(np.zeros(10), np.ones(10)), compute_s=batch_s), Source(), 0.0)
     assert len(next_call(scheduler, 0.0)) == expected
 
 
@@ -434,17 +436,17 @@ def test_what_may_have_killed_its_replica_is_isolated_and_what_waits_behind_it_i
     ended(scheduler, next_call(scheduler, 0.0), replace(result(range(4), [True] * 4), compute_s=1e-4), 0.0)
     # One is computed, one may be prepared; they are short, so one waits.
     calls = [next_call(scheduler, 0.0) for _ in range(3)]
-    scheduler.update(ReplicaLost(0, 0, "died"), 1.0)
+    scheduler.replica_lost(0, 0, "died", 1.0)
     add_replica(scheduler, 0, 1)
-    isolated, others = [], []
+    isolated, unblamed = [], []
     while (call := next_call(scheduler, 1.0)) is not None:
-        (isolated if call.isolated else others).append(call.rows[0].indices.tolist())
+        (isolated if call.isolated else unblamed).append(call.rows[0].indices.tolist())
         if call.isolated:
             assert next_call(scheduler, 1.0) is None  # nothing joins it
         ended(scheduler, call, result(range(len(call)), [True] * len(call)), 1.0)
     rows = [call.rows[0].indices.tolist() for call in calls]
     assert isolated == rows[: 1 + prepares]
-    assert [own for own in rows if own in others] == rows[1 + prepares :]
+    assert [row for row in rows if row in unblamed] == rows[1 + prepares :]
 
 
 def test_a_block_that_is_lost_again_and_again_is_failed():
@@ -453,7 +455,7 @@ def test_a_block_that_is_lost_again_and_again_is_failed():
     for restart in range(RESTARTS + 1):
         call = next_call(scheduler, float(restart))
         waiting = next_call(scheduler, float(restart))
-        scheduler.update(RowsLost(call, "gone"), float(restart))
+        scheduler.rows_lost(call, "gone", float(restart))
         done = take(scheduler.done)
         ended(scheduler, waiting, result([7], [True]), float(restart))  # nobody wants its answer any more
         if restart < RESTARTS:
@@ -464,7 +466,7 @@ def test_a_block_that_is_lost_again_and_again_is_failed():
     assert block.failures == dict.fromkeys(range(3), (0, "gone"))
     assert scheduler.finished
     scheduler = one_block([limits(4)], 4)
-    scheduler.update(RowsLost(next_call(scheduler, 0.0), "gone"), 0.0)
+    scheduler.rows_lost(next_call(scheduler, 0.0), "gone", 0.0)
     owner = Owner(0, 4, restarts=take(scheduler.lost)[0].restarts + 1)
     scheduler.end_input()
     scheduler.submit(owner, [Chunk(None, 1, 1)], 0.0, unreadable=dict.fromkeys((0, 2, 3), "unreadable"))
@@ -480,7 +482,7 @@ def test_a_stage_that_is_down_is_left_out_and_the_rows_say_so():
     ended(scheduler, first, result([7, 8, 9, 10], [True, False, False, True], cost=2.0), 0.0)
     waiting = next_call(scheduler, 0.0)
     assert waiting.stage == 0
-    scheduler.update(StageDown(1), 0.0)
+    scheduler.stage_down(1, 0.0)
     (block,) = ended(scheduler, waiting, result([1, 2, 3, 4], [False] * 4), 0.0)
     assert block.predictions.tolist() == [7, 8, 9, 10, 1, 2, 3, 4]
     assert block.stages.tolist() == [0] * 8
@@ -495,9 +497,9 @@ def test_a_replica_kept_free_for_a_suspect_takes_rows_again_once_the_suspect_is_
         ended(scheduler, call, result(range(4), [False] * 4), 0.0)
     calls = {call.replica: call for call in (next_call(scheduler, 0.0), next_call(scheduler, 0.0))}
     assert set(calls) == {10, 11}
-    scheduler.update(ReplicaLost(1, 10, "died"), 0.0)
+    scheduler.replica_lost(1, 10, "died", 0.0)
     assert next_call(scheduler, 0.0) is None  # what 10 died of waits until 11 has nothing else
-    scheduler.update(StageDown(1), 0.0)
+    scheduler.stage_down(1, 0.0)
     ended(scheduler, calls[11], result(range(4), [True] * 4), 0.0)
     add_replica(scheduler, 1, 12)
     submit(scheduler, 8, 1)
@@ -518,7 +520,7 @@ def test_a_stage_whose_calls_all_fail_is_given_up_after_its_replica_was_replaced
                 n_failed += 1
             assert now < 10_000
         for replica in bad:
-            scheduler.update(ReplicaLost(0, replica, "bad", False), now)
+            scheduler.replica_lost(0, replica, "bad", now, own_fault=False)
             add_replica(scheduler, 0, replacement)
     assert stage.never_succeeds
     assert n_failed >= CALLS_TO_GIVE_UP
@@ -548,7 +550,7 @@ def test_a_stage_is_given_up_after_deaths_with_one_call_at_a_time():
         if scheduler.stages[0].never_succeeds:
             break
         isolated += next_call(scheduler, 100.0 * death).isolated
-        scheduler.update(ReplicaLost(0, death, "died"), 100.0 * death)
+        scheduler.replica_lost(0, death, "died", 100.0 * death)
         add_replica(scheduler, 0, death + 1)
     assert isolated == DEATHS_TO_GIVE_UP
 
@@ -558,13 +560,13 @@ def test_deaths_of_many_replicas_at_once_or_with_their_nodes_accuse_no_call():
     scheduler = one_block([limits(1)], 60, replicas=n)
     assert [next_call(scheduler, 0.0).replica for _ in range(n)] == list(range(n))
     for replica in range(n):
-        scheduler.update(ReplicaLost(0, replica, "died"), 0.0)
+        scheduler.replica_lost(0, replica, "died", 0.0)
     assert not scheduler.stages[0].never_succeeds
 
     scheduler = one_block([limits(1)], 1, replicas=8)
     for replica in range(7):
         assert next_call(scheduler, 0.0).replica == replica
-        scheduler.update(ReplicaLost(0, replica, "its node died", False), 0.0)
+        scheduler.replica_lost(0, replica, "its node died", 0.0, own_fault=False)
         assert not scheduler.done
     call = next_call(scheduler, 0.0)
     assert (call.replica, call.failed_on, call.isolated) == (7, (), False)

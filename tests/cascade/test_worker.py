@@ -49,7 +49,7 @@ def worker_at(stage, **options):
 )
 def test_rows_of_several_policies_are_decided_as_each_policy_does(stage, parts, in_bundles, keeps):
     worker = worker_at(stage, policies=POLICIES)
-    asked, bundles, expected, kept = [], [], [], []
+    asked, bundles, expected, carried_states = [], [], [], []
     for key, rows in parts:
         rows = np.array(sorted(rows))
         state = states_before(stage, POLICIES[key], rows)
@@ -59,9 +59,9 @@ def test_rows_of_several_policies_are_decided_as_each_policy_does(stage, parts, 
         wants = frozenset({"scores", "logits"})
         asked.append(Part(len(bundles) - 1, np.arange(len(rows)), key, state=carries, keeps=mask, wants=wants))
         expected.append(POLICIES[key].step(stage, DATA.logits[stage][rows], state))
-        kept.append(np.zeros(len(rows), bool) if mask is None else mask)
+        carried_states.append(np.zeros(len(rows), bool) if mask is None else mask)
     result, goes_on = worker.decide(asked, bundles)
-    carried = [~step.accepted | mask for step, mask in zip(expected, kept, strict=True)]
+    carried = [~step.accepted | mask for step, mask in zip(expected, carried_states, strict=True)]
     for name in ("predictions", "confidences", "accepted"):
         assert np.array_equal(getattr(result, name), np.concatenate([getattr(step, name) for step in expected]))
     assert np.array_equal(result.costs, [POLICIES[key].stages[stage].cost for key, rows in parts for _ in rows])
@@ -69,7 +69,7 @@ def test_rows_of_several_policies_are_decided_as_each_policy_does(stage, parts, 
     assert np.array_equal(result.vectors["scores"], stacked([step.scores for step in expected]))
     assert np.array_equal(result.vectors["logits"], stacked([DATA.logits[stage][sorted(rows)] for _, rows in parts]))
     if result.carried.any():
-        states = [step.state[own] for step, own in zip(expected, carried, strict=True) if own.any()]
+        states = [step.state[mask] for step, mask in zip(expected, carried, strict=True) if mask.any()]
         assert np.array_equal(goes_on.state, stacked(states))
         rows = np.concatenate([bundle.columns["row"] for bundle in bundles])
         assert np.array_equal(goes_on.columns["row"], rows[result.carried])
@@ -90,14 +90,14 @@ def test_rows_with_other_options_than_before_fail_and_no_others():
     policy = POLICIES["rf"]
     rows = np.arange(6)
     state = policy.step(0, DATA.logits[0][rows], None).state
-    others = np.pad(DATA.logits[1][rows], ((0, 0), (0, 1)), constant_values=-np.inf)
+    padded = np.pad(DATA.logits[1][rows], ((0, 0), (0, 1)), constant_values=-np.inf)
     failing = [2, 5]
-    others[failing, -1] = 0.0  # an option more than before
-    worker = worker_of(lambda batch: Answers(np.array(others, np.float32)), 1, {"rf": policy})
+    padded[failing, -1] = 0.0  # an option more than before
+    worker = worker_of(lambda batch: Answers(np.array(padded, np.float32)), 1, {"rf": policy})
     result, _ = worker.decide([Part(0, rows, "rf")], [Bundle({"row": rows}, state)])
     assert sorted(result.failures) == failing
     answered = np.setdiff1d(rows, failing)
-    expected = policy.step(1, others[answered], state[answered])
+    expected = policy.step(1, padded[answered], state[answered])
     assert np.array_equal(result.predictions[answered], expected.predictions)
     assert np.array_equal(result.confidences[answered], expected.confidences)
 
@@ -138,7 +138,7 @@ def test_a_row_of_zeros_and_a_one_is_no_probability_however_often_it_comes():
 def test_different_rows_that_sum_to_one_are_probabilities_though_they_come_one_by_one():
     worker = worker_of(lambda batch: Answers(batch["x"].astype(np.float32)), 0, POLICIES)
     rows = [np.roll([1.0, 0.0, 0.0, 0.0, 0.0], position)[None] for position in range(5)]
-    rows += [np.array([[0.0, half, other, 0, 0]]) for half, other in product([0.25, 0.75], [0.25, 0.75])]
+    rows += [np.array([[0.0, half, rest, 0, 0]]) for half, rest in product([0.25, 0.75], [0.25, 0.75])]
 
     def answer_all():
         for row in rows:

@@ -179,14 +179,14 @@ def test_what_was_paid_for_is_kept_when_the_dataset_changes(tmp_path, change):
 
 @pytest.mark.slow
 def test_a_table_is_not_mixed_from_two_datasets_or_models(tmp_path):
-    data, other = tmp_path / "q.csv", tmp_path / "other" / "q.csv"
+    data, another = tmp_path / "q.csv", tmp_path / "other" / "q.csv"
     rows = write_questions(data, 40)
-    write(other, [{**row, "id": f"r{number}"} for number, row in enumerate(rows.values())])  # of the same size
+    write(another, [{**row, "id": f"r{number}"} for number, row in enumerate(rows.values())])  # of the same size
     path = pool(tmp_path, stage("long", "longest"))
     cauc_ray.collect(path, data, tmp_path / "L")
     before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "L").rglob("model=*/*/*"))
     with pytest.raises(ConfigError, match="belongs to another dataset"):
-        cauc_ray.collect(path, other, tmp_path / "L")
+        cauc_ray.collect(path, another, tmp_path / "L")
     faster = pool(tmp_path, stage("long", "longest", batch_size=7, replicas={"min": 2}))
     cauc_ray.collect(faster, data, tmp_path / "L")  # how it is run makes no difference
     cubic = pool(tmp_path, stage("long", "longest", kwargs={"exponent": 3.0}))

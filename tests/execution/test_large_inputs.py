@@ -13,6 +13,7 @@ import pytest
 import ray
 
 from cauc_ray.data.blocks import InputBlock
+from cauc_ray.execution.commits import Sink
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.run_controller import RunController
 from cauc_ray.models.pool import StageSpec, load_pool
@@ -63,7 +64,7 @@ class ManyBlocks:
             yield number, InputBlock([f"row-{number}"], None, {"x": np.ones(1)}, 8)
 
 
-class Allocated:
+class Allocated(Sink):
     """A sink that notes what this process has allocated each time that another 500 blocks are done."""
 
     commit_s, n_bytes = 60.0, 0
@@ -71,10 +72,8 @@ class Allocated:
     def __init__(self):
         self.n_blocks, self.bytes = 0, []
 
-    def start(self, facts): ...
     def add_call(self, call, result, extra): ...
     def commit(self): ...
-    def close(self): ...
 
     def add_block(self, block, example_ids, labels):
         self.n_blocks += 1
@@ -92,10 +91,10 @@ def test_the_controllers_memory_does_not_grow_with_the_blocks(tmp_path):
     stages = load_pool(python_pool(tmp_path, [("by_x", {})] * 2)).stages
     sink = Allocated()
     plan = RunPlan("run", stages, two_model_policy(), ManyBlocks(25), sink, 2500, 0, 1, {})
-    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    label = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
     tracemalloc.start()
     try:
-        RunController(plan.stages, plan.policy, here).run(plan)
+        RunController(plan.stages, plan.policy, label).run(plan)
     finally:
         tracemalloc.stop()
     assert sink.n_blocks == 2500

@@ -186,12 +186,12 @@ def test_one_replica_that_cannot_load_its_model_is_replaced_where_a_stage_needs_
 
 def test_an_address_that_is_not_that_of_this_processs_cluster_is_refused(tmp_path):
     arguments = python_pool(tmp_path), two_model_policy(), numbered_input(tmp_path), tmp_path / "out"
-    own = ray.get_runtime_context().gcs_address
-    for address in ("192.0.2.1:6379", f"{own}1"):
+    session_address = ray.get_runtime_context().gcs_address
+    for address in ("192.0.2.1:6379", f"{session_address}1"):
         with pytest.raises(ConfigError, match="this process is connected to the Ray cluster at"):
             cauc_ray.run(*arguments, address=address)
     assert not (tmp_path / "out").exists()
-    assert cauc_ray.run(*arguments, address=own)["n"] == 40
+    assert cauc_ray.run(*arguments, address=session_address)["n"] == 40
 
 
 @pytest.mark.slow
@@ -229,9 +229,9 @@ def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path, ending):
     assert not (out / "summary.json").exists()
 
     (tmp_path / "mended").touch()
-    other = python_pool(tmp_path, [models[0], ("by_x", {"factor": 6.0})], batch_size=256)
+    changed = python_pool(tmp_path, [models[0], ("by_x", {"factor": 6.0})], batch_size=256)
     with pytest.raises(ConfigError, match="at stage 'large'"):
-        cauc_ray.run(other, policy, inputs, out, resume=True)
+        cauc_ray.run(changed, policy, inputs, out, resume=True)
     sound = python_pool(tmp_path, models, batch_size=256)
     for changed, words in (
         ({"policy": two_model_policy(threshold=0.8)}, "another policy"),

@@ -80,7 +80,7 @@ class Canaries:
 
 
 def policies(service):
-    """Return what the service says of its policies, but for their content."""
+    """Return what the service says of its policies without their content."""
     content = json.loads(http("GET", f"{service.url}/v2/models/six/policy")[1])
     del content["policy"]
     if content["candidate"] is not None:

@@ -19,12 +19,12 @@ from cauc_ray.models.answers import Answers, as_answers
 from cauc_ray.models.pool import Pool, pool_of
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.cascade import Cascade
-from cauc_ray.serving.local import MemoryStore
 from cauc_ray.serving.observers.drift_watch import DriftWatch
 from cauc_ray.serving.observers.service_metrics import Metric, ServingMetrics
 from cauc_ray.serving.observers.shadow_sample import ShadowSample
 from cauc_ray.serving.policies_live import InForce, Member
 from cauc_ray.serving.request_state import Question, StageError
+from cauc_ray.serving.stored import Log, MemoryStore
 
 
 def stage_of(column: str) -> int:
@@ -48,6 +48,7 @@ class Stage:
     n_replicas: int = 1
     replicas: list[str] = field(default_factory=list)
     n_started: int = 0
+    policies: dict[str, Policy] = field(default_factory=dict)
 
     def tell(self, n: int | None = None) -> None:
         """Tell the cascade which replicas there are, once there are so many."""
@@ -73,6 +74,9 @@ class Stage:
             raise
 
     async def answered(self, call, on_begin):
+        self.policies |= call.policies
+        if unknown := {part.policy for part in call.parts} - self.policies.keys():
+            return CallResult.broken(0.0, "", f"unknown policies: {unknown}", "policy"), None
         bundles = [Bundle(call.columns)]
         batch = dict(gathered(call.parts, bundles))
         self.batches.append(batch["row"].tolist())
@@ -85,7 +89,7 @@ class Stage:
             return CallResult.broken(started, "", str(error), "stage"), None
         worker = worker_of(self.answers, stage_of(self.column))
         result, goes_on = worker.decide(
-            call.parts, bundles, policies=call.policies, carries_columns=False, good_row=call.good_row
+            call.parts, bundles, policies=self.policies, carries_columns=False, good_row=call.good_row
         )
         compute_s = asyncio.get_running_loop().time() - started if compute_s is None else compute_s
         return replace(result, compute_s=compute_s), goes_on.state
@@ -138,7 +142,7 @@ def cascade_of(pool: Pool, stages: Sequence[Stage], *observers: Any) -> tuple[Ca
 def sampled_cascade(pool: Pool, stages: Sequence[Stage], policy: Policy, log: Any = None) -> tuple[Any, ...]:
     """Return what cascade_of does and the watch of a policy's drift, with a shadow sample.   log: takes the sample."""
     metrics = Counts([spec.name for spec in pool.stages])
-    drift = DriftWatch(InForce(Member.of(policy)), metrics, 1, MemoryStore(), "alarm")
+    drift = DriftWatch(InForce(Member.of(policy)), metrics, 1, Log(MemoryStore(), "alarm:"))
     shadows = ShadowSample(pool.serving.shadow, metrics, drift, log)
     shadows.cascade, _ = cascade_of(pool, stages, metrics, drift, shadows)
     return shadows.cascade, metrics, drift
@@ -173,8 +177,13 @@ class Replica:
 class Fleet:
     """Replicas of a stage as Serve runs them: a call goes to one that has few, and what ends one ends all of its calls.
 
-    Answers rows from their column `logits<stage>`.   poison: what some rows do: "raises", "nan", "shape", "kills",
-    "hangs".   failing: replicas that fail in every call, by their number.   cascade: that learns which run.
+    Args:
+        column: Column `logits<stage>`, from which rows are answered.
+        poison: What some rows do: "raises", "nan", "shape", "kills", "hangs".
+        failing: Replicas that fail in every call, by their number.
+
+    Attributes:
+        cascade: Learns which run.
     """
 
     takes_s, restarts_s, hangs_s = 0.01, 3.0, 6.0

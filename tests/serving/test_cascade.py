@@ -112,15 +112,15 @@ def test_a_client_that_is_alone_does_not_wait_for_others():
 
 
 def test_a_request_keeps_its_policy_to_the_end_and_may_share_calls_with_another():
-    other = fitted("rf", threshold=0.3)
-    both = [replay(POLICIES["rf"], DATA), replay(other, DATA)]
+    second = fitted("rf", threshold=0.3)
+    both = [replay(POLICIES["rf"], DATA), replay(second, DATA)]
     assert (both[0].stages[:8] != both[1].stages[:8]).any()
 
     async def main():
         stages = make_stages()
         cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=0.05), stages)
         rows = np.arange(4), np.arange(4, 8)
-        answers = await asyncio.gather(answered(cascade, POLICIES["rf"], rows[0]), answered(cascade, other, rows[1]))
+        answers = await asyncio.gather(answered(cascade, POLICIES["rf"], rows[0]), answered(cascade, second, rows[1]))
         assert stages[0].batches[0] == list(range(8))
         return zip(answers, both, rows, strict=True)
 
@@ -236,7 +236,7 @@ def test_a_stage_that_always_fails_is_not_called_for_every_row_and_the_reason_gi
 def test_rows_that_a_model_refuses():
     def refuse(answers, batch):
         places = np.flatnonzero(batch["row"] == 2)
-        return Answers(answers.logits, failures={int(place): "it is no image" for place in places})
+        return Answers(answers.logits, failures={int(place): "not an image" for place in places})
 
     async def main(on_failure, stage):
         stages = make_stages()
@@ -248,7 +248,7 @@ def test_rows_that_a_model_refuses():
     for on_failure, stage in (("degrade", 0), ("fail", 0), ("fail", 2)):
         fine, refused = run_virtually(main(on_failure, stage))
         assert not fine.degraded.any()
-        assert (refused.status, refused.message.startswith("row 0: it is no image")) == (422, True)
+        assert (refused.status, refused.message.startswith("row 0: not an image")) == (422, True)
     fine, partly = run_virtually(main("degrade", 1))
     assert partly.degraded.tolist() == [True, False]
     assert partly.stages.tolist() == [0, 2]

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -46,6 +47,19 @@ def test_a_process_that_ends_costs_its_own_request_and_no_other(elsewhere):
     pid, status, later = asyncio.run(main())
     assert status == 503
     assert later != pid
+
+
+def test_a_call_that_nobody_waits_for_is_dropped_and_the_next_one_answered(elsewhere, tmp_path):
+    async def main():
+        first = asyncio.ensure_future(elsewhere.call(time.sleep, 0.5))
+        dropped = asyncio.ensure_future(elsewhere.call((tmp_path / "done").touch))
+        await asyncio.sleep(0.1)
+        dropped.cancel()
+        await first
+        return await elsewhere.call(os.getpid)
+
+    assert asyncio.run(main())
+    assert not (tmp_path / "done").exists()
 
 
 def test_a_signal_that_stops_the_service_lets_it_finish(elsewhere):

@@ -54,7 +54,7 @@ def test_every_address_does_what_the_openapi_page_says(service, tmp_path):
     """Schemathesis asks every address for what the page says and for what it does not, and checks the answers."""
     with urllib.request.urlopen(f"{service.url}/openapi.json", timeout=60) as answer:
         described = json.load(answer)
-    # Of the model that there is, and of one that there is not.
+    # Of the model of the service, and of an unknown one.
     for name, values in (("name", ["fuzzed", "fuzzed", "fuzzed", "other"]), ("version", ["1", "1", "1", "2"])):
         described["components"]["parameters"][name]["schema"] = {"type": "string", "enum": values}
     page = tmp_path / "openapi.json"

@@ -16,8 +16,7 @@ import cauc_ray
 from cauc_ray.errors import PolicyError
 from cauc_ray.policies.trace import replay
 from cauc_ray.serving import elsewhere, inference
-from cauc_ray.serving.local import MemoryStore
-from cauc_ray.serving.policies_live import StoreError
+from cauc_ray.serving.stored import MemoryStore, StoreError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of gevent, which it brings along

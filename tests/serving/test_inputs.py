@@ -56,14 +56,14 @@ def test_questions_are_json_texts_or_texts_next_to_their_choices():
         {"question": "Why?", "choices": ["d", "e"], "context": "x", "subject": "own"},
     ]
     together, n = columns("questions", texts("question", *map(json.dumps, asked)), texts("subject", "s", "t"))
-    apart, _ = columns(
+    as_columns, _ = columns(
         "questions",
         texts("question", "Which?", "Why?"),
         texts("choices", '["a", "b", "c"]', '["d", "e"]'),
         texts("context", "", "x"),
     )
     assert n == 2
-    for read in (together, apart):
+    for read in (together, as_columns):
         assert read["question"].tolist() == ["Which?", "Why?"]
         assert read["choices"].tolist() == [["a", "b", "c"], ["d", "e"]]
     assert (together["context"].tolist(), together["subject"].tolist()) == ([None, "x"], ["s", "t"])
@@ -151,8 +151,12 @@ def test_rows_are_read_as_tensors_are():
     assert image["image"].tolist() == [file]
     asked = {"question": "Which?", "choices": ["a", "b", "c"]}
     rows = [asked, {**asked, "choices": ["a", "b"], "context": "x"}]
-    apart, n = columns("questions", *INPUTS["questions"].tensors(rows).values())
-    assert (n, apart["choices"].tolist(), apart["context"].tolist()) == (2, [["a", "b", "c"], ["a", "b"]], [None, "x"])
+    as_columns, n = columns("questions", *INPUTS["questions"].tensors(rows).values())
+    assert (n, as_columns["choices"].tolist(), as_columns["context"].tolist()) == (
+        2,
+        [["a", "b", "c"], ["a", "b"]],
+        [None, "x"],
+    )
     declared, _ = columns("declared", *INPUTS["declared"].tensors([{"x": np.ones((4, 7), int).tolist()}] * 2).values())
     assert (declared["x"].dtype, declared["x"].shape) == (np.float32, (2, 4, 7))
     for name, row, reason in (("images", {"image": "#"}, "base64"), ("own", {"x": [[1], [1, 2]]}, "several lengths")):

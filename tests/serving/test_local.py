@@ -120,7 +120,7 @@ def test_a_service_that_is_killed_leaves_no_process(home, command):
 
 def replica_processes():
     children = psutil.Process().children(recursive=True)
-    return [one for one in children if "cauc_ray.serving.replica_process" in one.cmdline()]
+    return [one for one in children if "cauc_ray.serving.processes" in one.cmdline()]
 
 
 def test_replicas_outlive_the_thread_that_starts_their_service(home):

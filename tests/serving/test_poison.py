@@ -127,8 +127,8 @@ def test_of_all_routers_one_learns_which_input_ends_replicas(n_replicas):
         first.restarts_s = 6.0
         pool = a_pool(DATA.models, timeout_s=10.0)
         routers = [cascade_of(pool, [first, later])[0] for _ in range(2)]
-        for router, other in (routers, routers[::-1]):
-            router.on_news = lambda news, other=other: asyncio.get_running_loop().call_later(0.01, other.learn, news)
+        for router, peer in (routers, routers[::-1]):
+            router.on_news = lambda news, peer=peer: asyncio.get_running_loop().call_later(0.01, peer.learn, news)
 
         async def poll():
             while True:

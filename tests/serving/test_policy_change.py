@@ -7,8 +7,8 @@ from cauc_ray.errors import CaucError
 from cauc_ray.policies.methods.base import fit_base
 from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.serving.local import MemoryStore
-from cauc_ray.serving.policies_live import InForce, Log, Member, PolicyChange
+from cauc_ray.serving.policies_live import InForce, Member, PolicyChange
+from cauc_ray.serving.stored import Log, MemoryStore
 
 DATA = chain(4)
 RF = fit_rf(DATA, DATA)
@@ -73,12 +73,12 @@ def store(request):
 
 def test_what_is_kept_is_read_by_all_who_know_the_key(store):
     log = Log(store, "one:")
-    assert log.read() is None
+    assert log.read() == (0, None)
     first, second = InForce(Member.of(RF), version=1), InForce(Member.of(BASE), version=2).with_candidate(RF, 0.25)
-    assert log.append(1, first.to_bytes())
-    assert InForce.of_bytes(*Log(store, "one:").read()) == first
-    assert log.append(2, second.to_bytes())
-    assert InForce.of_bytes(*Log(store, "one:").read()) == InForce.of_bytes(*log.read()) == second
-    assert Log(store, "two:").read() is None
+    assert log.append(1, first.as_json())
+    assert InForce.of_json(*Log(store, "one:").read()) == first
+    assert log.append(2, second.as_json())
+    assert InForce.of_json(*Log(store, "one:").read()) == InForce.of_json(*log.read()) == second
+    assert Log(store, "two:").read() == (0, None)
     log.forget()
-    assert Log(store, "one:").read() is None
+    assert Log(store, "one:").read() == (0, None)

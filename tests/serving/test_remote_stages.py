@@ -240,7 +240,7 @@ class Authority:
 
 
 def test_mutual_tls_and_a_token_are_required_and_faults_told_in_one_line(deployed, tmp_path, monkeypatch):
-    ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
+    ours, strangers = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(*ours.issue("cloud"))
     tls.load_verify_locations(ours.path)
@@ -261,11 +261,11 @@ def test_mutual_tls_and_a_token_are_required_and_faults_told_in_one_line(deploye
         # Without those of TLS.
         assert sum(wire.bytes_out for wire in wires) == inner.bytes_out < outer.bytes_out
         assert sum(wire.bytes_in for wire in wires) == inner.bytes_in < outer.bytes_in
-        untrusted, untrusted_key = others.issue("edge")
+        untrusted, untrusted_key = strangers.issue("edge")
         monkeypatch.setenv("OTHER_TOKEN", "guess")
         for change, reason in (
             ({"ca": None}, "is not trusted"),
-            ({"ca": str(others.path)}, "is not trusted"),
+            ({"ca": str(strangers.path)}, "is not trusted"),
             ({"cert": None, "key": None}, "cert and key"),  # whether the server says why is up to it
             ({"cert": untrusted, "key": untrusted_key}, "cert and key"),
             ({"token_env": "OTHER_TOKEN"}, "401"),

@@ -10,13 +10,13 @@ from asking import until
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.serving import scaling
-from cauc_ray.serving.local import MemoryStore
 from cauc_ray.serving.on_serve import AppVersion, StageServer
+from cauc_ray.serving.stored import MemoryStore
 
 
 @pytest.fixture(autouse=True)
 def replica(monkeypatch):
-    """Stand in for Serve's process of the replica, whose environment it may set."""
+    """Replace Serve's process of the replica, whose environment it may set."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="one"))
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)

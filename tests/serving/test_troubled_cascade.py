@@ -109,7 +109,7 @@ class Troubled:
             if is_broken:
                 raise ValueError("it is broken")
             places = [place for place, row in enumerate(batch["row"]) if number == 1 and row in self.story.refused]
-            return Answers(answers.logits, failures=dict.fromkeys(places, "it is no image"))
+            return Answers(answers.logits, failures=dict.fromkeys(places, "not an image"))
 
         return Stage(f"logits{number}", before=before, alter=alter)
 

@@ -14,15 +14,15 @@ from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay, trace_policy
 from cauc_ray.protocol.tensors import RequestError
-from cauc_ray.serving import feedback
+from cauc_ray.serving import stored
 from cauc_ray.serving.answer_ids import sampled_rows
-from cauc_ray.serving.feedback import Feedback, Reported
-from cauc_ray.serving.local import MemoryStore
+from cauc_ray.serving.feedback import Feedback
 from cauc_ray.serving.observers import drift_watch, shadow_sample
 from cauc_ray.serving.observers.drift_watch import DriftWatch, report_of
 from cauc_ray.serving.observers.shadow_sample import MOST_WAITING, PATIENCE_S
 from cauc_ray.serving.policies_live import InForce, Member
 from cauc_ray.serving.request_state import StageError
+from cauc_ray.serving.stored import Log, MemoryStore, SeenOnce
 
 DATA = chain(3, n=400, ragged=True)
 POLICY = fit_rf(chain(3, n=1000, shift=1), chain(3, n=1000, shift=2), ThresholdRule(budget=12.0))
@@ -79,7 +79,7 @@ def test_all_early_answers_are_compared_with_what_the_whole_cascade_makes_of_the
     assert np.array_equal(predictions, EXPECTED.predictions)
 
 
-class Log:
+class LogOfRows:
     """Remembers what it takes."""
 
     def __init__(self):
@@ -96,7 +96,7 @@ def test_a_log_takes_rows_of_idle_hours_wherever_they_stopped_and_none_of_busy_o
         async def slow(call, batch):
             await asyncio.sleep(0.05)
 
-        log, late = Log(), np.flatnonzero(EXPECTED.stages == 2)[:8]
+        log, late = LogOfRows(), np.flatnonzero(EXPECTED.stages == 2)[:8]
         mine = [Stage("logits0"), Stage("logits1", before=slow), Stage("logits2", before=slow)]
         cascade, counts, _ = sampled_cascade(a_pool(DATA.models, shadow=0.5, timeout_s=60.0), mine, POLICY, log)
         stop = asyncio.get_running_loop().time() + PATIENCE_S + 2
@@ -176,9 +176,11 @@ def test_an_ended_request_keeps_no_input_but_a_row_for_probes():
         assert sum(sums.n for sums in drift.evaluate().watched.stages) == 100
         return [column.base.nbytes for column in answer.columns.values() if column.base is not None], answer
 
-    kept, answer = run_virtually(main())
-    assert len(kept) == len(answer.columns)
-    assert all(n_bytes <= column.nbytes / 50 for n_bytes, column in zip(kept, answer.columns.values(), strict=True))
+    bytes_held, answer = run_virtually(main())
+    assert len(bytes_held) == len(answer.columns)
+    assert all(
+        n_bytes <= column.nbytes / 50 for n_bytes, column in zip(bytes_held, answer.columns.values(), strict=True)
+    )
 
 
 def reported(rows, right, policy=POLICY):
@@ -251,7 +253,7 @@ def test_an_outage_of_a_stage_is_no_drift(fault):
             await asyncio.sleep(0.5)
 
         mine = [Stage("logits0"), Stage("logits1"), Stage("logits2", before=before)]
-        watch = DriftWatch(IN_FORCE, Counts(DATA.models), 1, MemoryStore(), "alarm")
+        watch = DriftWatch(IN_FORCE, Counts(DATA.models), 1, Log(MemoryStore(), "alarm:"))
         cascade, _ = cascade_of(a_pool(data.models, "degrade", timeout_s=5.0), mine, watch)
         n_degraded = 0
 
@@ -281,19 +283,60 @@ def body(**changes):
     return json.dumps({**whole, **changes}).encode()
 
 
-def test_feedback_of_a_row_counts_once_at_whichever_router(monkeypatch):
+def test_feedback_without_an_id_is_identified_by_its_content():
+    read = [Feedback.read(content, POLICY, 10).answer for content in (body(), body(), body(label=[1, 2]))]
+    assert read[0] == read[1] != read[2]
+
+
+def test_a_row_counts_once_at_whichever_router(monkeypatch):
     store = MemoryStore()
-    routers = [Reported(store, "life") for _ in range(3)]
-    whole = Feedback.read(body(answer_id="0" * 32), POLICY, 10)
-    first = whole.at(np.array([True, False]))
-    assert [len(routers[0].new(first)), len(routers[1].new(whole)), len(routers[2].new(whole))] == [1, 1, 0]
-    assert len(routers[2].new(Feedback.read(body(answer_id="1" * 32), POLICY, 10))) == 2
-    assert [len(router.new(Feedback.read(body(), POLICY, 10))) for router in routers] == [2, 0, 0]  # by its content
-    routers[0].forget("p")
-    assert len(routers[1].new(whole)) == 2
-    monkeypatch.setattr(feedback, "MOST_REMEMBERED", 1)
-    one, answers = Reported(store, "life"), [Feedback.read(body(answer_id=digit * 32), POLICY, 10) for digit in "23"]
-    assert [len(one.new(answer)) for answer in (*answers, answers[0])] == [2, 2, 2]  # the oldest is dropped
+    one, two, three = (SeenOnce(store, "life:") for _ in range(3))
+    assert [one.new("p", "a", [0]), two.new("p", "a", [0, 1]), three.new("p", "a", [0, 1])] == [{0}, {1}, set()]
+    assert three.new("p", "b", [0, 1]) == {0, 1}
+    one.forget("p")
+    assert two.new("p", "a", [0, 1]) == {0, 1}
+    monkeypatch.setattr(stored, "MOST_REMEMBERED", 1)
+    four = SeenOnce(store, "life:")
+    assert [four.new("p", key, [0]) for key in "cdc"] == [{0}, {0}, {0}]  # the oldest is dropped
+
+
+def drifted_watch(store, *, by_labels):
+    """Return a router's watch of answers that have drifted, or of labels that have."""
+    watch = DriftWatch(IN_FORCE, Counts(DATA.models), 2, Log(store, "alarm:"))
+    rows = np.tile(np.arange(len(DATA)), 5)
+    if by_labels:
+        stages, confidences = EXPECTED.stages[rows], EXPECTED.confidences[rows]
+        predictions = np.zeros(len(rows), int)
+        columns = {"prediction": predictions, "label": predictions + 1, "stage": stages, "confidence": confidences}
+        content = body(policy_id=POLICY.id, **{name: column.tolist() for name, column in columns.items()})
+        watch.on_feedback(Feedback.read(content, POLICY, len(rows)), IN_FORCE)
+    else:
+        watch.agreements(POLICY.id, EXPECTED.stages[rows], np.zeros(len(rows), bool))
+    return watch
+
+
+def test_alarms_that_two_routers_raise_at_once_both_last():
+    class Interrupted(MemoryStore):
+        """Has the other router evaluate between what one reads and what it writes."""
+
+        meanwhile = None
+
+        def put(self, key, value, *, overwrite=True):
+            peer, self.meanwhile = self.meanwhile, None
+            if peer is not None:
+                peer.evaluate()
+            return super().put(key, value, overwrite=overwrite)
+
+    def alarms(watch):
+        return {name for name, one in watch.evaluate().watched.evidence.items() if not one.holds}
+
+    raised = [alarms(drifted_watch(MemoryStore(), by_labels=by_labels)) for by_labels in (False, True)]
+    assert raised[0] - raised[1]
+    assert raised[1] - raised[0]
+    store = Interrupted()
+    one, store.meanwhile = (drifted_watch(store, by_labels=by_labels) for by_labels in (False, True))
+    one.evaluate()
+    assert alarms(DriftWatch(IN_FORCE, Counts(DATA.models), 2, Log(store, "alarm:"))) == raised[0] | raised[1]
 
 
 @pytest.mark.parametrize(

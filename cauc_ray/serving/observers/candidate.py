@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,13 +13,12 @@ from typing import Any
 from cauc_ray.models.pool import CanarySpec
 from cauc_ray.numbers.promotion import Comparison, Decision, PromotionEvidence, Rule, decision
 from cauc_ray.serving.feedback import Feedback
-from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observer import Observer
 from cauc_ray.serving.observers.shadow_sample import ShadowSample
-from cauc_ray.serving.policies_live import Decided, InForce, Log, Member, Store, StoreError, stored_json
+from cauc_ray.serving.policies_live import Decided, InForce, Member
 from cauc_ray.serving.request_state import RequestState
+from cauc_ray.serving.stored import Log, OvertakenError, Store, StoreError
 
-# Number of attempts to add evidence before the next period.
-MOST_TRIES = 20
 # Where each call has a cost of its own, a row's counts up to this many times the chain's.
 COST_SPREAD = 4.0
 
@@ -145,16 +143,22 @@ class Canary(Observer):
 
     def _added(self, compared: _Compared) -> PromotionEvidence:
         compared.unsent += compared.rows.take()
-        total = PromotionEvidence()
-        for _ in range(MOST_TRIES):
-            version, content = compared.log.read() or (0, b"")
-            total = PromotionEvidence.of_list(stored_json(content)) if content else PromotionEvidence()
-            addition = compared.unsent
+        addition = compared.unsent
+
+        def added(version: int, content: Any) -> list[Any] | None:
             if not addition.candidate.n + addition.candidate.n_known:
-                break
+                return None
             # If it is unknown whether this was written, the rows are lost rather than counted twice.
             compared.unsent = PromotionEvidence()
-            if compared.log.append(version + 1, json.dumps((total + addition).to_list()).encode()):
-                return total + addition
+            return (_evidence_of(content) + addition).to_list()
+
+        try:
+            total = compared.log.update(added)
+        except OvertakenError:
             compared.unsent = addition
-        return total
+            raise
+        return _evidence_of(total)
+
+
+def _evidence_of(content: Any) -> PromotionEvidence:
+    return PromotionEvidence() if content is None else PromotionEvidence.of_list(content)

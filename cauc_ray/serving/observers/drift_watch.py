@@ -19,10 +19,11 @@ from cauc_ray.policies.monitor import DriftEvidence, Watch, Watched, verdict, wa
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import Answered
 from cauc_ray.serving.feedback import Feedback
-from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observer import Observer
 from cauc_ray.serving.observers.service_metrics import ServingMetrics
-from cauc_ray.serving.policies_live import InForce, Store, stored_json
+from cauc_ray.serving.policies_live import InForce
 from cauc_ray.serving.request_state import RequestState
+from cauc_ray.serving.stored import Log
 
 # Rows that are kept between two computations; those after them are not watched. A row takes about 10 us, and this
 # many are enough.
@@ -98,12 +99,11 @@ class DriftWatch(Observer):
         in_force: The policies.
         metrics: Metrics of the service.
         n_routers: The most that there may be, which share the rate of false alarms.
-        store: Store that all routers see.
-        alarm: Key in the store of what has raised an alarm about the policy, for all routers and those to come.
+        alarms: What has raised an alarm about the policy, for all routers and those to come.
     """
 
-    def __init__(self, in_force: InForce, metrics: ServingMetrics, n_routers: int, store: Store, alarm: str) -> None:
-        self._metrics, self._n_routers, self._store, self._alarm = metrics, n_routers, store, alarm
+    def __init__(self, in_force: InForce, metrics: ServingMetrics, n_routers: int, alarms: Log) -> None:
+        self._metrics, self._n_routers, self._alarms = metrics, n_routers, alarms
         self._settling = threading.Lock()
         self._watch = _PolicyWatch("", "", None)
         self.on_policies(in_force)
@@ -183,15 +183,18 @@ class DriftWatch(Observer):
 
         What is kept of another policy is dropped: it has been replaced.
         """
-        content = stored_json(self._store.get(self._alarm) or b"null")
-        latched = content["evidence"] if content is not None and content["policy"] == monitored.digest else {}
-        ours = {name: asdict(one) for name, one in evidence.items() if not one.holds and name not in latched}
-        if ours:
-            self._store.put(
-                self._alarm, json.dumps({"policy": monitored.digest, "evidence": {**latched, **ours}}).encode()
-            )
-        elif content is not None and not latched:
-            self._store.delete(self._alarm)
+
+        def latched_of(content: Any) -> dict[str, Any]:
+            of_policy = content is not None and content["policy"] == monitored.digest
+            return content["evidence"] if of_policy else {}
+
+        def changed(version: int, content: Any) -> dict[str, Any] | None:
+            before = latched_of(content)
+            new = {name: asdict(one) for name, one in evidence.items() if not (one.holds or name in before)}
+            is_replaced = content is not None and content["policy"] != monitored.digest
+            return {"policy": monitored.digest, "evidence": before | new} if new or is_replaced else None
+
+        latched = latched_of(self._alarms.update(changed))
         return {
             name: replace(one, log10=max(one.log10, of["log10"]), at=of["at"], since=of["since"])
             if one.holds and (of := latched.get(name)) is not None

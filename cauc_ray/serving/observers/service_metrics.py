@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 from cauc_ray.models.answers import Wire
 from cauc_ray.policies.monitor import Watched
-from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observer import Observer
 from cauc_ray.serving.policies_live import InForce
 from cauc_ray.serving.request_state import RequestState
 
@@ -38,58 +38,48 @@ NewMetric: TypeAlias = Callable[[str, Kind, tuple[str, ...], str, list[float]], 
 # What a metric of a kind is asked to do, in prometheus_client as in Ray.
 ACTS: Mapping[Kind, str] = {"counter": "inc", "gauge": "set", "histogram": "observe"}
 
-# By name: its kind, its tags, its description. `_total` is added to the names of counters.
+# Before the names of all metrics.
+PREFIX = "cauc_serve_"
+# By name: its kind, its tags after the model, its description. `_total` is added to the names of counters.
 METRICS: dict[str, tuple[Kind, tuple[str, ...], str]] = {
-    "cauc_serve_requests": ("counter", ("model", "status"), "Requests for inference, by HTTP status"),
-    "cauc_serve_rows": ("counter", ("model", "stage", "outcome"), "Rows that left a stage, by outcome"),
-    "cauc_serve_request_seconds": ("histogram", ("model",), "Seconds from a request's arrival to its answer"),
-    "cauc_serve_stage_seconds": (
-        "histogram",
-        ("model", "stage"),
-        "Seconds that rows took at a stage, waiting included",
-    ),
-    "cauc_serve_call_seconds": ("histogram", ("model", "stage"), "Seconds of a call, seen from the router"),
-    "cauc_serve_batch_rows": ("histogram", ("model", "stage"), "Rows in one call of a stage"),
-    "cauc_serve_wire_bytes": (
+    "requests": ("counter", ("status",), "Requests for inference, by HTTP status"),
+    "rows": ("counter", ("stage", "outcome"), "Rows that left a stage, by outcome"),
+    "request_seconds": ("histogram", (), "Seconds from a request's arrival to its answer"),
+    "stage_seconds": ("histogram", ("stage",), "Seconds that rows took at a stage, waiting included"),
+    "call_seconds": ("histogram", ("stage",), "Seconds of a call, seen from the router"),
+    "batch_rows": ("histogram", ("stage",), "Rows in one call of a stage"),
+    "wire_bytes": (
         "counter",
-        ("model", "stage", "way"),
+        ("stage", "way"),
         "Bytes that calls of a remote stage have sent (way out) and received (in)",
     ),
-    "cauc_serve_confidence": ("histogram", ("model", "stage"), "Confidence of rows after a stage"),
-    "cauc_serve_cost": ("counter", ("model", "stage", "unit"), "What a stage's answers cost, in the policy's unit"),
-    "cauc_serve_degraded": ("counter", ("model", "stage", "reason"), "Rows that a stage should have answered"),
-    "cauc_serve_queued_rows": ("gauge", ("model", "stage"), "Rows waiting for a stage in one router"),
-    "cauc_serve_policy": ("gauge", ("model", "policy"), "Share of requests of an active policy, 0 for earlier ones"),
-    "cauc_serve_policy_rows": ("counter", ("model", "role"), "Rows that the incumbent or the candidate has answered"),
-    "cauc_serve_policy_decisions": (
-        "counter",
-        ("model", "decision", "by"),
-        "Decisions, by hand or by rule",
-    ),
-    "cauc_serve_policy_changes": ("counter", ("model", "outcome"), "Changes of the policy, by outcome"),
-    "cauc_serve_watch_holds": ("gauge", ("model",), "1 while the policy is valid, 0 once it has drifted"),
-    "cauc_serve_watch_evidence": (
+    "confidence": ("histogram", ("stage",), "Confidence of rows after a stage"),
+    "cost": ("counter", ("stage", "unit"), "What a stage's answers cost, in the policy's unit"),
+    "degraded": ("counter", ("stage", "reason"), "Rows that a stage should have answered"),
+    "queued_rows": ("gauge", ("stage",), "Rows waiting for a stage in one router"),
+    "policy": ("gauge", ("policy",), "Share of requests of an active policy, 0 for earlier ones"),
+    "policy_rows": ("counter", ("role",), "Rows that the incumbent or the candidate has answered"),
+    "policy_decisions": ("counter", ("decision", "by"), "Decisions, by hand or by rule"),
+    "policy_changes": ("counter", ("outcome",), "Changes of the policy, by outcome"),
+    "watch_holds": ("gauge", (), "1 while the policy is valid, 0 once it has drifted"),
+    "watch_evidence": (
         "gauge",
-        ("model", "feature"),
+        ("feature",),
         "Highest evidence so far that answers have drifted from validation's, log10; the alarm is at 1.3",
     ),
-    "cauc_serve_watch_accuracy": ("gauge", ("model", "stage"), "Accuracy of a stage's answers, by feedback"),
-    "cauc_serve_watch_calibration_error": (
-        "gauge",
-        ("model", "stage"),
-        "Calibration error of a stage's answers, by feedback",
-    ),
-    "cauc_serve_watch_agreement": ("gauge", ("model", "stage"), "Share of answers that the whole cascade gives too"),
-    "cauc_serve_watch_cost": ("gauge", ("model", "stage", "unit"), "Mean cost of a stage's answers, of all calls"),
-    "cauc_serve_feedback_rows": ("counter", ("model", "outcome"), "Rows of feedback, by outcome"),
-    "cauc_serve_shadow_rows": ("counter", ("model", "outcome"), "Early answers that were chosen to be compared"),
-    "cauc_serve_log_rows": ("counter", ("model", "outcome"), "Rows of the log, and labels for it, by outcome"),
-    "cauc_serve_shadow_cost": ("counter", ("model", "stage", "unit"), "What comparisons cost, in the policy's unit"),
+    "watch_accuracy": ("gauge", ("stage",), "Accuracy of a stage's answers, by feedback"),
+    "watch_calibration_error": ("gauge", ("stage",), "Calibration error of a stage's answers, by feedback"),
+    "watch_agreement": ("gauge", ("stage",), "Share of answers that the whole cascade gives too"),
+    "watch_cost": ("gauge", ("stage", "unit"), "Mean cost of a stage's answers, of all calls"),
+    "feedback_rows": ("counter", ("outcome",), "Rows of feedback, by outcome"),
+    "shadow_rows": ("counter", ("outcome",), "Early answers that were chosen to be compared"),
+    "log_rows": ("counter", ("outcome",), "Rows of the log, and labels for it, by outcome"),
+    "shadow_cost": ("counter", ("stage", "unit"), "What comparisons cost, in the policy's unit"),
 }
 _SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0]
 _BOUNDARIES = {
-    "cauc_serve_batch_rows": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0],
-    "cauc_serve_confidence": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0],
+    "batch_rows": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0],
+    "confidence": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0],
 }
 
 
@@ -102,7 +92,7 @@ class ServingMetrics(Observer):
     def __init__(self, new_metric: NewMetric, model: str, stages: Sequence[str], unit: str) -> None:
         self._model, self._stages, self._unit = model, tuple(stages), unit
         self._metrics = {
-            name: new_metric(name, kind, tags, description, _BOUNDARIES.get(name, _SECONDS))
+            name: new_metric(PREFIX + name, kind, ("model", *tags), description, _BOUNDARIES.get(name, _SECONDS))
             for name, (kind, tags, description) in METRICS.items()
         }
         self._notes: dict[tuple[str, ...], Note] = {}
@@ -115,16 +105,16 @@ class ServingMetrics(Observer):
         """Add to a counter, from any thread.
 
         Args:
-            name: Its key in METRICS without `cauc_serve_`.
-            tags: Values of its tags in METRICS, without the model.
+            name: Its key in METRICS.
+            tags: Values of its tags there.
             n: The number to add.
         """
         with self._lock:
-            self._counts[f"cauc_serve_{name}", *tags] += n
+            self._counts[name, *tags] += n
 
     def note(self, name: str, value: float, *tags: str) -> None:
         """Set a gauge, or add a value to a histogram; name and tags as for count."""
-        self._note(f"cauc_serve_{name}", *tags)(value)
+        self._note(name, *tags)(value)
 
     def flush(self) -> None:
         """Publish the counts."""
@@ -132,7 +122,7 @@ class ServingMetrics(Observer):
         for policy_id in {*self._had_shares, *shares}:
             self.note("policy", shares.get(policy_id, 0.0), policy_id)
         for policy_id in self._had_shares - shares.keys():
-            self._end("cauc_serve_policy", policy_id)
+            self._end("policy", policy_id)
         self._had_shares = set(shares)
         with self._lock:
             counts, self._counts = self._counts, defaultdict(float)
@@ -149,7 +139,7 @@ class ServingMetrics(Observer):
             self.count("rows", stage, "capped" if capped else "deferred", n=visit.n_on)
             self.count("cost", stage, self._unit, n=float(visit.costs.sum()))
             self.note("stage_seconds", visit.waited_s, stage)
-            note = self._note("cauc_serve_confidence", stage)
+            note = self._note("confidence", stage)
             for confidence in visit.confidences.tolist():
                 note(confidence)
         for missed in request.missed:
@@ -200,4 +190,4 @@ class ServingMetrics(Observer):
         self._metrics[name].end(self._tags(name, *values))
 
     def _tags(self, name: str, *values: str) -> dict[str, str]:
-        return dict(zip(METRICS[name][1], (self._model, *values), strict=True))
+        return dict(zip(("model", *METRICS[name][1]), (self._model, *values), strict=True))

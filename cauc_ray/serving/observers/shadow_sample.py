@@ -26,10 +26,11 @@ from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.answer_ids import sampled_rows
 from cauc_ray.serving.cascade import Cascade
+from cauc_ray.serving.observer import Observer
 from cauc_ray.serving.observers.drift_watch import DriftWatch
-from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observers.logged import RowLogits
 from cauc_ray.serving.observers.service_metrics import ServingMetrics
-from cauc_ray.serving.observers.table_log import RowLogits, TableLog
+from cauc_ray.serving.observers.table_log import TableLog
 from cauc_ray.serving.request_state import RequestState
 
 # How often the stages are looked at, how long rows wait for them to be idle, and how many rows and bytes may wait.

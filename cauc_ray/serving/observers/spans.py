@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cauc_ray.models.python import imported
-from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observer import Observer
 from cauc_ray.serving.request_state import RequestState
 
 

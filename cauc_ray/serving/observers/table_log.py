@@ -1,84 +1,40 @@
 """The shadow sample of a service as a logit table, and the labels of feedback, to fit policies on.
 
-A thread has another process write it: neither a slow store nor one that hangs keeps a request, or the end, waiting.
+Another process writes it: neither a slow store nor one that hangs keeps a request, or the end, waiting.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any, TypeAlias
+from typing import Any
 
 from cauc_ray.errors import masked
 from cauc_ray.models.answers import ModelFacts
-from cauc_ray.models.pool import LogSpec, StageSpec
-from cauc_ray.numbers.types import Floats
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.elsewhere import Elsewhere
 from cauc_ray.serving.feedback import Feedback
-from cauc_ray.serving.observers.observer import Observer
+from cauc_ray.serving.observer import Observer
+from cauc_ray.serving.observers.logged import TIME, Flush, Logged, RowLogits
 from cauc_ray.serving.observers.service_metrics import ServingMetrics
 from cauc_ray.serving.policies_live import InForce
 
 # What may wait to be written, in flushes' worth of rows; of labels, which are small, so many times as much.
 MOST_FLUSHES, LABELS_PER_ROW = 8, 100
-# How often the thread looks whether a flush is due; how long it waits after one that failed; how often it deletes.
-LOOK_S, PAUSE_S, LONGEST_PAUSE_S, EXPIRE_S = 0.2, 1.0, 60.0, 3600.0
+# The pauses after a flush that failed; how often old files are deleted.
+PAUSE_S, LONGEST_PAUSE_S, EXPIRE_S = 1.0, 60.0, 3600.0
 # How long a service that is stopped waits for what is left to be written.
 CLOSE_S = 5.0
-TIME = "%Y%m%dT%H%M%SZ"
 
 logger = logging.getLogger(__name__)
-
-# Of one row: by stage the model's logits, float32 (K,), and what it reported that the call cost, if it did.
-RowLogits: TypeAlias = Mapping[int, tuple[Floats, float | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Logged:
-    """Settings of a log.
-
-    Attributes:
-        spec: The pool's settings.
-        share: Share of rows in the sample.
-        stages: The stages of the chain.
-        costs: Costs of the stages' calls, in cost_unit.
-        cost_unit: Unit of the costs.
-        per_call: Whether costs are reported per call.
-    """
-
-    spec: LogSpec
-    share: float
-    stages: Sequence[StageSpec]
-    costs: Sequence[float]
-    cost_unit: str
-    per_call: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Flush:
-    """Rows and labels that are written together.
-
-    Attributes:
-        name: Name of its files, the same at every attempt.
-        rows: Example ids and logits.
-        labels: Example ids and labels.
-    """
-
-    name: str
-    rows: Sequence[tuple[str, RowLogits]]
-    labels: Sequence[tuple[str, int]]
 
 
 class TableLog(Observer):
     """Has rows and labels written as a logit table, a file for each model and flush.
-
-    Any thread may call its methods, none of which waits for the store but close.
 
     Args:
         logged: Settings of the log.
@@ -95,16 +51,13 @@ class TableLog(Observer):
         metrics: ServingMetrics,
     ) -> None:
         self._logged, self._spec, self._facts, self._labels_of = logged, logged.spec, facts, labels
-        self._elsewhere = Elsewhere()
-        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._elsewhere, self._metrics = Elsewhere(), metrics
         self._rows: list[tuple[str, RowLogits]] = []
         self._labels: list[tuple[str, int]] = []
         self._since: float | None = None
-        self._metrics = metrics
         self._flush: Flush | None = None
-        self._declared = self._closing = self._is_away = False
-        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
-        self._thread.start()
+        self._declared = False
+        self._pause_s = self._not_before = self._expires_at = 0.0
 
     def add(self, rows: Sequence[tuple[str, RowLogits]]) -> None:
         """Take rows by their example ids; rows beyond the limit are dropped."""
@@ -117,64 +70,67 @@ class TableLog(Observer):
 
     def _take(self, rows: list[tuple[str, RowLogits]], labels: list[tuple[str, int]], dropped: str) -> None:
         most = MOST_FLUSHES * self._spec.flush_rows
-        with self._lock:
-            if len(self._rows) >= most or len(self._labels) >= LABELS_PER_ROW * most:
-                self._metrics.count("log_rows", dropped, n=len(rows) + len(labels))
-                return
-            self._rows += rows
-            self._labels += labels
-            self._since = time.monotonic() if self._since is None else self._since
+        if len(self._rows) >= most or len(self._labels) >= LABELS_PER_ROW * most:
+            self._metrics.count("log_rows", dropped, n=len(rows) + len(labels))
+            return
+        self._rows += rows
+        self._labels += labels
+        self._since = time.monotonic() if self._since is None else self._since
+
+    async def settle(self) -> None:
+        """Write what is due; what cannot be written is tried again, at longer and longer intervals."""
+        if time.monotonic() < self._not_before:
+            return
+        try:
+            for what, *args in self._work(at_end=False):
+                await self._elsewhere.call(_do, what, self._logged, *args)
+            self._pause_s = 0.0
+        except Exception as error:  # of any type: what waits is tried again
+            if not self._pause_s:
+                logger.warning(masked(f"the log cannot be written to {self._spec.to}, trying again: {error}"))
+            self._pause_s = min(max(PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)
+            self._not_before = time.monotonic() + self._pause_s
 
     def close(self) -> None:
         """Write what is left, for CLOSE_S at most."""
-        self._closing = True
-        self._wake.set()
-        self._thread.join(CLOSE_S)
+        ends = time.monotonic() + CLOSE_S
+        with suppress(Exception):  # of any type: this is the last try
+            for what, *args in self._work(at_end=True) if self._has_rows else ():
+                self._elsewhere.wait(max(0.0, ends - time.monotonic()), _do, what, self._logged, *args)
         self._elsewhere.close()
-        if self._flush is not None or self._since is not None:
+        if self._has_rows:
             logger.warning(f"the last rows of the log could not be written to {masked(str(self._spec.to))}")
 
-    def _run(self) -> None:
-        pause_s, expires_at = LOOK_S, 0.0
-        while not (self._closing and self._flush is None and self._since is None):
-            self._wake.wait(pause_s)
-            self._flush = self._flush or self._due()
-            try:
-                if not self._declared and None not in (facts := self._facts()):
-                    self._done("declare", facts, self._labels_of())
-                    self._declared = True
-                if self._flush is not None and self._declared:
-                    self._done("write", self._flush)
-                    self._metrics.count("log_rows", "written", n=len(self._flush.rows))
-                    self._metrics.count("log_rows", "label_written", n=len(self._flush.labels))
-                    self._flush = None
-                if self._spec.keep_days is not None and time.monotonic() >= expires_at:
-                    expires_at = time.monotonic() + EXPIRE_S
-                    self._done("expire")
-                pause_s, self._is_away = LOOK_S, False
-            except Exception as error:  # of any type: what waits is tried again
-                if not (self._is_away or self._closing):
-                    logger.warning(masked(f"the log cannot be written to {self._spec.to}, trying again: {error}"))
-                self._is_away = True
-                pause_s = min(max(PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S)
-            if self._closing and self._flush is not None:
-                return
+    @property
+    def _has_rows(self) -> bool:
+        """Return whether rows or labels are not written yet."""
+        return self._flush is not None or self._since is not None
 
-    def _done(self, what: str, *args: Any) -> None:
-        self._elsewhere.wait(_do, what, self._logged, *args)
+    def _work(self, *, at_end: bool) -> Iterator[tuple[Any, ...]]:
+        """Yield what the other process is to do, and go on once that is done: a function's name, and its arguments."""
+        if not self._declared and None not in (facts := self._facts()):
+            yield "declare", facts, self._labels_of()
+            self._declared = True
+        while self._declared and (flush := self._flush or self._due(at_end)) is not None:
+            self._flush = flush
+            yield "write", flush
+            self._metrics.count("log_rows", "written", n=len(flush.rows))
+            self._metrics.count("log_rows", "label_written", n=len(flush.labels))
+            self._flush = None
+        if self._spec.keep_days is not None and time.monotonic() >= self._expires_at:
+            self._expires_at = time.monotonic() + EXPIRE_S
+            yield ("expire",)
 
-    def _due(self) -> Flush | None:
+    def _due(self, at_end: bool) -> Flush | None:
         """Take what waits once that is enough, has waited for long enough, or the service ends."""
-        with self._lock:
-            most, now = self._spec.flush_rows, time.monotonic()
-            waited_s = 0.0 if self._since is None else now - self._since
-            is_due = len(self._rows) >= most or waited_s >= self._spec.flush_s or self._closing
-            if self._since is None or not is_due:
-                return None
-            name = f"log-{datetime.now(UTC).strftime(TIME)}-{uuid.uuid4().hex[:12]}.parquet"
-            flush = Flush(name, self._rows[:most], self._labels)
-            self._rows, self._labels = self._rows[most:], []
-            self._since = now if self._rows else None
+        most, now = self._spec.flush_rows, time.monotonic()
+        waited_s = 0.0 if self._since is None else now - self._since
+        if self._since is None or not (len(self._rows) >= most or waited_s >= self._spec.flush_s or at_end):
+            return None
+        name = f"log-{datetime.now(UTC).strftime(TIME)}-{uuid.uuid4().hex[:12]}.parquet"
+        flush = Flush(name, self._rows[:most], self._labels)
+        self._rows, self._labels = self._rows[most:], []
+        self._since = now if self._rows else None
         return flush
 
 

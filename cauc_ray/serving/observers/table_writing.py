@@ -18,7 +18,7 @@ from cauc_ray.files.paths import path_of
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.numbers.logits import joint_kind, widened
 from cauc_ray.numbers.types import Floats
-from cauc_ray.serving.observers.table_log import TIME, Flush, Logged
+from cauc_ray.serving.observers.logged import TIME, Flush, Logged
 
 # What must not change under a model's name.
 _SAME = attrgetter("source", "logit_kind", "prompt")
