@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cauc_ray.api.segmented import SegmentCheck
 from cauc_ray.display import Grid, Sheet, Shown, number, percent, with_interval
 from cauc_ray.policies.monitor import Watched, verdict, watch_report
 from cauc_ray.policies.policy import Policy
@@ -19,25 +20,32 @@ class Check(Shown):
         policy: The policy.
         source: Source of the logits.
         watched: Counts and evidence.
+        segments: Checks of the segments, which share the rate of false alarms with that of all examples.
     """
 
     policy: Policy
     source: str
     watched: Watched
+    segments: tuple[SegmentCheck, ...] = ()
 
     @property
     def holds(self) -> bool:
         """Return whether nothing speaks against the policy."""
-        return self.watched.holds
+        return self.watched.holds and all(segment.holds for segment in self.segments)
 
     @property
     def says(self) -> str:
         """Return in one line whether it holds, and else what spoke against it first."""
-        return verdict(self.watched)
+        drifted = next((segment for segment in self.segments if not segment.holds), None)
+        if drifted is None or not self.watched.holds:
+            return verdict(self.watched)
+        return f"in segment {drifted.name!r} {drifted.says}"
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures, as `cauc check --json` prints them."""
-        return {"source": self.source, **watch_report(self.policy, self.watched)}
+        report = {"source": self.source, **watch_report(self.policy, self.watched)}
+        segments = [segment.as_json() for segment in self.segments]
+        return {**report, "holds": self.holds, "says": self.says, "segments": segments}
 
     def sheet(self) -> Sheet:
         """Return the verdict, each figure next to that of validation, and the evidence of a change."""
@@ -67,6 +75,7 @@ class Check(Shown):
             report["features"],
             [("", "text", "name"), ("rows", "count", "n"), ("most", "number", "evidence")],
         )
+        lines += [f"segment {segment.name!r} ({segment.n:,} examples): {segment.says}" for segment in self.segments]
         title = f"policy {self.policy.id} on {self.source}"
         return Sheet(title, [*lines, Grid.of("in brackets: on validation", stages, columns)], [evidence])
 

@@ -16,6 +16,7 @@ from cauc_ray.api.online import require_usable
 from cauc_ray.api.options import Common, EncoderName, Names, OnRay, Options, Pairs, Seed, options_of
 from cauc_ray.api.summaries import CollectSummary
 from cauc_ray.data.datasets import Dataset, DatasetSpec, open_dataset
+from cauc_ray.data.kept import keep_columns
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import PoolModel, TableInfo, write_info
 from cauc_ray.errors import ConfigError, explain, unknown_name, warn
@@ -45,6 +46,7 @@ def collect(
     columns: Common[Pairs | None] = None,
     skip_unknown_labels: bool = False,
     embedding: EncoderName | None = None,
+    keep: Names = (),
     seed: Seed = 0,
     address: OnRay[str | None] = None,
     on_progress: Callable[[Mapping[str, RunProgress]], None] = lambda progress: None,
@@ -63,6 +65,7 @@ def collect(
         skip_unknown_labels: Leave out rows whose label is not one of the pool's, with a warning.
         embedding: Encoder whose embeddings are collected instead of logits: a stage of the pool for the input of its
             last layer, or the hub id or folder of a sentence or vision encoder.
+        keep: Columns of the data that the table keeps, to evaluate, check and certify by their values.
         seed: Seed of the splits.
         address: Address of a Ray cluster (default: RAY_ADDRESS, else a session of this machine).
         on_progress: Called with the state of the collection as it goes on.
@@ -87,6 +90,7 @@ def collect(
         pool.label_names,
         pool.columns_read(pool.stages),
         skip_unknown_labels,
+        options.keep,
     )
     rows = open_dataset(spec, split)
     splits = (split,) if split is not None else tuple(rows.split_sizes)
@@ -94,6 +98,8 @@ def collect(
     table = absolute(out)
     require_folder(table)
     works = _works(pool, options, table, rows, sizes)
+    if options.keep:
+        keep_columns(table, rows, sizes)
     require_usable([work.stage for work in works.values()], rows.columns, rows.name, pool, runs_here(address))
     if embedding is None:
         _require_one_unit([work.stage for work in works.values()], table)

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from cauc_ray.api.plots import BLUE, GREY, VERMILION, accuracy_over_cost, plot_model, plot_point
+from cauc_ray.api.segmented import SegmentResult, results_grid
 from cauc_ray.api.worth import SingleModel, Verdict, judge, models_alone
 from cauc_ray.display import (
     Grid,
@@ -63,6 +64,7 @@ class Evaluation(Shown):
         offline: Results of the first stages alone; empty without labels.
         order: Int (N,), order of the examples in predictions; None for the chain's own.
         names: Names of the options; None if unknown.
+        segments: Results of each segment; empty without a column that makes them.
     """
 
     policy: Policy
@@ -75,6 +77,7 @@ class Evaluation(Shown):
     offline: tuple[OfflineAccuracy, ...]
     order: Ints | None = None
     names: tuple[str, ...] | None = None
+    segments: tuple[SegmentResult, ...] = ()
 
     @classmethod
     def of(
@@ -99,6 +102,12 @@ class Evaluation(Shown):
     def verdict(self) -> Verdict | None:
         """Return whether the policy is worth it on these examples; None without labels."""
         return judge(self.measures, self.models, self.policy.cost_unit)
+
+    @property
+    def expected_accuracy(self) -> Share | None:
+        """Return the accuracy that the policy's file expects, with its 95 % prediction interval for these examples."""
+        n = self.measures.n_labelled
+        return self.policy.expected_accuracy(n) if n else None
 
     @property
     def predictions(self) -> Predictions:
@@ -148,7 +157,7 @@ class Evaluation(Shown):
 
     def as_json(self) -> dict[str, Any]:
         """Return what `cauc evaluate --json` prints."""
-        policy, measures, verdict = self.policy, self.measures, self.verdict
+        policy, measures, verdict, expected = self.policy, self.measures, self.verdict, self.expected_accuracy
         return {
             "method": policy.method,
             "policy_id": policy.id,
@@ -156,6 +165,8 @@ class Evaluation(Shown):
             "n": measures.n,
             "n_labelled": measures.n_labelled,
             **estimate("accuracy", measures.accuracy),
+            "expected_accuracy": None if expected is None else expected.value,
+            "expected_interval": None if expected is None else [expected.low, expected.high],
             "macro_f1": measures.macro_f1,
             "cost": measures.cost,
             "cost_interval": list(measures.cost_interval),
@@ -196,6 +207,7 @@ class Evaluation(Shown):
                     self.offline, policy.offline or [None] * (len(policy.stages) - 1), strict=False
                 )
             ],
+            "segments": [segment.as_json() for segment in self.segments],
             "guards": [guard.model_dump() for guard in self.guards],
         }
 
@@ -227,7 +239,8 @@ class Evaluation(Shown):
             f"offline, {', '.join(self.policy.models[: part.stages])} alone: accuracy {percent(part.accuracy.value)}"
             for part in self.offline
         ]
-        return Sheet(title, [*lines, self._models(unit)], details)
+        tables = [self._models(unit), *([results_grid(self.segments, unit)] if self.segments else [])]
+        return Sheet(title, [*lines, *tables], details)
 
     def _early_lines(self) -> Iterator[str]:
         """Yield what is known of answers before the last stage, and the macro-F1."""
@@ -238,6 +251,11 @@ class Evaluation(Shown):
         if early["n"]:
             wrong = with_interval(early["risk"], early["risk_interval"])
             yield f"answered before the last stage: {percent(early['coverage'])}; wrong of these: {wrong}{certified}"
+        if (expected := self.expected_accuracy) is not None and self.policy.expected is not None:
+            yield (
+                f"accuracy expected from {self.policy.expected.split}: {share_text(expected)}, the 95 % prediction "
+                f"interval for {self.measures.n_labelled:,} examples"
+            )
         if self.measures.accuracy is not None:
             yield f"macro-F1 {percent(self.measures.macro_f1)}"
 

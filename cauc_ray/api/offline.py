@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 from pydantic import Field
 
 from cauc_ray.api.checked import Check
 from cauc_ray.api.evaluated import Evaluation
 from cauc_ray.api.options import (
+    Budget,
     Common,
     Costs,
     Cut,
@@ -30,6 +30,7 @@ from cauc_ray.api.options import (
     options_of,
     takes,
 )
+from cauc_ray.api.segmented import check_segments, segment_results, watched_chain
 from cauc_ray.api.sources import (
     ChainOptions,
     Logits,
@@ -40,28 +41,30 @@ from cauc_ray.api.sources import (
     read_policy_chain,
     read_policy_heads,
 )
+from cauc_ray.data.kept import read_segments
 from cauc_ray.data.logits import ChainHeads, LogitKinds
 from cauc_ray.data.writing import read_info
-from cauc_ray.errors import ConfigError, unknown_name, warn
+from cauc_ray.errors import ConfigError, PolicyError, unknown_name, warn
 from cauc_ray.files.documents import require_writable
 from cauc_ray.files.paths import AnyPath, absolute, path_of
 from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain, ChainLogits
-from cauc_ray.numbers.guarantees import RiskLimit
+from cauc_ray.numbers.guarantees import RiskLimit, require_certifiable
+from cauc_ray.numbers.segments import Segments
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.policies.by_method import SINGLE, fit_method, fit_policy, refit
 from cauc_ray.policies.checks import require_quiet, warn_of
 from cauc_ray.policies.evidence import Noise
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import METHODS, OURS, method_named
-from cauc_ray.policies.monitor import Watch
+from cauc_ray.policies.monitor import require_reference
 from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.policies.pools import check_pool
 from cauc_ray.policies.safe import require_safe_rule
 from cauc_ray.policies.search import search_chains, with_search
 from cauc_ray.policies.threshold import Compared, ThresholdRule
-from cauc_ray.policies.trace import Examples, may_flip, trace_policy
+from cauc_ray.policies.trace import Examples, may_flip
 
 if TYPE_CHECKING:
     from cauc_ray.execution.sharded import ShardedChain, Shards, ShardsWatched
@@ -94,13 +97,17 @@ class FitOptions(ChainOptions, ShardOptions):
         """Return what decides the threshold. Raises ConfigError where options contradict each other."""
         limit = None if self.certify is None else RiskLimit.parse(self.certify)
         compare: Compared = self.rule if self.method == "rf" else "confidence"
-        return ThresholdRule(self.threshold, self.budget, self.objective, limit, self.price, compare)
+        budget, confidence = self.budget, None
+        if isinstance(budget, str):
+            budget, confidence = map(float, budget.split("@"))
+        return ThresholdRule(self.threshold, budget, self.objective, limit, self.price, compare, confidence)
 
     def require_agreement(self) -> None:
         """Raise ConfigError where a method cannot be fitted by the other options."""
         ChainOptions.require_agreement(self)
         ShardOptions.require_agreement(self)
         _ = self.threshold_rule
+        self._require_whole_claims()
         if self.rule == "gain" and (
             self.method not in ("rf", "stacked", "auto") or self.safe or self.shards is not None
         ):
@@ -131,6 +138,16 @@ class FitOptions(ChainOptions, ShardOptions):
                 "a search, stacked, and {validation} as a share need all logits in one process; leave {shards} out"
             )
 
+    def _require_whole_claims(self) -> None:
+        """Raise ConfigError where a confidence or segments go with what they do not hold for."""
+        is_plain = self.method in OURS and not (self.searches or self.safe)
+        if self.threshold_rule.confidence is not None and not is_plain:
+            raise ConfigError(
+                "{budget} at a confidence is for one chain of method base, rf or stacked, without {search} and {safe}"
+            )
+        if self.by is not None and (self.certify is None or not is_plain or self.shards is not None):
+            raise ConfigError("{by} is for {certify} with method base, rf or stacked, without {shards}")
+
     def _require_plain(self) -> None:
         """Raise ConfigError unless a method of the comparison can be fitted by the options."""
         if not self.method.startswith(f"{SINGLE}:") and self.method not in METHODS:
@@ -153,13 +170,14 @@ def fit(
     example_ids: Any = None,
     models: Common[Names | None] = None,
     method: Common[str] = "base",
-    budget: Common[float | None] = None,
+    budget: Common[Budget | None] = None,
     threshold: Common[float | None] = None,
     validation: Common[Cut] = None,
     price: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None,
     rule: Compared = "confidence",
     objective: Objective = "accuracy",
     certify: str | None = None,
+    by: str | None = None,
     search: bool = False,
     safe: bool = False,
     strict: bool = False,
@@ -190,7 +208,8 @@ def fit(
         models: The chain, cheapest first (default: all models, by cost).
         method: base, rf, stacked (RF with biases that recalibrate each model), auto (the best stacked sub-chain at a
             budget), single:MODEL, or a method of `cauc compare`.
-        budget: Mean cost per example to choose the threshold for.
+        budget: Mean cost per example to choose the threshold for, on validation; as 6@0.95 on new inputs, with that
+            confidence.
         threshold: A threshold to use as it is.
         validation: Share of the calibration examples to choose the threshold on, drawn at random (default: the
             validation split). In Python, for arrays, also (logits, labels) or (logits, labels, example_ids).
@@ -201,6 +220,7 @@ def fit(
             always compares gains.
         objective: What a chosen threshold maximises.
         certify: Limit of the risk of early answers and its confidence, as risk<=0.05@0.95.
+        by: Column that the table keeps, in each of whose segments the risk is certified.
         search: Fit the best sub-chain of the models, at most 12, in any order.
         safe: Fuse only where supported, and fall back on a single model that is at least as good.
         strict: Treat a guard that fires as an error, with exit code 3.
@@ -254,7 +274,8 @@ def fit(
         options = options.model_copy(update={"method": chain_search.chosen.method})
     if options.is_ours and options.embedding is None:
         splits = source.read(source.models, source.costs)
-        policy = _with_prompts(fit_chains(options, *splits), logits)
+        segments = _segments(logits, options.by, [source.origin(split) for split in source.splits])
+        policy = _with_prompts(fit_chains(options, *splits, segments), logits)
         policy = _with_noise(policy, logits, splits[-1] or splits[0])
     else:
         policy = _fit_method(options, source, logits)
@@ -316,6 +337,15 @@ def _with_noise(policy: Policy, logits: Logits, chain: ChainLogits) -> Policy:
     return policy.model_copy(update={"noise": Noise(logits=noise_by_model, may_flip=n, n=len(chain), split=split)})
 
 
+def _segments(logits: Logits, column: str | None, splits: Sequence[str]) -> list[Segments]:
+    """Return the segments of splits by a column of a table; none without a column."""
+    if column is None:
+        return []
+    if isinstance(logits, Mapping):
+        raise ConfigError("arrays keep no columns, which segments are made by: write a logit table, or leave by out")
+    return [read_segments(logits, column, split) for split in splits]
+
+
 def _table(logits: Logits) -> str | AnyPath:
     if isinstance(logits, Mapping):
         raise ConfigError("shards read a logit table; arrays are in this process already: leave shards out")
@@ -329,13 +359,27 @@ def require_fit(options: FitOptions, n_models: int) -> None:
         require_safe_rule(options.threshold_rule)
 
 
-def fit_chains(options: FitOptions, calibration: Chain, validation: Chain | None = None) -> Policy:
-    """Fit a policy on chains, here or in shards, without a search. Raises as fit() does."""
+def fit_chains(
+    options: FitOptions, calibration: Chain, validation: Chain | None = None, segments: Sequence[Segments] = ()
+) -> Policy:
+    """Fit a policy on chains, here or in shards, without a search. Raises as fit() does.
+
+    Args:
+        options: Options of the fit.
+        calibration: Examples to fit on.
+        validation: Examples to choose the threshold on.
+        segments: Of both splits, in each of which the risk is certified.
+    """
+    rule = replace(options.threshold_rule, segments=tuple(segments))
+    if rule.certify is not None and validation is not None:
+        require_certifiable(len(validation), rule.certify)
+        for name, rows in segments[1].rows(validation.example_ids).items() if segments else ():
+            require_certifiable(len(rows), rule.certify, name)
     policy = fit_policy(
         options.method,
         calibration,
         validation,
-        options.threshold_rule,
+        rule,
         options.splits,
         calibrator=options.calibrator,
         safe=options.safe,
@@ -401,7 +445,10 @@ def replace_model(
     else:
         costs_by_model = {stage.name: stage.cost for stage in policy.stages if stage.name in models}
         splits = source.read(models, {**source.declared, **costs_by_model})
-    replaced = _with_prompts(refit(policy, *splits), logits, policy)
+    certificate = policy.threshold_choice.certificate
+    by = None if certificate is None else certificate.by
+    segments = _segments(logits, by, [source.origin(split) for split in source.splits])
+    replaced = _with_prompts(refit(policy, *splits, segments), logits, policy)
     warn_of(replaced.guards)
     return replaced
 
@@ -414,6 +461,7 @@ def evaluate(
     labels: Any = None,
     example_ids: Any = None,
     split: Common[str] = "test",
+    by: str | None = None,
     logit_kind: Kinds | None = None,
     shards: ShardCount | None = None,
     resources: ShardResources | None = None,
@@ -428,6 +476,7 @@ def evaluate(
         labels: Int (N,), labels of arrays; without them no accuracy is measured.
         example_ids: Ids of the rows of arrays, as for fit().
         split: Split to replay.
+        by: Column that the table keeps, by whose values results are shown, too.
         logit_kind: Kind of the logits, of all models or by model (default: as declared in the table, else the kind that
             the policy was fitted on).
         shards: Number of Ray actors that keep a table's logits, or auto for as many as the cluster has room for
@@ -451,16 +500,17 @@ def evaluate(
     """
     options: ShardOptions = options_of(evaluate).of(locals())
     policy = policy_of(policy)
+    segments = _segments(logits, options.by, [options.split])
     if options.shards is not None:
         evaluation, _ = evaluate_shards(_table(logits), policy, options)
-        warn_of(evaluation.guards)
-        _warn_of_own_rows(policy, evaluation.chain)
-        return evaluation
-    chain = read_policy_chain(logits, policy, options.split, options.logit_kind, labels, example_ids)
-    order = positions_of_rows(chain, example_ids) if isinstance(logits, Mapping) else None
-    evaluation = Evaluation.of(policy, chain, order, option_names(logits))
+    else:
+        chain = read_policy_chain(logits, policy, options.split, options.logit_kind, labels, example_ids)
+        order = positions_of_rows(chain, example_ids) if isinstance(logits, Mapping) else None
+        evaluation = Evaluation.of(policy, chain, order, option_names(logits))
+    if segments:
+        evaluation = replace(evaluation, segments=segment_results(evaluation.replay, evaluation.chain, segments[0]))
     warn_of(evaluation.guards)
-    _warn_of_own_rows(policy, chain)
+    _warn_of_own_rows(policy, evaluation.chain)
     return evaluation
 
 
@@ -520,7 +570,7 @@ def fit_shards(
     read_s = time.perf_counter() - started
     with _sharded(heads, options, on_pass) as (held, chains):
         started = time.perf_counter()
-        policy = fit_chains(options, *chains)
+        policy = fit_chains(options, chains[0], chains[1] if len(chains) > 1 else None)
         fit_s = time.perf_counter() - started
     return Calibration(policy, tuple(map(len, heads)), held.watched, read_s, fit_s)
 
@@ -556,6 +606,7 @@ def check(
     labels: Any = None,
     example_ids: Any = None,
     split: Common[str] = "test",
+    by: str | None = None,
     logit_kind: Kinds | None = None,
     seed: Seed = 0,
 ) -> Check:
@@ -570,6 +621,8 @@ def check(
         labels: Labels of arrays, as for evaluate().
         example_ids: Ids of the rows of arrays.
         split: Split to check.
+        by: Column that the table keeps: each of its values is checked, too, against the same examples of validation,
+            which the table must have as well.
         logit_kind: Kind of the logits, of all models or by model (default: as declared in the table, else the kind that
             the policy was fitted on).
         seed: Seed of the order in which examples come; the order in a table means nothing.
@@ -582,17 +635,20 @@ def check(
             ConfigError for the arguments.
     """
     options, policy = options_of(check).of(locals()), policy_of(policy)
-    watch = Watch(policy)
+    require_reference(policy)
+    segments = _segments(logits, options.by, [options.split])
     chain = read_policy_chain(logits, policy, options.split, options.logit_kind, labels, example_ids)
-    policy.check_chain(chain)
-    trace = trace_policy(policy, chain, likeliest=True)
-    order = np.random.default_rng(options.seed).permutation(len(chain))
-    answered = trace.at(policy.threshold, chain).of_rows(order)
-    watch.add(answered)
-    labelled = chain.labelled[order]
-    correct = answered.predictions == chain.labels[order]
-    watch.add_outcomes(answered.stages[labelled], answered.confidences[labelled], correct[labelled])
-    early = answered.stages < len(policy.stages) - 1
-    agreed = answered.predictions == trace.predictions[order, -1]
-    watch.add_agreements(answered.stages[early], agreed[early])
-    return Check(policy, chain.source, watch.watched())
+    if not segments:
+        return Check(policy, chain.source, watched_chain(policy, chain, options.seed))
+    chosen_on = policy.validation
+    assert chosen_on is not None
+    segments += _segments(logits, options.by, [chosen_on.split])
+    validation = read_policy_chain(logits, policy, chosen_on.split, options.logit_kind)
+    if validation.examples_fingerprint() != chosen_on.examples_fingerprint:
+        raise PolicyError(
+            f"{validation.source} has other examples than the policy was chosen on, which its segments are compared "
+            "with: leave by out, or check on a table that has them"
+        )
+    checks = check_segments(policy, chain, validation, (segments[0], segments[1]), options.seed)
+    watched = watched_chain(policy, chain, options.seed, len(checks) + 1)
+    return Check(policy, chain.source, watched, checks)

@@ -348,6 +348,10 @@ DatasetName: TypeAlias = Annotated[str, AfterValidator(_dataset), Flag("NAME|PAT
 EncoderName: TypeAlias = Annotated[str, AfterValidator(_encoder)]
 Cost: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Amount: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# An amount, or an amount that is kept on new inputs with a confidence.
+Budget: TypeAlias = Annotated[
+    Annotated[float, Field()] | Annotated[str, Field(pattern=r"^[0-9.eE+-]+@[0-9.]+$")], Flag("B|B@CONFIDENCE")
+]
 Seconds: TypeAlias = Annotated[float, Field(gt=0), Flag("S")]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
 Names: TypeAlias = Annotated[Sequence[str], checked_as(tuple[str, ...]), _LISTED, Flag("A,B,C")]

@@ -25,6 +25,7 @@ from cauc_ray.data.logits import (
     model_kinds,
     read_embeddings,
 )
+from cauc_ray.data.scores import ScoreTable, is_score_file
 from cauc_ray.data.splits import split_shares
 from cauc_ray.data.writing import read_info
 from cauc_ray.errors import ConfigError, DataError, unknown_name, warn
@@ -147,7 +148,11 @@ class Source:
         self._options = options
         arrays = {split: cut for split, cut in options.cuts.items() if isinstance(cut, tuple)}
         splits = {options.calibration_split: (logits, labels, example_ids), **arrays}
-        self._source = _opened(logits, splits, options.logit_kind, undeclared)
+        self._source = (
+            ScoreTable.read(logits)
+            if is_score_file(logits)
+            else _opened(logits, splits, options.logit_kind, undeclared)
+        )
         self.path = self._source.path
         for model in options.models or ():
             if model not in self._source.models:
@@ -163,6 +168,11 @@ class Source:
     def table(self) -> LogitTable | None:
         """Return the table, None for arrays."""
         return self._source if isinstance(self._source, LogitTable) else None
+
+    @property
+    def scores(self) -> ScoreTable | None:
+        """Return the table of scores; None for logits."""
+        return self._source if isinstance(self._source, ScoreTable) else None
 
     def of_models(self, models: Sequence[str]) -> Source:
         """Return the source with some of its models as the chain."""
@@ -194,7 +204,7 @@ class Source:
         costs: dict[str, float] | tuple[float, ...] | None = self._options.costs
         if not isinstance(costs, tuple):
             return costs
-        if models is None and self.table is not None:
+        if models is None and not isinstance(self._source, LogitArrays):
             raise ConfigError("costs in a list are in the order of models; name the models, or give {model: cost}")
         models = models or tuple(self._source.models)
         if len(costs) != len(models):
@@ -441,8 +451,12 @@ def examples_of(
         if split not in chains:
             raise DataError(f"{source.path} has no split {split!r}, which thresholds are chosen on")
         chains[split].require_labels(why)
+    scores, features = source.scores, dict[str, Floats]()
+    if scores is not None:
+        ids = [chains[split].example_ids for split in source.splits]
+        features = dict(zip(source.splits, scores.vectors(ids), strict=True))
     for split in source.splits:
-        chain, vectors, call = chains[split], None, None
+        chain, vectors, call = chains[split], features.get(split), None
         if embedding is not None:
             if table is None:
                 raise ConfigError(f"embedding: {embedding!r} is looked up in a logit table; arrays have no embeddings")
@@ -450,6 +464,7 @@ def examples_of(
             declared_cost = (source.costs or {}).get(embedding)
             call = _embedding_call(table, embedding, chain, source.origin(split), declared_cost)
         read = None if texts is None else texts.of(chain.example_ids)
+        read = tuple(chain.example_ids) if scores is not None else read
         states = {
             model: read_embeddings(table.path, model, source.origin(split), chain.example_ids)
             for model in hidden

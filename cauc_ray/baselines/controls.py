@@ -123,7 +123,7 @@ def fit_oracle(fitting: Fitting) -> Sequence[Control]:
     return [Control(chosen, threshold=0.0)]
 
 
-RANDOM = Method("random", "control", fit_random)
+RANDOM = Method("random", "control", fit_random, reads_logits=False)
 SHUFFLED = Method(
     "shuffled",
     "control",
@@ -146,4 +146,5 @@ ORACLE = Method(
     note="sees the labels; not attainable",
     needs="labels",
     unpublished="needs the labels",
+    reads_logits=False,
 )

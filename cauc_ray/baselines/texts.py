@@ -9,7 +9,9 @@ from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import Method, Paradigm, imported
 
 
-def text_method(name: str, paradigm: Paradigm, about: str, *notes: str, leaves_middle: bool = False) -> Method:
+def text_method(
+    name: str, paradigm: Paradigm, about: str, *notes: str, leaves_middle: bool = False, reads_logits: bool = True
+) -> Method:
     """Return a method, whose fit is networks.full_forms' of that name.
 
     Args:
@@ -18,6 +20,7 @@ def text_method(name: str, paradigm: Paradigm, about: str, *notes: str, leaves_m
         about: What is fine-tuned, as the documentation of its fit.
         notes: How it differs from the published method.
         leaves_middle: Whether it calls the first and the last model only.
+        reads_logits: As of Method.
     """
 
     def note(fitting: Fitting) -> str:
@@ -37,5 +40,6 @@ def text_method(name: str, paradigm: Paradigm, about: str, *notes: str, leaves_m
         extra="text-routers",
         note=note,
         needs="texts",
+        reads_logits=reads_logits,
         unpublished="reads the queries' texts, which no policy does",
     )

@@ -163,17 +163,21 @@ def compare(
     """Fit methods and measure them side by side, over budgets, seeds and chains.
 
     Args:
-        logits: Logit tables, by path or URI; or arrays, as small=small.npy large=large.npy (.npy, .npz, .csv), or one
-            .npz with an array for each model; unless a config has sets.
+        logits: Logit tables, by path or URI; or a table of scores (.parquet, .csv); or arrays, as small=small.npy
+            large=large.npy (.npy, .npz, .csv), or one .npz with an array for each model; unless a config has sets.
         labels: File of the labels of arrays (.npy, .csv; default: the array 'labels' of the .npz file).
     """
     from cauc_ray.comparison import comparing
+    from cauc_ray.data.scores import is_score_file
 
-    source, known_labels = None, None
+    source: Any = None
+    known_labels = None
     if isinstance(logits, tuple) and len(logits) > 1:
         models, chains = options.pop("models"), options.pop("chains")
         chains = chains or ([models] if models else ())
         options["sets"] = [{"name": path.name, "logits": path, "chains": chains} for path in logits]
+    elif isinstance(logits, tuple) and labels is None and is_score_file(logits[0]):
+        source = logits[0]
     elif logits is not None:
         source, known_labels = array_files.read_logits(logits, labels)
     if not isinstance(source, Mapping):

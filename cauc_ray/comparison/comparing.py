@@ -43,6 +43,7 @@ from cauc_ray.comparison.result import Comparison, is_file
 from cauc_ray.comparison.selection import choose_methods, require_trainable
 from cauc_ray.comparison.tasks import require_comparison_folder, run_stored
 from cauc_ray.data.logits import LogitTable, encoders
+from cauc_ray.data.scores import ScoreTable, is_score_file
 from cauc_ray.errors import BudgetError, ConfigError, DataError, require_packages, unknown_name
 from cauc_ray.execution.outcomes import Outcome, Task
 from cauc_ray.files.paths import AnyPath, absolute, content_digest, path_of
@@ -107,7 +108,8 @@ def compare(
     A method that cannot run, or whose fit fails, is named with the reason; the others are measured.
 
     Args:
-        logits: A table or arrays, as for fit().
+        logits: A table or arrays, as for fit(); or a file of scores, with columns query, model, score and, if known,
+            cost, split and embedding.
         labels: Labels of arrays, as for fit().
         example_ids: Ids of the rows of arrays, as for fit().
         models: The chain, cheapest first (default: all models, by cost).
@@ -138,9 +140,10 @@ def compare(
         calibration_split: Split to fit on.
         validation_split: Split to choose thresholds on.
         validation: Share of the calibration examples to choose on, drawn at random (default: the validation split; of
-            arrays a quarter, or half of the rest). In Python, for arrays, also a pair as for fit().
-        test: Share of the calibration examples to measure on (default: the test split; of arrays a half, or half of the
-            rest). In Python, for arrays, also a pair.
+            arrays, and of scores without splits, a quarter, or half of the rest). In Python, for arrays, also a pair as
+            for fit().
+        test: Share of the calibration examples to measure on (default: the test split; of arrays, and of scores without
+            splits, a half, or half of the rest). In Python, for arrays, also a pair.
         training_split: Split that routers and scorers are trained on (default: the calibration split).
         seed: Random seed.
         redrawn: Splits that are pooled and cut into the same sizes again with each seed (default: with several seeds
@@ -164,7 +167,8 @@ def compare(
         >>> comparison.row("oracle")["accuracy"] >= comparison.row("rf")["accuracy"]
         True
     """
-    shares = _array_shares(validation, test) if isinstance(logits, Mapping) else {}
+    is_cut = isinstance(logits, Mapping) or (is_score_file(logits) and ScoreTable.read(logits).split_of is None)
+    shares = _array_shares(validation, test) if is_cut else {}
     options: CompareOptions = options_of(compare).of({**locals(), **shares})
     return _compared(options, logits, labels, example_ids, output, on_cell)
 
@@ -229,16 +233,37 @@ def _benches(
                 _require_splits(source.table, of_chain, encoder)
                 located = absolute(source.table.path)
                 name = compared.name if compared else located.name
+            elif source.scores is not None:
+                _require_scores_enough(of_chain, source.scores.path)
+                located = absolute(source.scores.path)
+                name = compared.name if compared else located.stem
             elif options.address is not None:
                 raise ConfigError("arrays are compared in this process: leave address out, or write a logit table")
-            trainable = options.checkpoints or () if options.texts is not None else ()
-            chosen, absent = choose_methods(options.methods, source.models, trainable, encoder, source.hidden)
+            of_scores = source.scores is not None
+            trainable = options.checkpoints or () if options.texts is not None or of_scores else ()
+            chosen, absent = choose_methods(
+                options.methods, source.models, trainable, encoder, source.hidden, of_scores=of_scores
+            )
             if options.reference is not None and options.reference not in chosen:
                 raise ConfigError(f"reference: {unknown_name('method', options.reference, chosen)}")
-            bench = Bench(name, located, source.models, tuple(chosen), encoder, of_chain, labels, example_ids, cache)
+            bench = Bench(
+                *(name, located, source.models, tuple(chosen), encoder, of_chain, labels, example_ids, cache),
+                of_scores=of_scores,
+            )
             benches.append(bench)
             not_run += [{**bench.keys, **entry} for entry in absent]
     return benches, not_run
+
+
+def _require_scores_enough(options: CompareOptions, path: AnyPath) -> None:
+    """Raise ConfigError for options of a comparison that need logits."""
+    if not (options.all_budgets or options.relative_budgets or options.points):
+        raise ConfigError(
+            f"{path} has scores, no logits: Base cannot give the budget; give {{budget}}, {{budgets}}, "
+            "{relative_budgets} or {points}"
+        )
+    if options.objective != "accuracy" or options.texts is not None or options.embedding is not None:
+        raise ConfigError(f"{path} has the queries and their scores: leave {{objective}}, {{texts}}, {{embedding}} out")
 
 
 def _require_splits(table: LogitTable, options: CompareOptions, encoder: str | None) -> None:

@@ -124,6 +124,7 @@ class Bench:
         labels: Of arrays.
         example_ids: Of arrays.
         cache: The splits and the trial that were used last, by any of the benches that share it.
+        of_scores: Whether there are scores of the models, no logits: nothing is said of confidences and classes.
     """
 
     set_name: str
@@ -135,6 +136,7 @@ class Bench:
     labels: Any = None
     example_ids: Any = None
     cache: dict[str, Any] = field(default_factory=dict)
+    of_scores: bool = False
 
     @property
     def keys(self) -> dict[str, str]:
@@ -174,10 +176,12 @@ class Bench:
             "n_rows": {split: len(chain) for split, chain in chains.items()},
             "n_fitted": sum(len(chain) for split, chain in chains.items() if split != options.split),
             "cost_unit": test.costs.unit,
-            "logit_kinds": dict(zip(test.models, test.logit_kinds, strict=True)),
+            "logit_kinds": {} if self.of_scores else dict(zip(test.models, test.logit_kinds, strict=True)),
             "embedding": self.embedding,
-            "calibration": calibration_of(splits[options.calibration_split], splits[options.split]),
+            "calibration": None,
         }
+        if not self.of_scores:
+            content["calibration"] = calibration_of(splits[options.calibration_split], splits[options.split])
         if not options.pooled:
             content["fingerprints"] = fingerprints_of(*chains.values())
         return Written(content)
@@ -198,6 +202,11 @@ class Bench:
         keys = {**self.keys, "method": name, "seed": seed}
         columns = {key: pa.array([value] * len(curve), pa.scalar(value).type) for key, value in keys.items()}
         table = pa.table({**columns, **{column: curve[column] for column in curve.column_names}})
+        if self.of_scores:
+            index = table.column_names.index("macro_f1")
+            table = table.set_column(index, "macro_f1", pa.nulls(len(table), pa.float64()))
+            for figures in (of for row in rows for of in (row, row["default"], row["matched"])):
+                figures["macro_f1"] = None
         return Written([{**keys, **row} for row in rows], table)
 
 

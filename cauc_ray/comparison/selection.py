@@ -14,6 +14,7 @@ from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import METHODS, Method
 from cauc_ray.policies.recalibrated import fit_recalibrated
 
+_NO_LOGITS = "reads models' logits, which a table of scores does not have"
 # Single models and other methods on recalibrated logits: recalibrated:<model>, recalibrated+<method>.
 RECALIBRATED = "recalibrated"
 
@@ -50,6 +51,8 @@ def choose_methods(
     trainable: Collection[str] = (),
     embedding: str | None = None,
     hidden: Collection[str] = (),
+    *,
+    of_scores: bool = False,
 ) -> tuple[list[str], list[dict[str, str]]]:
     """Return the methods to run in the order of tables, and those that cannot run here, each with the reason.
 
@@ -59,23 +62,30 @@ def choose_methods(
         trainable: Methods for which there are texts and a checkpoint.
         embedding: What routers look at.
         hidden: Models whose hidden states are available.
+        of_scores: Whether there are scores of the models, no logits.
 
     Raises:
         ConfigError: A name is unknown, or none of the methods can run.
     """
     require_methods(names)
-    groups = [group for group in (SINGLE, RECALIBRATED) if {"all", group} & set(names)]
+    of_all = (SINGLE,) if of_scores else (SINGLE, RECALIBRATED)
+    groups = [group for group in (SINGLE, RECALIBRATED) if group in names or ("all" in names and group in of_all)]
     chosen, absent = [f"{group}:{model}" for model in models for group in groups], list[dict[str, str]]()
+    if of_scores:
+        absent = [{"method": name, "why": _NO_LOGITS} for name in chosen if name.startswith(RECALIBRATED)]
+        chosen = [name for name in chosen if name.startswith(SINGLE)]
     for name, method in METHODS.items():
         forms = [name] if {"all", name} & set(names) else []
         recalibrated = f"{RECALIBRATED}+{name}"
         if recalibrates(method) and (recalibrated in names or (forms and RECALIBRATED in groups)):
             forms.append(recalibrated)
         why = _obstacle(method, models, trainable, embedding, hidden)
-        if why is None:
-            chosen += forms
-        else:
-            absent += [{"method": form, "why": why} for form in forms]
+        for form in forms:
+            reason = _NO_LOGITS if of_scores and (form != name or method.reads_logits) else why
+            if reason is None:
+                chosen.append(form)
+            else:
+                absent.append({"method": form, "why": reason})
     if not chosen:
         raise ConfigError(f"method {absent[0]['method']!r} {absent[0]['why']}")
     return chosen, absent

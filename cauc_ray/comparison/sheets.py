@@ -26,7 +26,7 @@ def comparison_sheet(result: Mapping[str, Any], grids: Sequence[Grid]) -> Sheet:
     chain = " → ".join(result["models"])
     budget = f"{number(result['budget'])} {result['cost_unit']} ({result['budget_rule']})"
     title = f"{chain}, {result['n']:,} examples, methods at a cost of {budget}"
-    details = [_curves(rows), _setup(rows), *_calibration(result["calibration"])]
+    details = [_curves(rows), _setup(rows), *_calibration(result["calibration"] or {})]
     return Sheet(title, [*_best(result, rows), _at_budget(result, rows), *absent], details)
 
 
@@ -99,7 +99,12 @@ def _setup(rows: Sequence[Mapping[str, Any]]) -> Grid:
 
 
 def _calibration(calibration: Mapping[str, Any]) -> Iterator[str | Grid]:
-    """Yield each model's calibration before and after its temperature, and what Base's threshold promised and kept."""
+    """Yield each model's calibration before and after its temperature, and what Base's threshold promised and kept.
+
+    Nothing where a table of scores was compared.
+    """
+    if not calibration:
+        return
     rows = [
         model | {key: f"{number(model['before'][key])} → {number(model['after'][key])}" for key in _CALIBRATION}
         for model in calibration["models"]

@@ -76,6 +76,7 @@ class DatasetSpec:
         labels: The names of the options, which the column of labels may use.
         model_columns: The columns that models read, None for all.
         skip_unknown_labels: Leave out rows whose label is none of the options.
+        kept_columns: Columns that a logit table keeps.
     """
 
     dataset: str
@@ -85,6 +86,7 @@ class DatasetSpec:
     labels: tuple[str, ...] | None = None
     model_columns: frozenset[str] | None = None
     skip_unknown_labels: bool = False
+    kept_columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -273,7 +275,10 @@ def _part(source: Source, spec: DatasetSpec, benchmark: Benchmark, *, complete: 
     )
     conditions = {column: value for column, value in benchmark.rows.items() if column in source.columns}
     if complete:
-        source = source.snapshot([*plan.restricted(spec.model_columns).file_columns, *conditions], plan.texts)
+        extra_columns = [name for name in spec.kept_columns if name in source.columns]
+        source = source.snapshot(
+            [*plan.restricted(spec.model_columns).file_columns, *conditions, *extra_columns], plan.texts
+        )
     rows: Ints | range = range(source.n_rows)
     for column, value in conditions.items():
         rows = np.flatnonzero(pc.equal(source.table([column]).column(column), value).fill_null(False).to_numpy())

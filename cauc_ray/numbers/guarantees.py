@@ -11,13 +11,18 @@ p-value. Thresholds are tested one after another, each at the full level, in an 
 looked at, up to the first that is not rejected: that a wrong one is ever accepted then has no more than the
 probability of one test (Angelopoulos et al., "Learn then Test"). The calibration split fixes the order: the
 thresholds, by the shares of rows that they accept, and the first one, which has the least p-value there.
+
+Of several segments, a threshold is rejected where its hypothesis is rejected in each of them at the full level. That it
+is rejected falsely in any is then no more likely than in one (Berger, Technometrics 1982).
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -156,6 +161,8 @@ class EarlyAnswers:
         n_accepted: Rows answered early at the frontier's points, int (P,).
         n_wrong: Of these, rows answered wrongly, int (P,).
         highest: Float64 (n,), the highest threshold at which each row is answered early.
+        frontier: Operating points, whose cost is the share of deferred rows.
+        n_answerable: Rows that some stage before the last answers right.
     """
 
     n: int
@@ -163,6 +170,14 @@ class EarlyAnswers:
     n_wrong: Ints
     highest: Floats
     frontier: Frontier
+    n_answerable: int
+
+    def least_deferred(self, risk: float) -> float:
+        """Return the share of rows that any rule of early answers defers at a risk of at most this, on these rows.
+
+        With a share m of rows that no early stage answers right, it is (m - risk) / (1 - risk), where positive.
+        """
+        return max(0.0, (1 - self.n_answerable / self.n - risk) / (1 - risk))
 
     def at(self, thresholds: Floats) -> tuple[Ints, Ints]:
         """Return n_accepted and n_wrong at the given thresholds."""
@@ -182,6 +197,23 @@ class EarlyAnswers:
 
 
 @dataclass(frozen=True, slots=True)
+class CertifiedSegment:
+    """A segment in which a risk is certified, too.
+
+    Attributes:
+        name: Value of the column.
+        n: Its rows of validation.
+        n_accepted: Rows answered early.
+        n_wrong: Of these, rows answered wrongly.
+    """
+
+    name: str
+    n: int
+    n_accepted: int
+    n_wrong: int
+
+
+@dataclass(frozen=True, slots=True)
 class CertifiedThreshold:
     """A threshold whose risk is certified, with its counts on validation.
 
@@ -191,6 +223,7 @@ class CertifiedThreshold:
         n_accepted: Rows answered early.
         n_wrong: Of these, rows answered wrongly.
         upper_bound: Exact bound of the risk at the limit's confidence.
+        segments: Segments in each of which the risk is certified.
     """
 
     threshold: float
@@ -198,6 +231,7 @@ class CertifiedThreshold:
     n_accepted: int
     n_wrong: int
     upper_bound: float
+    segments: tuple[CertifiedSegment, ...] = ()
 
 
 def early_answers(confidences: Floats, correct: Bools) -> EarlyAnswers:
@@ -221,20 +255,67 @@ def early_answers(confidences: Floats, correct: Bools) -> EarlyAnswers:
     costs = Costs("rows", np.append(np.zeros(m), 1.0))
     frontier = sweep(confidences, answers, np.ones(n, dtype=np.int32), costs)
     n_deferred, n_right = (np.rint(n * part).astype(np.int64) for part in (frontier.cost, frontier.quality))
-    return EarlyAnswers(n, n - n_deferred, n - n_right, confidences.max(axis=1), frontier)
+    n_answerable = int(correct.any(axis=1).sum())
+    return EarlyAnswers(n, n - n_deferred, n - n_right, confidences.max(axis=1), frontier, n_answerable)
 
 
-def certify(calibration: EarlyAnswers, validation: EarlyAnswers, limit: RiskLimit) -> CertifiedThreshold:
+def certify(
+    calibration: EarlyAnswers,
+    validation: EarlyAnswers,
+    limit: RiskLimit,
+    segments: Mapping[str, tuple[EarlyAnswers, EarlyAnswers]] = MappingProxyType({}),
+) -> CertifiedThreshold:
     """Return the threshold of most coverage whose risk is certified on validation.
 
     With probability limit.confidence over the validation rows, its risk on inputs of their distribution is at most
-    limit.risk, for each calibration split. Raises RiskError if none is certified.
+    limit.risk, for each calibration split; with segments, in all of them together.
+
+    Args:
+        calibration: Early answers on calibration.
+        validation: Early answers on validation.
+        limit: Risk to certify.
+        segments: Those of calibration and of validation in each segment, by name.
+
+    Raises:
+        RiskError: No threshold is certified, or no rule could be.
     """
-    sequence = order_of_tests(calibration, limit)
-    return tested(sequence, *validation.at(sequence), validation.n, limit)
+    for name, part in {"": validation, **{name: later for name, (_, later) in segments.items()}}.items():
+        require_certifiable(part.n_answerable, limit, name, " that a model before the last answers right")
+    sequence = order_of_tests(calibration, limit, [earlier for earlier, _ in segments.values()])
+    parts = {name: (later.n, *later.at(sequence)) for name, (_, later) in segments.items()}
+    try:
+        return tested(sequence, *validation.at(sequence), validation.n, limit, parts)
+    except RiskError as error:
+        least = validation.least_deferred(limit.risk)
+        raise RiskError(f"{error}; any rule defers at least {100 * least:.3g} % for that risk") from None
 
 
-def tested(sequence: Floats, accepted: Ints, wrong: Ints, n: int, limit: RiskLimit) -> CertifiedThreshold:
+def require_certifiable(n: int, limit: RiskLimit, segment: str = "", condition: str = "") -> None:
+    """Raise RiskError unless so many validation rows, all answered early and right, would certify a risk.
+
+    Args:
+        n: Number of rows.
+        limit: Risk to certify.
+        segment: Name of their segment; empty for all rows.
+        condition: Condition that these rows meet, for the message.
+    """
+    if n < least_accepted(limit.risk, limit.confidence):
+        rows = f"{n:,} validation examples{_place(segment)}{condition}"
+        raise RiskError(f"no threshold is certified, by any rule: with 0 of the {rows} wrong, {_above(0, n, limit)}")
+
+
+def _place(segment: str) -> str:
+    return f" in segment {segment!r}" if segment else ""
+
+
+def tested(
+    sequence: Floats,
+    accepted: Ints,
+    wrong: Ints,
+    n: int,
+    limit: RiskLimit,
+    segments: Mapping[str, tuple[int, Ints, Ints]],
+) -> CertifiedThreshold:
     """Return the last of some thresholds, in order, before the first that is not certified.
 
     Args:
@@ -243,26 +324,31 @@ def tested(sequence: Floats, accepted: Ints, wrong: Ints, n: int, limit: RiskLim
         wrong: Of these, rows answered wrongly.
         n: Validation rows.
         limit: Risk to certify.
+        segments: Rows of each segment, by name, and of these what accepted and wrong are of all; each is tested.
 
     Raises:
         RiskError: None is certified.
     """
-    last = -1
-    for step, (n_accepted, n_wrong) in enumerate(zip(accepted.tolist(), wrong.tolist(), strict=True)):
-        if binomial_tail(n_wrong, n_accepted, limit.risk) > 1 - limit.confidence:
-            break
-        last = step
+    parts = segments or {"": (n, accepted, wrong)}
+    p_values = np.array([_p_values(n_accepted, n_wrong, limit) for _, n_accepted, n_wrong in parts.values()])
+    rejected = np.all(p_values <= 1 - limit.confidence, axis=0)
+    last = (len(rejected) if rejected.all() else int(rejected.argmin())) - 1
     if last < 0:
-        raise RiskError(_why_none(float(sequence[0]), int(accepted[0]), int(wrong[0]), limit))
-    n_accepted, n_wrong = int(accepted[last]), int(wrong[last])
-    bound = risk_upper_bound(n_wrong, n_accepted, limit.confidence)
-    return CertifiedThreshold(float(sequence[last]), n, n_accepted, n_wrong, bound)
+        worst, (_, n_accepted, n_wrong) = list(parts.items())[int(p_values[:, 0].argmax())]
+        raise RiskError(_why_none(float(sequence[0]), int(n_accepted[0]), int(n_wrong[0]), limit, worst))
+    in_segments = tuple(
+        CertifiedSegment(name, n_rows, int(n_accepted[last]), int(n_wrong[last]))
+        for name, (n_rows, n_accepted, n_wrong) in segments.items()
+    )
+    bound = risk_upper_bound(int(wrong[last]), int(accepted[last]), limit.confidence)
+    return CertifiedThreshold(float(sequence[last]), n, int(accepted[last]), int(wrong[last]), bound, in_segments)
 
 
-def order_of_tests(calibration: EarlyAnswers, limit: RiskLimit) -> Floats:
+def order_of_tests(calibration: EarlyAnswers, limit: RiskLimit, segments: Sequence[EarlyAnswers] = ()) -> Floats:
     """Return the thresholds to test in order, falling, float64 (at most N_STEPS,).
 
-    The first has the smallest p-value on the calibration rows (the highest among equals); all lower ones follow.
+    The first has the smallest p-value on the calibration rows, or in the worst of the segments of these (the highest
+    threshold among equals); all lower ones follow.
     """
     # What is answered early at every threshold, or at none, lies beyond the others.
     finite = calibration.highest[np.isfinite(calibration.highest)]
@@ -271,22 +357,33 @@ def order_of_tests(calibration: EarlyAnswers, limit: RiskLimit) -> Floats:
     ranks = np.unique((np.arange(1, N_STEPS + 1) * len(ranked) + N_STEPS - 1) // N_STEPS)
     above, below = ranked[ranks - 1], np.append(ranked, 0.0 if ranked[-1] >= 0 else ranked[-1] - 1)[ranks]
     grid = np.unique(below + (above - below) / 2)[::-1]
-    sequence: Floats = grid[strongest(*calibration.at(grid), limit) :]
+    worst = np.max([_p_values(*part.at(grid), limit) for part in segments or (calibration,)], axis=0)
+    sequence: Floats = grid[int(worst.argmin()) :]
     return sequence
 
 
 def strongest(accepted: Ints, wrong: Ints, limit: RiskLimit) -> int:
     """Return the index of the smallest p-value, the first among equals.   accepted, wrong: int (P,)."""
+    return int(np.argmin(_p_values(accepted, wrong, limit)))
+
+
+def _p_values(accepted: Ints, wrong: Ints, limit: RiskLimit) -> list[float]:
     pairs = zip(accepted.tolist(), wrong.tolist(), strict=True)
-    return int(np.argmin([binomial_tail(n_wrong, n_accepted, limit.risk) for n_accepted, n_wrong in pairs]))
+    return [binomial_tail(n_wrong, n_accepted, limit.risk) for n_accepted, n_wrong in pairs]
 
 
-def _why_none(threshold: float, n_accepted: int, n_wrong: int, limit: RiskLimit) -> str:
-    bound = risk_upper_bound(n_wrong, n_accepted, limit.confidence)
+def _why_none(threshold: float, n_accepted: int, n_wrong: int, limit: RiskLimit, segment: str) -> str:
     return (
         f"no threshold is certified: at {threshold:.4g}, where calibration has the strongest evidence, {n_wrong:,} of "
-        f"the {n_accepted:,} validation examples answered early are wrong, so the risk may be as high as "
-        f"{100 * bound:.3g} % at {100 * limit.confidence:g} % confidence, above the limit of {100 * limit.risk:g} %; "
-        "allow more risk or less confidence, or label more validation examples (at least "
+        f"the {n_accepted:,} validation examples answered early{_place(segment)} are wrong, so "
+        f"{_above(n_wrong, n_accepted, limit)}"
+    )
+
+
+def _above(n_wrong: int, n: int, limit: RiskLimit) -> str:
+    bound = risk_upper_bound(n_wrong, n, limit.confidence)
+    return (
+        f"the risk may be as high as {100 * bound:.3g} % at {100 * limit.confidence:g} % confidence, above the limit "
+        f"of {100 * limit.risk:g} %; allow more risk or less confidence, or label more validation examples (at least "
         f"{least_accepted(limit.risk, limit.confidence):,} must be answered early, even if none is wrong)"
     )

@@ -32,15 +32,15 @@ class Share:
     n: int
 
 
-def share(n_hits: float, n: float) -> Share:
-    """Return n_hits / n with its score interval (Wilson, JASA 1927).
+def share(n_hits: float, n: float, error_rate: float = ERROR_RATE) -> Share:
+    """Return n_hits / n with its score interval (Wilson, JASA 1927).   error_rate: of the interval.
 
     >>> share(90, 100)
     Share(value=0.9, low=0.8256343384950865, high=0.9447708629393249, n=100)
     """
     if n == 0:
         return Share(float("nan"), float("nan"), float("nan"), 0)
-    z = NormalDist().inv_cdf(0.975)
+    z = NormalDist().inv_cdf(1 - error_rate / 2)
     value = n_hits / n
     centre = (value + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * (value * (1 - value) / n + z * z / (4 * n * n)) ** 0.5
@@ -50,17 +50,23 @@ def share(n_hits: float, n: float) -> Share:
     return Share(value, low, high, int(n))
 
 
-def share_to_come(n_hits: int, n: int) -> Share:
-    """Return n_hits / n with an interval of the share that n other rows of the same kind will have, or more rows.
+def share_to_come(n_hits: int, n: int, n_later: int | None = None) -> Share:
+    """Return n_hits / n with an interval of the share that n_later other rows of the same kind will have, or more rows.
 
-    Both samples vary, so the difference of their shares does as a share of n / 2 rows does: the score interval for
-    these. The share of all such rows lies in it more often than 95 times in 100.
+    Both samples vary, so the difference of their shares does as a share of n n_later / (n + n_later) rows does: the
+    score interval for these. The share of all such rows lies in it more often than 95 times in 100.
+
+    Args:
+        n_hits: Rows that count.
+        n: All rows.
+        n_later: Number of other rows; None for n.
 
     >>> share_to_come(90, 100)
     Share(value=0.9, low=0.7863976856252035, high=0.9565242350681096, n=100)
     """
-    half = share(n_hits / 2, n / 2)
-    return Share(half.value, half.low, half.high, n)
+    weight = 0.5 if n_later is None else n_later / (n + n_later)
+    later = share(n_hits * weight, n * weight)
+    return Share(later.value, later.low, later.high, n)
 
 
 def binomial_tail(n_hits: int, n: int, probability: float) -> float:

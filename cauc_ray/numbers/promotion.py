@@ -9,11 +9,8 @@ It is promoted once both are shown, and rolled back once one of them is shown to
 a candidate that is not acceptable; a false rollback that of one that is. Of a given candidate only one of the two can
 happen, and the probability that it ever does is at most error_rate, however long and however often one looks:
 
-- A difference x of rows of both policies lies in [-1, 1], and its mean is at least 0 exactly if the criterion is met.
-  A bet multiplies a capital of 1 by 1 + b x with each difference, b fixed. Where the mean is at most 0 (b > 0), or at
-  least 0 (b < 0), the capital's mean never rises, so the probability that it ever reaches 1 / a is at most a (Ville,
-  1939; Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", 2024). The same is true of
-  the average of several bets, which is the evidence here.
+- A difference of rows of both policies lies in [-1, 1], and its mean is at least 0 exactly if the criterion is met; the
+  evidence is that of bets (numbers.betting).
 - A false promotion needs evidence of 1 / error_rate for a criterion that is not met. A false rollback needs evidence of
   2 / error_rate against one of two that are.
 - The capital is a product over differences, so that of several routers is the product of theirs. Rows must be
@@ -33,11 +30,9 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from cauc_ray.numbers.betting import SIDES, log_average, log_capital
 from cauc_ray.numbers.types import Bools, Floats, Summed
 
-# Shares of the capital that are bet. The best is about mean / variance of a difference, which is unknown.
-_BETS = 0.95 * 0.5 ** np.arange(8)
-_SIDES = np.stack([_BETS, -_BETS])
 # Rows of one policy that wait for rows of the other; the oldest are dropped first.
 MOST_WAITING = 10_000
 
@@ -96,7 +91,7 @@ class PolicySums(Summed):
 
 
 def _no_capital() -> Floats:
-    return np.zeros(_SIDES.shape)
+    return np.zeros(SIDES.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +113,7 @@ class PromotionEvidence(Summed):
     @property
     def log_values(self) -> Mapping[str, float]:
         """Return the logarithm of the evidence for and against each criterion."""
-        both = np.stack([self.accuracy, self.cost])
-        highest = both.max(axis=-1)
-        values = highest + np.log(np.exp(both - highest[..., None]).mean(axis=-1))
+        values = log_average(np.stack([self.accuracy, self.cost]))
         names = ("accurate", "not_accurate", "cheap", "not_cheap")
         return dict(zip(names, values.ravel().tolist(), strict=True))
 
@@ -197,7 +190,7 @@ class Comparison:
 
     def _of_right(self, blocks: _Blocks) -> PromotionEvidence:
         candidate, incumbent = (PolicySums(n_known=n, n_right=round(total)) for n, total in blocks.sums)
-        return PromotionEvidence(candidate, incumbent, accuracy=_log_capital(self._rule.by_accuracy(*blocks.means)))
+        return PromotionEvidence(candidate, incumbent, accuracy=log_capital(self._rule.by_accuracy(*blocks.means)))
 
     def _of_costs(self, blocks: _Blocks) -> PromotionEvidence:
         candidate, incumbent = (PolicySums(n=n, cost=total) for n, total in blocks.sums)
@@ -205,7 +198,7 @@ class Comparison:
             differences = self._rule.by_cost(*(of / self._highest for of in blocks.means))
         else:  # where nothing costs anything, nothing is too expensive
             differences = np.ones(len(blocks.means[0]))
-        return PromotionEvidence(candidate, incumbent, cost=_log_capital(differences))
+        return PromotionEvidence(candidate, incumbent, cost=log_capital(differences))
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +243,3 @@ def _means(values: Floats, n_blocks: int) -> Floats:
     starts = np.arange(n_blocks) * len(values) // n_blocks
     means: Floats = np.add.reduceat(values, starts) / np.diff(np.append(starts, len(values)))
     return means
-
-
-def _log_capital(differences: Floats) -> Floats:
-    """Return the logarithms of the capitals after differences in [-1, 1], float64 (2, bets)."""
-    capital: Floats = np.log1p(_SIDES[..., None] * differences).sum(axis=-1)
-    return capital

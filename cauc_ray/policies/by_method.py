@@ -12,6 +12,7 @@ from cauc_ray.errors import ConfigError, PolicyError, unknown_name
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.guarantees import RiskLimit
+from cauc_ray.numbers.segments import Segments
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import OURS, Fit, Method, method_named
 from cauc_ray.policies.methods.single import fit_single
@@ -76,12 +77,18 @@ def method_of(name: str, models: Sequence[str]) -> Method:
     return method_named(name)
 
 
-def refit(policy: Policy, calibration: Chain, validation: Chain | None) -> Policy:
+def refit(policy: Policy, calibration: Chain, validation: Chain | None, segments: Sequence[Segments] = ()) -> Policy:
     """Fit a policy by another one's rule, on a chain in which models were replaced.
 
     A given threshold stays; a chosen one is chosen again by the same rule; a safe policy is fitted as a safe one
     again. Fits are deterministic: every number that does not depend on a replaced model stays equal to the bit.
     Raises PolicyError if the calibration examples are not those of the policy.
+
+    Args:
+        policy: Policy whose rule decides.
+        calibration: Examples that it was fitted on.
+        validation: Examples that it was chosen on.
+        segments: Of both, where its certificate holds in each.
     """
     if policy.calibration.examples_fingerprint != calibration.examples_fingerprint():
         raise PolicyError(
@@ -90,13 +97,15 @@ def refit(policy: Policy, calibration: Chain, validation: Chain | None) -> Polic
     if policy.scored or policy.encoder is not None:
         raise PolicyError(f"a policy of method {policy.method} is fitted anew, not refitted: use cauc_ray.fit")
     choice = policy.threshold_choice
-    rule = ThresholdRule(budget=policy.budget, objective=choice.objective or "accuracy")
+    rule = ThresholdRule(budget=policy.budget, objective=choice.objective or "accuracy", confidence=choice.confidence)
     if choice.rule == "given":
         rule = ThresholdRule(threshold=float(np.max(policy.threshold, initial=0.0)))
     elif choice.price is not None:
         rule = ThresholdRule(price=choice.price)
     elif choice.certificate is not None:
-        rule = ThresholdRule(certify=RiskLimit(choice.certificate.risk, choice.certificate.confidence))
+        rule = ThresholdRule(
+            certify=RiskLimit(choice.certificate.risk, choice.certificate.confidence), segments=tuple(segments)
+        )
     rule = replace(rule, compare="gain" if isinstance(policy.threshold, tuple) else "confidence")
     names = (policy.calibration.split, policy.validation.split if policy.validation else "validation")
     safe = policy.safe is not None

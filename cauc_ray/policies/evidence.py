@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from pydantic.json_schema import SkipJsonSchema
 
 from cauc_ray.numbers.calibration import FitStatus
-from cauc_ray.numbers.intervals import Share
+from cauc_ray.numbers.guarantees import CertifiedSegment
+from cauc_ray.numbers.intervals import Share, share_to_come
 
 MOST_CURVE_POINTS = 100
 # In a reference: bins of confidence, groups of options, and the number of an answer's likeliest options that count.
@@ -70,6 +71,9 @@ class RiskCertificate(FrozenModel):
         plug_in_threshold: Threshold of most coverage with an observed risk within the limit.
         plug_in_accepted: Rows answered early at the plug-in threshold; those beyond n_accepted are the price of the
             guarantee.
+        least_deferred: Share of the rows that any rule defers at this risk; null where it was not measured.
+        by: Column whose segments the certificate holds in; null without segments.
+        segments: Counts of each of them; the confidence is that of all of them together.
     """
 
     risk: float = Field(gt=0, lt=1)
@@ -80,6 +84,9 @@ class RiskCertificate(FrozenModel):
     upper_bound: float = Field(gt=0, lt=1)
     plug_in_threshold: float
     plug_in_accepted: int = Field(ge=1)
+    least_deferred: float | None = Field(default=None, ge=0, le=1)
+    by: str | None = None
+    segments: tuple[CertifiedSegment, ...] = ()
 
 
 class ThresholdChoice(FrozenModel):
@@ -91,6 +98,7 @@ class ThresholdChoice(FrozenModel):
         split: Split on which it was chosen; null for a threshold that the user set.
         certificate: Certificate of a certified threshold.
         price: Price of a unit of cost, in errors; null under other rules.
+        confidence: Confidence that new inputs keep the budget; null where it is kept on the split alone.
     """
 
     rule: Literal["reference-accuracy", "best", "budget", "given", "certified", "price"]
@@ -98,6 +106,7 @@ class ThresholdChoice(FrozenModel):
     split: str | None
     certificate: RiskCertificate | None = None
     price: float | None = None
+    confidence: float | None = Field(default=None, gt=0, lt=1)
 
     @model_validator(mode="after")
     def _certified_by_a_certificate(self) -> Self:
@@ -133,7 +142,8 @@ class Measures(FrozenModel):
     Attributes:
         split: Name of the split.
         n: Examples.
-        accuracy: Accuracy over the labelled examples; null without any.
+        accuracy: Accuracy over the labelled examples, with its 95 % confidence interval; where it is what a policy
+            expects, the 95 % prediction interval for as many new examples. Null without labels.
         macro_f1: Macro F1 over the labelled examples; not in files.
         cost: Mean cost per example.
         relative_cost: The cost divided by the last model's; null if that is 0.
@@ -155,6 +165,25 @@ class Measures(FrozenModel):
         """Return the 95 % interval of the mean cost, by its normal limit."""
         half = 1.96 * self.cost_deviation / self.n**0.5
         return max(0.0, self.cost - half), self.cost + half
+
+    def to_come(self, n_later: int | None = None, held_out: float | None = None) -> Share | None:
+        """Return the accuracy with its 95 % prediction interval for new examples; None without labels.
+
+        Rows that chose something look better than new examples, and held-out ones worse, since only some of the rows
+        have chosen: the interval then reaches from the lower end for these to the upper end for those.
+
+        Args:
+            n_later: Number of new labelled examples; None for as many as here.
+            held_out: Accuracy of what was chosen without each row, where these rows chose something.
+        """
+        if self.accuracy is None:
+            return None
+        value, n = self.accuracy.value, self.accuracy.n
+        in_sample = share_to_come(round(value * n), n, n_later)
+        if held_out is None:
+            return in_sample
+        later = share_to_come(round(held_out * n), n, n_later)
+        return Share(later.value, later.low, max(later.high, in_sample.high), n)
 
     @property
     def answered(self) -> tuple[int, ...]:

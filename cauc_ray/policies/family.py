@@ -243,6 +243,8 @@ class Family:
         if isinstance(policy, SolvedPolicy):
             return self._choose_solution(policy.method, calibration, rule)
         policy = self._policy(self._best(rule))
+        if rule.confidence is not None:
+            rule = replace(rule, n_candidates=len(self.members))
         threshold = policy.threshold
         reference = threshold if isinstance(threshold, float) and threshold != STOP_NONE else None
         if rule == BY_DEFAULT and reference is not None and policy.threshold_choice.rule == "given":

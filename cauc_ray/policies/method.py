@@ -53,6 +53,7 @@ class Method:
         sub_chains: Fits the sub-chains of a pool for a search; None if it is not searched.
         calibrators: Kinds of calibrators of its models; none if it recalibrates them by terms of its own.
         most_models: Largest number of models; None for any.
+        reads_logits: Whether it reads more of a model's answer than whether it is right, or reads it before the choice.
         broken: Why it cannot be loaded, empty if it can.
     """
 
@@ -68,6 +69,7 @@ class Method:
     sub_chains: Callable[[Pool], Iterable[SubChain]] | None = None
     calibrators: tuple[CalibratorKind, ...] = ("temperature",)
     most_models: int | None = None
+    reads_logits: bool = True
     broken: str = ""
 
     @property

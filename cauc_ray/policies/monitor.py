@@ -71,6 +71,16 @@ def reference_of(answered: Answered, trace: Trace, chain: Chain, split: str) -> 
     return Reference(split=split, n=len(chain), stages=tuple(stages))
 
 
+def require_reference(policy: Policy) -> Reference:
+    """Return the reference of a policy. Raises PolicyError if it has none."""
+    if policy.reference is None:
+        raise PolicyError(
+            "the policy has no reference to compare answers with: fit it at this threshold or budget, "
+            "with a validation split that has all labels"
+        )
+    return policy.reference
+
+
 def _reference_counts(reference: Reference) -> Mapping[str, Ints]:
     """Return for each feature how many validation rows had each category in each context, int (G, K)."""
     n, right = (np.array([getattr(stage, what) for stage in reference.stages]) for what in ("confidences", "right"))
@@ -215,12 +225,7 @@ class Watch:
         Raises:
             PolicyError: The policy has no reference.
         """
-        if policy.reference is None:
-            raise PolicyError(
-                "the policy has no reference to compare answers with: fit it at this threshold or budget, "
-                "with a validation split that has all labels"
-            )
-        counts = _reference_counts(policy.reference)
+        counts = _reference_counts(require_reference(policy))
         self._counts = counts
         self._tests = {name: ShareDrift(counts[name]) for name in FEATURES}
         self._random = np.random.default_rng(0)

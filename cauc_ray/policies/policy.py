@@ -23,6 +23,7 @@ from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind, Isotonic
 from cauc_ray.numbers.chain import LARGEST, Chain
 from cauc_ray.numbers.gains import Gains
+from cauc_ray.numbers.intervals import Share
 from cauc_ray.numbers.logits import LogitKind, bounded_below, joint_kind, likeliest, real_options, stacked
 from cauc_ray.numbers.rows import row_argmax
 from cauc_ray.numbers.sweep import OperatingPoints
@@ -469,6 +470,17 @@ class Policy(Shown, FrozenModel):
                     f"{chain.source} has logits of kind {held!r} for model {model!r}; the policy was fitted on "
                     f"{fitted!r}",
                 )
+
+    def expected_accuracy(self, n: int) -> Share | None:
+        """Return the accuracy to expect on n new labelled examples, with its 95 % prediction interval.
+
+        None where nothing was measured.
+        """
+        if self.expected is None or self.expected.accuracy is None:
+            return None
+        if self.on_selection is None:
+            return self.expected.to_come(n)
+        return self.on_selection.to_come(n, self.expected.accuracy.value)
 
     def with_threshold(self, threshold: float) -> Self:
         """Return the policy at the given threshold. Raises ConfigError unless the method takes it."""

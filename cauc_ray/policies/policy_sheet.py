@@ -66,10 +66,11 @@ def _expected_lines(policy: Policy) -> Iterator[str]:
 def _choice(policy: Policy) -> str:
     """Return how the threshold was chosen."""
     choice, unit = policy.threshold_choice, policy.cost_unit
+    sure = "" if choice.confidence is None else f", at {100 * choice.confidence:g} % confidence on new inputs"
     return {
         "reference-accuracy": f"the last model's accuracy on {choice.split}",
         "best": f"best {choice.objective} on {choice.split}",
-        "budget": f"best {choice.objective} on {choice.split} within a budget of {policy.budget or 0:g} {unit}",
+        "budget": f"best {choice.objective} on {choice.split} within a budget of {policy.budget or 0:g} {unit}{sure}",
         "given": "given",
         "price": f"1 less the last error on {choice.split} and the calls to come at {choice.price} errors per {unit}",
         "certified": f"certified on {choice.split}",
@@ -125,7 +126,7 @@ def _cell(value: Any) -> str:
     return number(value) if _is_plain(value) else "–"
 
 
-def _detail_lines(policy: Policy) -> Iterator[str]:
+def _detail_lines(policy: Policy) -> Iterator[str | Grid]:
     """Yield what else is known of the policy, a line each."""
     unit, choice = policy.cost_unit, policy.threshold_choice
     for stage in policy.stages:
@@ -133,6 +134,10 @@ def _detail_lines(policy: Policy) -> Iterator[str]:
             yield f"probabilities of {stage.name} below {stage.floor:.4g} count as {stage.floor:.4g}"
     if choice.certificate is not None:
         yield _certificate_text(choice.certificate)
+        yield from _segment_lines(choice.certificate)
+    if policy.expected is not None:
+        n = policy.expected.n_labelled
+        yield f"the interval of the expected accuracy is a 95 % prediction interval for {n:,} new examples"
     if policy.on_selection is not None:
         yield (
             "accuracy is that of each half with thresholds chosen on the other; on the rows that chose them it is "
@@ -194,6 +199,16 @@ def _search(search: ChainSearch, unit: str) -> Iterator[str | Grid]:
             f"{search.n_same} of these halves chose the same chain"
         )
     yield Grid(title, headings, tuple(rows), tuple(notes), n_left=2)
+
+
+def _segment_lines(certificate: RiskCertificate) -> Iterator[str | Grid]:
+    """Yield what any rule must defer at the certified risk, and the certificate's segments."""
+    if certificate.least_deferred is not None:
+        yield f"any rule defers at least {percent(certificate.least_deferred)} of these examples for that risk"
+    if certificate.segments:
+        rows = [(of.name, f"{of.n:,}", f"{of.n_accepted:,}", f"{of.n_wrong:,}") for of in certificate.segments]
+        note = "the limit holds in all segments, with the confidence of the certificate for all of them together"
+        yield Grid("", (certificate.by or "", "examples", "early", "wrong of these"), tuple(rows), (note,))
 
 
 def _certificate_text(certificate: RiskCertificate) -> str:

@@ -13,7 +13,6 @@ import numpy as np
 from cauc_ray.errors import BudgetError, ConfigError, unknown_name
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import ChainLogits
-from cauc_ray.numbers.intervals import share
 from cauc_ray.numbers.sweep import most_within
 from cauc_ray.policies.evidence import ChainSearch, ChosenChain, FoundChain
 from cauc_ray.policies.method import METHODS, method_named
@@ -77,8 +76,8 @@ def with_search(policy: Policy, search: ChainSearch) -> Policy:
     changes: dict[str, Any] = {"search": search}
     measures, held_out = policy.on_selection or policy.expected, search.chosen.holdout_accuracy
     if measures is not None and held_out is not None:
-        accuracy = share(round(held_out * measures.n), measures.n)
-        changes |= {"on_selection": measures, "expected": measures.model_copy(update={"accuracy": accuracy})}
+        expected = measures.model_copy(update={"accuracy": measures.to_come(held_out=held_out)})
+        changes |= {"on_selection": measures, "expected": expected}
     return policy.model_copy(update=changes)
 
 

@@ -9,7 +9,8 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from cauc_ray.errors import BudgetError, ConfigError
+from cauc_ray.errors import BudgetError, ConfigError, DataError
+from cauc_ray.numbers.betting import is_mean_below
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.gains import Gains
 from cauc_ray.numbers.guarantees import (
@@ -22,8 +23,8 @@ from cauc_ray.numbers.guarantees import (
     strongest,
     tested,
 )
-from cauc_ray.numbers.intervals import share
 from cauc_ray.numbers.rows import ascending
+from cauc_ray.numbers.segments import Segments
 from cauc_ray.numbers.sweep import Frontier, Objective, OperatingPoints
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.checks import check_policy
@@ -61,6 +62,9 @@ class ThresholdRule:
             last stage's answers, which may be fused, and the price that of all calls after the first. Gains, if they
             decide, are compared with it.
         compare: What each stage of RF compares; Base and stacked cascades leave no choice.
+        confidence: Confidence that new inputs keep the budget; None where it is kept on validation alone.
+        n_candidates: Number of policies that validation chooses from, all of which must keep it together.
+        segments: Those of calibration and of validation in each of which the risk is certified; none for all rows.
     """
 
     threshold: float | None = None
@@ -69,6 +73,9 @@ class ThresholdRule:
     certify: RiskLimit | None = None
     price: float | None = None
     compare: Compared = "confidence"
+    confidence: float | None = None
+    n_candidates: int = 1
+    segments: tuple[Segments, ...] = ()
 
     def __post_init__(self) -> None:
         if self.threshold is not None and self.budget is not None:
@@ -143,18 +150,22 @@ def choose_threshold(
         threshold = -(rule.price or 0.0) if fixed is None else fixed
         choice = _without_validation(rule, policy.calibration.split)
     elif rule.certify is not None:
-        threshold, certificate = _certify(policy, calibration, trace, measured_on, rule.certify)
+        threshold, certificate = _certify(policy, calibration, trace, measured_on, rule)
         choice = ThresholdChoice(rule="certified", objective=None, split=split, certificate=certificate)
     else:
         assert frontier is not None
 
-        point = _point(policy, frontier, rule.budget)
+        choices = _sure_points(policy, trace, measured_on, frontier, rule)
+        point = _point(policy, choices, rule.budget)
         threshold = float(frontier.settings[point])
         halves = Halves.of(policy, trace, measured_on, rule.objective)
         if halves is not None:
             held_out = halves.right(trace, measured_on, float(frontier.cost[point]), threshold)
         choice = ThresholdChoice(
-            rule="best" if rule.budget is None else "budget", objective=rule.objective, split=split
+            rule="best" if rule.budget is None else "budget",
+            objective=rule.objective,
+            split=split,
+            confidence=rule.confidence,
         )
 
     decided = _decided(policy, threshold, choice, trace if chosen_on else None, gains if fixed is None else None)
@@ -209,7 +220,46 @@ def _of_price(policy: Policy, calibration: Chain, price: float) -> float:
     return max(0.0, accuracy - price * sum(stage.cost for stage in policy.stages[-1 if of_paper else 1 :]))
 
 
-def _point(policy: Policy, frontier: Frontier, budget: float | None) -> int:
+def _sure_points(
+    policy: Policy, trace: Trace, chain: Chain, frontier: Frontier, rule: ThresholdRule
+) -> OperatingPoints:
+    """Return the operating points, by rising cost, at which new inputs keep a budget with the rule's confidence.
+
+    Each row's cost rises with the threshold, so the evidence for a mean cost within the budget falls: up to the first
+    point without enough of it, all are within the budget unless that evidence is false at the one threshold where the
+    mean cost of all inputs reaches the budget (Bates et al., Journal of the ACM 2021). No correction is needed for
+    the number of points.
+
+    Raises:
+        ConfigError: The method does not call its models one after another.
+        BudgetError: There is no such point.
+    """
+    if rule.confidence is None or rule.budget is None:
+        return frontier
+    if not policy.in_turn:
+        raise ConfigError(
+            f"method {policy.method} does not call models one after another, so its cost need not rise with the "
+            "threshold: give the budget without a confidence"
+        )
+    highest, confidence = float(np.max(chain.costs.cumulative[..., -1])), 1 - (1 - rule.confidence) / rule.n_candidates
+    low, high = 0, len(frontier.settings)
+    while low < high:
+        middle = (low + high) // 2
+        costs = trace.answers(float(frontier.settings[middle])).costs(chain)
+        if rule.budget >= highest or is_mean_below(costs, rule.budget, highest, confidence):
+            low = middle + 1
+        else:
+            high = middle
+    if not low:
+        raise BudgetError(
+            f"no operating point is shown to cost at most {rule.budget:g} {frontier.unit} at "
+            f"{100 * rule.confidence:g} % confidence; the cheapest costs {frontier.cost[0]:g} on {len(chain):,} "
+            "examples: raise the budget, allow less confidence, or label more validation examples"
+        )
+    return frontier.some(np.arange(low))
+
+
+def _point(policy: Policy, frontier: OperatingPoints, budget: float | None) -> int:
     """Return which operating point a budget chooses, or its absence. Raises BudgetError if none is within it."""
     if policy.spends_budget and budget is not None:
         return frontier.index_of_most_expensive(budget)
@@ -319,7 +369,7 @@ def measured(
     answered = trace.at(policy.threshold, chain)
     measures = measure(answered, chain, split, with_f1=False)
     entries: dict[str, Any] = {
-        "expected": measures if held_out is None else without_optimism(measures, held_out),
+        "expected": expected_of(measures) if held_out is None else without_optimism(measures, held_out),
         "on_selection": None if held_out is None else measures,
         **check_policy(policy, measures, trace, answered, chain, calibration),
         "offline": measure_offline(trace, policy.threshold, chain) if policy.in_turn else None,
@@ -339,11 +389,20 @@ def without_optimism(measures: Measures, held_out: Bools) -> Measures:
         measures: Results of the policy on rows that chose it.
         held_out: As for measured.
     """
-    return measures.model_copy(update={"accuracy": share(int(held_out.sum()), len(held_out))})
+    return measures.model_copy(update={"accuracy": measures.to_come(held_out=float(held_out.mean()))})
+
+
+def expected_of(measures: Measures) -> Measures:
+    """Return results on rows that chose nothing as what to expect of as many new examples."""
+    return measures.model_copy(update={"accuracy": measures.to_come()})
 
 
 def _certify(
-    policy: Policy, calibration: Chain, trace: Trace, validation: Chain, limit: RiskLimit
+    policy: Policy,
+    calibration: Chain,
+    trace: Trace,
+    validation: Chain,
+    rule: ThresholdRule,
 ) -> tuple[float, RiskCertificate]:
     """Return the certified threshold of most coverage. Calibration determines what is tested, and in which order."""
     if len(policy.stages) < 2:
@@ -356,8 +415,22 @@ def _certify(
     on_validation = _early(trace, validation)
     if not on_validation.n_accepted.any():
         raise ConfigError(f"method {policy.method} answers nothing before the last model; leave certify out")
-    certified = certify(_early(trace_policy(policy, calibration), calibration), on_validation, limit)
-    return certified.threshold, certificate_of(limit, certified, on_validation.plug_in(limit.risk))
+    on_calibration = trace_policy(policy, calibration)
+    segments: dict[str, tuple[EarlyAnswers, EarlyAnswers]] = {}
+    if rule.segments:
+        pairs = zip(rule.segments, (calibration, validation), strict=True)
+        by_calibration, by_validation = (of.rows(chain.example_ids) for of, chain in pairs)
+        for name, rows in by_validation.items():
+            if name not in by_calibration:
+                raise DataError(f"segment {name!r} of column {rule.segments[0].column!r} has no calibration example")
+            segments[name] = _early(on_calibration, calibration, by_calibration[name]), _early(trace, validation, rows)
+    assert rule.certify is not None
+    limit = rule.certify
+    certified = certify(_early(on_calibration, calibration), on_validation, limit, segments)
+    certificate = certificate_of(limit, certified, on_validation.plug_in(limit.risk))
+    by = rule.segments[0].column if rule.segments else None
+    least = on_validation.least_deferred(limit.risk)
+    return certified.threshold, certificate.model_copy(update={"by": by, "least_deferred": least})
 
 
 def certificate_of(
@@ -390,7 +463,7 @@ def certify_some(
     ranks = np.argsort(accepted, kind="stable")
     ranks = ranks[np.unique(np.linspace(0, len(ranks) - 1, N_STEPS).round().astype(np.int64))]
     sequence = ranks[strongest(accepted[ranks], wrong[ranks], limit) :]
-    certified = tested(settings[sequence], n_accepted[sequence], n_wrong[sequence], n, limit)
+    certified = tested(settings[sequence], n_accepted[sequence], n_wrong[sequence], n, limit, {})
     within = np.flatnonzero((n_accepted > 0) & (n_wrong <= limit.risk * n_accepted))
     most = within[n_accepted[within].argmax()]
     plug_in = float(settings[most]), int(n_accepted[most])
@@ -400,5 +473,5 @@ def certify_some(
     return int(sequence[same[sequence]][0]), certificate_of(limit, certified, plug_in)
 
 
-def _early(trace: Trace, chain: Chain) -> EarlyAnswers:
-    return early_answers(trace.compared[:, :-1], trace.predictions[:, :-1] == chain.labels[:, None])
+def _early(trace: Trace, chain: Chain, rows: Ints | slice = slice(None)) -> EarlyAnswers:
+    return early_answers(trace.compared[rows, :-1], trace.predictions[rows, :-1] == chain.labels[rows, None])

@@ -236,6 +236,11 @@ def _plain(value: Any) -> Any:
     return markdown_text(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
+def _budget_text(policy: Policy) -> float | str | None:
+    confidence = policy.threshold_choice.confidence
+    return policy.budget if confidence is None else f"{policy.budget!r}@{confidence!r}"
+
+
 def _fit_command(inputs: Inputs, *, for_budget: bool) -> list[str]:
     """Return the command that fits the policy.   for_budget: its chain for another budget, which is to be added."""
     policy, choice = inputs.policy, inputs.policy.threshold_choice
@@ -261,12 +266,12 @@ def _fit_command(inputs: Inputs, *, for_budget: bool) -> list[str]:
         elif policy.safe is not None:
             options |= {"models": policy.safe.models, "safe": True}
         if (at := choice.certificate) is not None:
-            options["certify"] = f"risk<={at.risk:g}@{at.confidence:g}"
+            options |= {"certify": f"risk<={at.risk:g}@{at.confidence:g}", "by": at.by}
         elif choice.price is not None:
             options["price"] = choice.price
         else:
             same = policy.threshold if isinstance(policy.threshold, float) else max(policy.threshold, default=0.0)
-            options |= {"threshold": same} if choice.rule == "given" else {"budget": policy.budget}
+            options |= {"threshold": same} if choice.rule == "given" else {"budget": _budget_text(policy)}
     costs = declared | {stage.name: stage.cost for stage in policy.stages}
     if policy.costs == "per-model" and any(declared.get(name, 0.0) != costs[name] for name in policy.models):
         names = dict.fromkeys((*policy.models, *options["models"]))

@@ -61,7 +61,7 @@ BOTH_DOORS = [
     ("fit", {"budget": 3.0, "threshold": 0.5}, "not both", ConfigError),
     ("fit", {"method": "rf", "validation_split": "none"}, "validation", ConfigError),
     ("fit", {"certify": LIMIT, "objective": "macro-f1"}, "an objective chooses a threshold", ConfigError),
-    ("fit", {"certify": "risk<=0.0001@0.95"}, "no threshold is certified: at ", CaucError),
+    ("fit", {"certify": "risk<=0.0001@0.95"}, "no threshold is certified, by any rule", CaucError),
     ("fit", {"certify": "risk<0.05@0.95"}, "'risk<0.05@0.95' is not of the form", ConfigError),
     ("fit", {"price": 0.1, "budget": 9}, "each decides it alone", ConfigError),
     ("fit", {"price": 0.1, "search": True}, "a search chooses a chain by its best threshold", ConfigError),

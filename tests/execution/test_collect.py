@@ -4,6 +4,7 @@ import io
 import json
 import threading
 import warnings
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -88,6 +89,25 @@ def test_every_row_of_every_split_is_answered_once_by_every_model(tmp_path):
 
 
 @pytest.mark.slow
+def test_columns_that_are_kept_make_segments_of_every_split(tmp_path):
+    rows = write_questions(tmp_path / "q.parquet", 200)
+    subjects = pa.table({"example_id": list(rows), "subject": [f"s{row % 3}" for row in range(200)]})
+    data = read_all(tmp_path / "q.parquet").append_column("subject", subjects["subject"])
+    write(tmp_path / "q.parquet", data)
+    path = pool(tmp_path, stage("long", "longest"), stage("square", "longest", {"seconds": 2}, {"exponent": 2.0}))
+    with pytest.raises(ConfigError, match=r"'subjet'.*subject"):
+        cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L", keep=["subjet"])
+    cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L", keep=["subject"])
+    by_id = dict(zip(subjects["example_id"].to_pylist(), subjects["subject"].to_pylist(), strict=True))
+    policy = cauc_ray.fit(tmp_path / "L", method="rf", threshold=0.5)
+    for split in SPLITS:
+        ids = read_all(tmp_path / "L" / "model=long" / f"split={split}")["example_id"].to_pylist()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CaucWarning)  # two splits chose the policy
+            segments = cauc_ray.evaluate(tmp_path / "L", policy, split=split, by="subject").segments
+        assert {of.name: of.n for of in segments} == Counter(by_id[example] for example in ids)
+
+
 def test_one_split_at_a_time_or_all_rows_at_once_and_a_row_with_too_many_logits_fails(tmp_path):
     rows = write_questions(tmp_path / "q.parquet", 80)
     path = pool(tmp_path, stage("long", "longest"))

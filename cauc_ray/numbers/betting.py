@@ -1,0 +1,45 @@
+"""Evidence on the mean of bounded differences, by betting; it is valid for any number of rows, and at any time.
+
+A bet multiplies a capital of 1 by 1 + b x with each difference x in [-1, 1], b fixed. Where the mean of x is at most 0
+(b > 0), or at least 0 (b < 0), the capital's mean never rises, so the probability that it ever reaches 1 / a is at most
+a (Ville, 1939; Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", 2024). The same is
+true of the average of several bets.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cauc_ray.numbers.types import Floats
+
+# Shares of the capital that are bet. The best is about mean / variance of a difference, which is unknown.
+_BETS = 0.95 * 0.5 ** np.arange(8)
+# Bets on a mean above 0, and on one below it.
+SIDES = np.stack([_BETS, -_BETS])
+
+
+def log_capital(differences: Floats) -> Floats:
+    """Return the logarithms of the capitals after differences in [-1, 1], float64 (2, bets)."""
+    capital: Floats = np.log1p(SIDES[..., None] * differences).sum(axis=-1)
+    return capital
+
+
+def log_average(capitals: Floats) -> Floats:
+    """Return the logarithms of the average capitals, float64 (...).   capitals: logarithms, float64 (..., bets)."""
+    highest = capitals.max(axis=-1)
+    average: Floats = highest + np.log(np.exp(capitals - highest[..., None]).mean(axis=-1))
+    return average
+
+
+def is_mean_below(values: Floats, limit: float, highest: float, confidence: float) -> bool:
+    """Return whether values in [0, highest] show that their mean is below a limit.
+
+    Where it is not, the probability that they do is at most 1 - confidence.
+
+    >>> is_mean_below(np.full(100, 0.2), 0.5, 1.0, 0.95), is_mean_below(np.full(100, 0.5), 0.5, 1.0, 0.95)
+    (True, False)
+    """
+    on_side = log_average(log_capital((limit - values) / max(limit, highest - limit)))[0]
+    return bool(on_side >= -math.log1p(-confidence))

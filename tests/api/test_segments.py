@@ -1,0 +1,171 @@
+"""Results, checks and certificates by the values of a column that a logit table keeps."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import synthetic
+
+import cauc_ray
+from cauc_ray.cli.command import main
+from cauc_ray.data.logits import LogitTable
+from cauc_ray.data.writing import write_logits
+from cauc_ray.errors import ConfigError, DataError, RiskError
+from cauc_ray.files.documents import write_json
+from cauc_ray.files.parquet import read_parquet, write_parquet
+
+pytestmark = pytest.mark.filterwarnings("ignore::cauc_ray.CaucWarning")
+SPLITS, NAMES = ("calibration", "validation", "test"), ("easy", "hard", "odd")
+INFO = {"cost_unit": "s", "logit_kind": "raw", "models": [{"name": "m0", "cost": 1.0}, {"name": "m1", "cost": 9.0}]}
+
+
+def write_segmented(folder, *, seed=0, n=900, drifted=(), splits=SPLITS, names=NAMES):
+    """Write a table of segments that differ in how often the first model is right, with the column that names them.
+
+    drifted: segments of the last split in which both models answer at random.
+    """
+    rng = np.random.default_rng(seed)
+    for split in splits:
+        segments = rng.choice(names, n)
+        easy = np.where(segments == "easy", 1.0, 0.35)[:, None]
+        labels, (small, large) = synthetic.planted(rng, n, 4, (4.0, 5.0))
+        small = small * easy
+        rows = np.isin(segments, drifted) & (split == splits[-1])
+        small[rows], large[rows] = rng.permuted(small[rows], axis=1), rng.permuted(large[rows], axis=1)
+        ids = [f"{row}" for row in range(n)]  # they begin anew in each split
+        for model, logits in (("m0", small), ("m1", large)):
+            write_logits(folder, model, split, example_ids=ids, labels=labels, logits=list(logits))
+        (folder / "columns" / f"split={split}").mkdir(parents=True)
+        columns = pa.table({"example_id": ids, "difficulty": segments, "number": rng.integers(0, 2, n)})
+        write_parquet(folder / "columns" / f"split={split}" / "part-0.parquet", columns)
+    write_json(folder / "pool.json", INFO)
+    return folder
+
+
+def values_of(table, split):
+    columns = read_parquet(table / "columns" / f"split={split}" / "part-0.parquet").sort_by("example_id")
+    return np.array(columns["difficulty"].to_pylist())
+
+
+def test_results_of_segments_are_those_of_their_rows_and_their_intervals_are_wider(tmp_path):
+    table = write_segmented(tmp_path / "L")
+    policy = cauc_ray.fit(table, method="rf", budget=5.0)
+    evaluation = cauc_ray.evaluate(table, policy, by="difficulty")
+    chain, segments = LogitTable(table).read_chain(["m0", "m1"], "test"), values_of(table, "test")
+    answers = policy.predict(dict(zip(chain.models, chain.logits, strict=True)))
+    printed = evaluation.as_json()["segments"]
+    assert [segment["name"] for segment in printed] == sorted(NAMES)
+    for segment in printed:
+        rows = segments == segment["name"]
+        right = answers.prediction[rows] == chain.labels[rows]
+        early = answers.stage[rows] == 0
+        assert segment["n"] == rows.sum()
+        assert segment["accuracy"] == pytest.approx(right.mean())
+        assert segment["cost"] == pytest.approx(answers.cost[rows].mean())
+        assert segment["early"] == pytest.approx(early.mean())
+        assert segment["risk"] == pytest.approx(1 - right[early].mean())
+        low, high = segment["accuracy_interval"]
+        alone = cauc_ray.evaluate(
+            {model: logits[rows] for model, logits in zip(chain.models, chain.logits, strict=True)},
+            policy,
+            labels=chain.labels[rows],
+        ).measures.accuracy
+        assert low < alone.low < alone.high < high
+    assert "difficulty" in str(evaluation)
+
+
+def test_a_certificate_by_segment_holds_in_each_and_one_of_all_rows_need_not(tmp_path):
+    table = write_segmented(tmp_path / "L", n=2000)
+    whole = cauc_ray.fit(table, method="rf", certify="risk<=0.1@0.9").threshold_choice.certificate
+    policy = cauc_ray.fit(table, method="rf", certify="risk<=0.1@0.9", by="difficulty")
+    certificate = policy.threshold_choice.certificate
+    assert certificate.by == "difficulty"
+    assert [segment.name for segment in certificate.segments] == sorted(NAMES)
+    assert sum(segment.n_accepted for segment in certificate.segments) == certificate.n_accepted < whole.n_accepted
+    assert all(segment.n_wrong <= 0.1 * segment.n_accepted for segment in certificate.segments)
+    policy.save(tmp_path / "policy.json")
+    assert cauc_ray.Policy.load(tmp_path / "policy.json").threshold_choice.certificate == certificate
+    again = cauc_ray.replace_model(policy, table, {"m0": "m0"})
+    assert again.threshold_choice.certificate == certificate
+
+
+@pytest.mark.parametrize("n_draws", [60, pytest.param(400, marks=pytest.mark.soak("full"))])
+def test_the_risk_of_no_segment_is_above_the_limit_more_often_than_promised(tmp_path, n_draws):
+    limit, broken, refused = 0.15, 0, 0
+    population = write_segmented(tmp_path / "population", seed=99, n=20_000, splits=("test",))
+    chain, segments = LogitTable(population).read_chain(["m0", "m1"], "test"), values_of(population, "test")
+    logits = dict(zip(chain.models, chain.logits, strict=True))
+    for seed in range(n_draws):
+        table = write_segmented(tmp_path / f"{seed}", seed=seed, n=700, splits=SPLITS[:2])
+        try:
+            policy = cauc_ray.fit(table, method="rf", certify=f"risk<={limit}@0.8", by="difficulty")
+        except RiskError:
+            refused += 1
+            continue
+        answers = policy.predict(logits)
+        wrong, early = answers.prediction != chain.labels, answers.stage == 0
+        broken += any(wrong[early & (segments == name)].mean() > limit for name in NAMES)
+    assert refused < n_draws / 2
+    assert broken <= 0.2 * n_draws + 2 * (0.16 * n_draws) ** 0.5
+
+
+def test_what_no_rule_can_certify_is_refused_at_once_and_what_any_rule_must_defer_is_shown(tmp_path):
+    table = write_segmented(tmp_path / "L", n=300)
+    with pytest.raises(RiskError, match="300 validation examples"):
+        cauc_ray.fit(table, certify="risk<=0.005@0.95")
+    with pytest.raises(RiskError, match=r"segment .*at least 59"):
+        cauc_ray.fit(write_segmented(tmp_path / "small", n=120), certify="risk<=0.05@0.95", by="difficulty")
+    policy = cauc_ray.fit(table, method="base", certify="risk<=0.05@0.8")
+    chain = LogitTable(table).read_chain(["m0", "m1"], "validation")
+    wrong = np.mean(chain.logits[0].argmax(axis=1) != chain.labels)
+    least = policy.threshold_choice.certificate.least_deferred
+    assert 0 < least == pytest.approx((wrong - 0.05) / (1 - 0.05))
+    assert f"any rule defers at least {100 * least:.1f} %" in policy.sheet().text()
+
+
+def test_a_drift_in_one_segment_is_found_there_and_ends_with_exit_code_3(tmp_path, capsys):
+    table = write_segmented(tmp_path / "L", drifted=["odd"], n=1500)
+    cauc_ray.fit(table, method="rf", budget=5.0).save(tmp_path / "policy.json")
+    checked = cauc_ray.check(table, tmp_path / "policy.json", by="difficulty")
+    assert {segment.name: segment.holds for segment in checked.segments} == {"easy": True, "hard": True, "odd": False}
+    assert not checked.holds
+    arguments = ["check", str(table), "--policy", str(tmp_path / "policy.json"), "--by", "difficulty", "--json"]
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 3
+    printed = json.loads(capsys.readouterr().out)
+    assert not printed["holds"]
+    assert [segment["holds"] for segment in printed["segments"]] == [True, True, False]
+
+
+def test_a_segment_is_compared_with_itself_and_a_new_one_with_nothing(tmp_path):
+    table = write_segmented(tmp_path / "L")
+    policy = cauc_ray.fit(table, method="rf", budget=5.0)
+    assert cauc_ray.check(table, policy, by="difficulty").holds  # though hard examples are unlike the others
+    folder = table / "columns" / "split=test"
+    ids = [f"{row}" for row in range(900)]
+    write_parquet(folder / "part-0.parquet", pa.table({"example_id": ids, "difficulty": ["new", "easy"] * 450}))
+    segments = cauc_ray.check(table, policy, by="difficulty").segments
+    assert next(segment for segment in segments if segment.name == "new").watched is None
+
+
+def test_wrong_columns_are_refused(tmp_path):
+    table = write_segmented(tmp_path / "L")
+    policy = cauc_ray.fit(table, budget=5.0)
+    with pytest.raises(ConfigError, match=r"'dificulty'.*difficulty"):
+        cauc_ray.evaluate(table, policy, by="dificulty")
+    with pytest.raises(ConfigError, match="certify"):
+        cauc_ray.fit(table, by="difficulty")
+    chain = LogitTable(table).read_chain(["m0", "m1"], "test")
+    with pytest.raises(ConfigError, match="logit table"):
+        cauc_ray.evaluate(dict(zip(chain.models, chain.logits, strict=True)), policy, by="difficulty")
+    write_parquet(
+        table / "columns" / "split=test" / "part-0.parquet", pa.table({"example_id": ["0"], "difficulty": ["x"]})
+    )
+    with pytest.raises(DataError, match="no value for example '1'"):
+        cauc_ray.evaluate(table, policy, by="difficulty")
+    (table / "columns" / "split=test" / "part-0.parquet").unlink()
+    (table / "columns" / "split=test").rmdir()
+    with pytest.raises(DataError, match="--keep difficulty"):
+        cauc_ray.evaluate(table, policy, by="difficulty")
