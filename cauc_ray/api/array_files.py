@@ -34,7 +34,9 @@ def _located_logits(value: object, info: ValidationInfo) -> tuple[AnyPath, ...] 
         return {match[1]: located(match[2], info) for match in named if match}
     if any(named):
         raise ValueError("give logit tables, or an array for each model as NAME=FILE, not both")
-    unnamed = next((Path(str(part)).name for part in parts if str(part).endswith((".npy", ".csv"))), None)
+    # One .csv alone may be a table of scores.
+    of_arrays = (".npy", ".csv") if len(parts) > 1 else (".npy",)
+    unnamed = next((Path(str(part)).name for part in parts if str(part).endswith(of_arrays)), None)
     if unnamed is not None:
         raise ValueError(f"name the model of each array, as {Path(unnamed).stem}={unnamed}")
     return tuple(located(part, info) for part in parts)

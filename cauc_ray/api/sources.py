@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import combinations
 from os import PathLike
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -95,7 +95,13 @@ class LogitArrays:
 
 
 class ChainOptions(Options):
-    """Options of which models are read, at what costs, and on which splits."""
+    """Options of which models are read, at what costs, and on which splits.
+
+    Attributes:
+        takes_scores: Whether a table of scores will do, which has no logits.
+    """
+
+    takes_scores: ClassVar[bool] = False
 
     @property
     def splits(self) -> tuple[str, str]:
@@ -148,11 +154,13 @@ class Source:
         self._options = options
         arrays = {split: cut for split, cut in options.cuts.items() if isinstance(cut, tuple)}
         splits = {options.calibration_split: (logits, labels, example_ids), **arrays}
-        self._source = (
-            ScoreTable.read(logits)
-            if is_score_file(logits)
-            else _opened(logits, splits, options.logit_kind, undeclared)
-        )
+        self._source: LogitTable | LogitArrays | ScoreTable
+        if not is_score_file(logits):
+            self._source = _opened(logits, splits, options.logit_kind, undeclared)
+        elif options.takes_scores:
+            self._source = ScoreTable.read(logits)
+        else:
+            raise ConfigError(f"{logits} is a file, and policies are fitted to logits; `cauc compare` reads scores")
         self.path = self._source.path
         for model in options.models or ():
             if model not in self._source.models:

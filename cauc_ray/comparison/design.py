@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -37,6 +37,8 @@ class ComparedSet(BaseModel):
 
 class CompareOptions(ChainOptions):
     """Options of a comparison."""
+
+    takes_scores: ClassVar[bool] = True
 
     @property
     def cuts(self) -> dict[str, Cut]:

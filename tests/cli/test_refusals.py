@@ -133,7 +133,7 @@ BOTH_DOORS = [
     ("report", {"folder": "empty"}, "has no policy.json", DataError),
     ("report", {"folder": "several"}, "holds 2 policies (several/policies/first.json, several/pol", ConfigError),
     ("report", {"folder": "other-logits"}, "model 'm1'", DataError),
-    ("report", {"run": "stages"}, "of a stage", DataError),
+    ("report", {"run": "stages"}, "not the summary of a run", DataError),
     ("report", {"run": "none"}, "summary.json", DataError),
     ("report", {"split": "calibration"}, "was fitted or chosen on", ConfigError),
     ("report", {"output": "report/LOGITS/report.html"}, "is, or lies in, the input", ConfigError),

@@ -135,3 +135,9 @@ def test_options_that_need_logits_are_refused(tmp_path):
             cauc_ray.compare(file, methods=["random"], **options)
     with pytest.raises(ConfigError, match="logits"):
         cauc_ray.compare(file, methods=["base"], budget=6.0)
+
+
+def test_no_policy_is_fitted_to_scores(tmp_path):
+    file = written(tmp_path / "scores.csv", scores(200))
+    with pytest.raises(ConfigError, match="compare"):
+        cauc_ray.fit(file)

@@ -20,7 +20,7 @@ NODES, EDGE = ROOT / "deployments", ROOT / "deployments" / "edge"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # Dependencies of the package that `cauc serve --local` does not import.
-NOT_ON_EDGE = {"ray", "pyarrow", "scipy", "shtab"}
+NOT_ON_EDGE = {"ray", "pyarrow", "scipy", "shtab", "tenacity"}
 both_images = pytest.mark.parametrize("folder", [NODES, EDGE], ids=lambda folder: folder.name)
 
 
