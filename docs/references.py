@@ -58,10 +58,15 @@ def _generated(what: str, name: str = "") -> Iterator[str]:
     elif what == "python":
         yield from _python(name)
     elif what == "speed":
-        yield from ("", grid(json.loads((PAGES / "measured" / "speed.json").read_text("utf-8"))["figures"]).markdown())
+        yield from (
+            "",
+            grid(json.loads((PAGES / "measured" / "speed.json").read_text("utf-8"))["figures"]).markdown().rstrip(),
+        )
     elif what == "paper":
         file, table, *keys = name.split()
-        yield from (f"\n{grid.markdown()}" for grid in page_tables(PAGES / "measured" / f"{file}.json", table, keys))
+        yield from (
+            f"\n{table.markdown().rstrip()}" for table in page_tables(PAGES / "measured" / f"{file}.json", table, keys)
+        )
     else:
         yield from _schema(SCHEMAS[name](), None, level=2)
 

@@ -59,8 +59,8 @@ def save(folder: Path, parts: Mapping[str, Any]) -> Path:
     name = commit.stdout.strip() or "no-commit"
     path = folder / f"{name}.json"
     earlier = json.loads(path.read_text("utf-8"))["figures"] if path.is_file() else []
-    kept = [row for row in earlier if row["part"] not in parts]
-    saved = {"commit": name, "machine": machine(), "figures": [*kept, *judged(parts)]}
+    earlier_rows = [row for row in earlier if row["part"] not in parts]
+    saved = {"commit": name, "machine": machine(), "figures": [*earlier_rows, *judged(parts)]}
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(saved, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain as joined
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from cauc_ray.comparison.published import paper_name
 from cauc_ray.display import Grid
@@ -14,8 +15,21 @@ from jobs.paper.config import COMPARED
 from jobs.paper.tables import CONTENTS
 
 
+def page_numbers(made: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a paper.json that pages show: its tables, to six digits."""
+    return {"seeds": made["config"]["seeds"], "tables": _rounded(made["tables"])}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(of) for key, of in value.items()}
+    if isinstance(value, list):
+        return [_rounded(of) for of in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
 def page_tables(path: Path, table: str, keys: Sequence[str]) -> Iterator[Grid]:
-    """Yield a table of a paper.json, with some of its columns: one for each of its chains.
+    """Yield a table of page_numbers(), with some of its columns: one for each of its chains.
 
     Args:
         path: The file.
@@ -29,8 +43,8 @@ def page_tables(path: Path, table: str, keys: Sequence[str]) -> Iterator[Grid]:
         [rows] if table == "complementarity" else [list(of) for _, of in groupby(rows, key=lambda row: row["chain"])]
     )
     for group in groups:
-        shown = [{**row, "shown": paper_name(row.get("method", ""))} for row in group]
-        named = {"quality_name": "accuracy" if group[0]["objective"] == "accuracy" else "macro-F1", **shown[0]}
+        lines = [{**row, "shown": paper_name(row.get("method", ""))} for row in group]
+        named = {"quality_name": "accuracy" if group[0]["objective"] == "accuracy" else "macro-F1", **lines[0]}
         chosen = [(columns[key][0].format(**named), *columns[key][1:]) for key in keys]
         title = "Pairs of models" if table == "complementarity" else group[0]["chain"]
-        yield Grid.of(title, shown, chosen, n_left=spec.get("n_left", 1))
+        yield Grid.of(title, lines, chosen, n_left=spec.get("n_left", 1))

@@ -145,8 +145,8 @@ def spread(options: Ints, probabilities: Floats) -> Floats:
     """
     listed = np.clip(probabilities.astype(np.float64), LEAST, 1.0)
     n_others = N_CLASSES - listed.shape[1]
-    others = np.clip((1.0 - listed.sum(axis=1)) / n_others, LEAST, listed.min(axis=1))
-    logits = np.repeat(np.log(others).astype(np.float32)[:, None], N_CLASSES, axis=1)
+    rest = np.clip((1.0 - listed.sum(axis=1)) / n_others, LEAST, listed.min(axis=1))
+    logits = np.repeat(np.log(rest).astype(np.float32)[:, None], N_CLASSES, axis=1)
     np.put_along_axis(logits, options.astype(np.int64), np.log(listed).astype(np.float32), axis=1)
     return logits
 

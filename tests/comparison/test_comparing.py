@@ -95,7 +95,7 @@ def test_differences_to_a_reference_are_paired_and_adjusted_for_their_number(tab
         assert row["difference"] == pytest.approx(row["accuracy"] - against["accuracy"])
         assert low <= row["difference"] <= high
     assert any(row["difference_p"] < 0.05 for row in others)
-    if reference == "single:m2":  # then they are the gains, but for the adjustment
+    if reference == "single:m2":  # then they are the gains before the adjustment
         assert all(row["difference_p"] >= row["gain_p"] for row in others)
     by_p = sorted(others, key=lambda row: row["difference_p"])
     for row in by_p:

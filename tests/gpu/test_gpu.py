@@ -23,7 +23,7 @@ from jobs.bench.planted import drawn_labels, fit_deferring, stage, write_input, 
 DEVICE = "cuda"
 pytestmark = [
     pytest.mark.soak("gpu"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU was found"),
     pytest.mark.filterwarnings("default"),  # of libraries, which may warn on a GPU alone
 ]
 # A method of Maker, and changed settings of its model.

@@ -75,11 +75,11 @@ def test_figures_that_something_is_asked_of_are_kept_for_each_commit(tmp_path):
     figures = bench(*words)
     bench("--save", tmp_path / "kept", "doors", "--rows", 300, "--options", 4, "--repeats", 1)
     (path,) = (tmp_path / "kept").iterdir()
-    kept = json.loads(path.read_text())
-    assert path.stem == kept["commit"]
-    assert kept["machine"]["cores"] == os.cpu_count()
+    saved = json.loads(path.read_text())
+    assert path.stem == saved["commit"]
+    assert saved["machine"]["cores"] == os.cpu_count()
     ratio = figures["numbers"]["temperature"]["to_sklearn"]
-    assert ratio in [row["measured"] for row in kept["figures"]]  # what another part has measured before stays
+    assert ratio in [row["measured"] for row in saved["figures"]]  # what another part has measured before stays
 
 
 def test_a_figure_below_what_is_asked_is_named():

@@ -183,19 +183,20 @@ def test_tables_are_means_over_seeds_that_draw_the_splits_again(home, tmp_path):
     splits = ["calibration", "validation", "test"]
     seeds = {"seeds": [0, 1, 2], "redrawn": splits}
     config = write_config(home, methods=["base", "rf"], tables=tables, figures={}, **seeds)
-    assert main(["--config", config, "-o", str(tmp_path / "out")]) == 0
+    page = tmp_path / "page.json"
+    assert main(["--config", config, "-o", str(tmp_path / "out"), "--page", str(page)]) == 0
     made = json.loads((tmp_path / "out" / "paper.json").read_text())["tables"]
     comparison = cauc_ray.compare(
         home / "sets" / "near", models=["m0", "m1"], methods=["base", "rf"], seeds=[0, 1, 2], redrawn=splits
     )
     for row in made["two-model-language"]:
-        of_seeds = [each for each in comparison.rows if each["method"] == row["method"]]
-        assert len({each["accuracy"] for each in of_seeds}) == 3
-        assert row["quality_at_budget"] == pytest.approx(np.mean([each["accuracy"] for each in of_seeds]))
+        of_seeds = [measured for measured in comparison.rows if measured["method"] == row["method"]]
+        assert len({measured["accuracy"] for measured in of_seeds}) == 3
+        assert row["quality_at_budget"] == pytest.approx(np.mean([measured["accuracy"] for measured in of_seeds]))
         assert row["difference"] == of_seeds[0]["difference"]
     # The best pair of two models is a cascade of both or one of them.
     assert [row["models"] for row in made["growing-chain"]] == [["m2"], ["m0", "m2"], ["m0", "m1", "m2"]]
     assert all(row["pair_cost"] <= row["base_cost"] * 1.1 for row in made["growing-chain"])
-    (grid,) = page_tables(tmp_path / "out" / "paper.json", "two-model-language", ["shown", "quality"])
+    (grid,) = page_tables(page, "two-model-language", ["shown", "quality"])
     assert grid.headings[0] == "method"
     assert [row[1] for row in grid.rows] == [f"{100 * row['quality']:.2f}" for row in made["two-model-language"]]

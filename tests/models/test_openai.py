@@ -62,7 +62,7 @@ def test_options_get_the_log_probabilities_of_a_plain_forward_pass(served, langu
         question_batch(*QUESTIONS, ("word " * 10_000, ["x", "y"]))
     )
     assert "maximum context length" in answers.failures.pop(4)
-    # A chat model would rather end its text after bare prompts: there is no first token then.
+    # A chat model would rather end its text after bare prompts: then no first token exists.
     assert all("endpoint: chat" in reason for reason in answers.failures.values())
     assert not answers.failures or (endpoint == "completions" and tokenizer.chat_template)
     n_below = 0

@@ -252,7 +252,7 @@ EPS = encoded(Image.fromarray(PIXELS), "EPS")
     [
         (None, "missing image"),
         (b"", "missing image: the file is empty or cannot be read"),
-        (b"hello, this is no image at all", "its format is unknown"),
+        (b"hello, this is text", "its format is unknown"),
         (JPEG[: len(JPEG) // 2], "truncated"),
         (JPEG[:20], "cannot be decoded"),
         (EPS, "its format is unknown"),

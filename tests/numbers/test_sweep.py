@@ -45,9 +45,9 @@ def test_every_point_is_what_a_replay_gives_at_its_threshold_and_at_its_confiden
     accuracy, macro = sweep(*data), sweep(*data, "macro-f1")
     rows = np.arange(0, len(data[0]), 2)
     some = (data[0][rows], data[1][rows], data[2][rows], data[3].of_rows(rows))
-    alike = sweep(*some), sweep(*some, events=Events.of(data[0]).of_rows(rows))
-    assert np.array_equal(alike[0].confidences, alike[1].confidences)
-    np.testing.assert_allclose(alike[0].cost, alike[1].cost, rtol=1e-12)
+    equal = sweep(*some), sweep(*some, events=Events.of(data[0]).of_rows(rows))
+    assert np.array_equal(equal[0].confidences, equal[1].confidences)
+    np.testing.assert_allclose(equal[0].cost, equal[1].cost, rtol=1e-12)
     assert (np.diff(accuracy.cost) >= -1e-12).all()
     assert accuracy.confidences.tolist() == np.unique(np.maximum.accumulate(data[0], axis=1)).tolist()
     for point, threshold in [*enumerate(accuracy.settings), *enumerate(accuracy.confidences)]:

@@ -61,13 +61,13 @@ def held_out(policy, p, labels):
 @pytest.mark.parametrize("step", [0.01, 0.001])
 def test_a_calibrated_model_stays_calibrated_when_its_numbers_are_rounded(k, step):
     p, labels = calibrated(8000, k)
-    shown = rounded(p, step)
+    probabilities = rounded(p, step)
     with zeros_are_reported:
-        policy = fit(shown[:4000], labels[:4000])
+        policy = fit(probabilities[:4000], labels[:4000])
     stage = policy.stages[0]
     assert stage.temperature == pytest.approx(1, abs=0.06)
     assert 0 < stage.floor < step
-    error, nll = held_out(policy, shown[4000:], labels[4000:])
+    error, nll = held_out(policy, probabilities[4000:], labels[4000:])
     whole_error, whole_nll = held_out(fit(p[:4000], labels[:4000]), p[4000:], labels[4000:])
     assert error < whole_error + 0.01
     assert nll < whole_nll + 0.05
@@ -80,20 +80,20 @@ def test_a_calibrated_model_stays_calibrated_when_its_numbers_are_rounded(k, ste
 )
 def test_zeros_cost_no_more_than_the_best_floor_and_temperature_do(seen, n):
     p, labels = calibrated(6000, 4, scale=1.5)
-    shown = seen(p, n)
+    probabilities = seen(p, n)
     first, second = slice(0, 3000), slice(3000, 6000)
     with zeros_are_reported:
-        policy = fit(shown[first], labels[first])
+        policy = fit(probabilities[first], labels[first])
 
     def nll(numbers, rows):
-        logits = np.exp(-numbers[0]) * np.log(np.maximum(shown[rows], np.exp(numbers[1])))
+        logits = np.exp(-numbers[0]) * np.log(np.maximum(probabilities[rows], np.exp(numbers[1])))
         return -log_softmax(logits, axis=1)[np.arange(len(logits)), labels[rows]].mean()
 
     starts = ([t, f] for t in (0.0, 1.0) for f in (-7.0, -4.0, -2.5))
     best = min((minimize(nll, start, (first,), "Nelder-Mead") for start in starts), key=lambda fitted: fitted.fun)
-    _, own = held_out(policy, shown[first], labels[first])
+    _, own = held_out(policy, probabilities[first], labels[first])
     assert own == pytest.approx(best.fun, abs=2e-3)
-    error, new = held_out(policy, shown[second], labels[second])
+    error, new = held_out(policy, probabilities[second], labels[second])
     assert new == pytest.approx(nll(best.x, second), abs=5e-3)
     assert error < 0.05
 
@@ -112,9 +112,9 @@ def test_probabilities_without_zeros_and_steps_are_read_as_their_logarithms_are(
 def test_a_grid_without_zeros_bounds_the_zeros_to_come():
     rng = np.random.default_rng(0)
     first = np.round(rng.uniform(0.1, 0.9, 400), 2)
-    shown = np.stack([first, 1 - first], axis=1)
+    probabilities = np.stack([first, 1 - first], axis=1)
     with pytest.warns(CaucWarning, match="multiples of 0.01"):
-        policy = fit(shown, rng.integers(0, 2, 400))
+        policy = fit(probabilities, rng.integers(0, 2, 400))
     assert policy.stages[0].floor == pytest.approx(0.005)
     answers = policy.predict({"m": np.array([[0.0, 1.0], [0.005, 1.0]])})
     assert answers.confidence[0] == pytest.approx(answers.confidence[1], rel=1e-6)
@@ -124,14 +124,14 @@ def test_a_grid_without_zeros_bounds_the_zeros_to_come():
 @given(seed=st.integers(0, 999), n=st.integers(5, 60), n_votes=st.sampled_from([1, 5, 30]), k=st.integers(2, 6))
 def test_few_rows_and_no_right_zero_still_give_a_floor(seed, n, n_votes, k):
     p, _ = calibrated(n, k, seed)
-    shown = votes(p, n_votes, seed)
-    shown[0] = np.eye(k)[0]  # some zero
+    probabilities = votes(p, n_votes, seed)
+    probabilities[0] = np.eye(k)[0]  # some zero
     with pytest.warns(CaucWarning):
-        stage = fit(shown, shown.argmax(axis=1)).stages[0]
+        stage = fit(probabilities, probabilities.argmax(axis=1)).stages[0]
     assert 0 < stage.floor < 1 / k
     order = np.random.default_rng(seed).permutation(n)
     with pytest.warns(CaucWarning):
-        shuffled = fit(shown[order], shown[order].argmax(axis=1)).stages[0]
+        shuffled = fit(probabilities[order], probabilities[order].argmax(axis=1)).stages[0]
     assert shuffled.floor == pytest.approx(stage.floor, rel=0.02)
 
 
@@ -140,24 +140,24 @@ def test_few_rows_and_no_right_zero_still_give_a_floor(seed, n, n_votes, k):
 def test_every_method_reads_zeros_by_the_floor_and_a_step_is_a_replay(method):
     chains = splits(400, ragged=False)
     logits = {split: dict(zip(MODELS, data.logits, strict=True)) for split, data in chains.items()}
-    shown = {split: {model: votes(softmax(z), 20) for model, z in of.items()} for split, of in logits.items()}
+    probabilities = {split: {model: votes(softmax(z), 20) for model, z in of.items()} for split, of in logits.items()}
     options = {"costs": [1.0, 4.0], "logit_kind": "probabilities", "method": method, "threshold": 0.7}
     if method in ("duo", "single:m1"):
         options.pop("threshold")
     policy = cauc_ray.fit(
-        shown["calibration"],
+        probabilities["calibration"],
         chains["calibration"].labels,
-        validation=(shown["validation"], chains["validation"].labels),
+        validation=(probabilities["validation"], chains["validation"].labels),
         **options,
     )
     assert all(stage.floor is not None for stage in policy.stages)
-    test = [as_logits(shown["test"][name], "probabilities") for name in policy.models]
+    test = [as_logits(probabilities["test"][name], "probabilities") for name in policy.models]
     floors = [np.float32(np.log(stage.floor)) for stage in policy.stages]
     lifted = [np.maximum(z, floor) for z, floor in zip(test, floors, strict=True)]
     for step, of_lifted in zip(steps(policy, test), steps(policy, lifted), strict=True):
         np.testing.assert_allclose(step.confidences, of_lifted.confidences, rtol=1e-6)
-    answers = policy.predict({name: shown["test"][name] for name in policy.models})
-    evaluation = cauc_ray.evaluate(shown["test"], policy, labels=chains["test"].labels)
+    answers = policy.predict({name: probabilities["test"][name] for name in policy.models})
+    evaluation = cauc_ray.evaluate(probabilities["test"], policy, labels=chains["test"].labels)
     assert evaluation.to_arrow().drop_columns("label").equals(answers.to_arrow())
 
 

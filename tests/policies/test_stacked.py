@@ -175,20 +175,20 @@ def test_a_handful_of_rows_one_class_constant_logits_and_free_calls_are_fitted(n
         assert all(stage.penalty is None for stage in policy.stages)
 
 
-def embedded(seed, n, *, tells, shift=0):
+def embedded(seed, n, *, informative, shift=0):
     data = confused(seed, n, m=3, shift=shift)
     rng = np.random.default_rng([seed, shift, 9])
-    vectors = 3 + rng.standard_normal((n, 12)) + tells * 2 * np.eye(5, 12)[data.labels]
+    vectors = 3 + rng.standard_normal((n, 12)) + informative * 2 * np.eye(5, 12)[data.labels]
     return Examples(data, vectors.astype(np.float32), encoder="enc")
 
 
 def test_an_embedding_that_tells_labels_is_stage_0_and_no_other_is():
     rule = ThresholdRule(budget=4.0)
     policies = {}
-    for tells in (False, True):
-        calibration, validation = (embedded(8, 400, tells=tells, shift=shift) for shift in range(2))
-        policies[tells] = fit_method("stacked", Fitting(calibration, validation), rule)
-    policy, test = policies[True], embedded(8, 400, tells=True, shift=2)
+    for informative in (False, True):
+        calibration, validation = (embedded(8, 400, informative=informative, shift=shift) for shift in range(2))
+        policies[informative] = fit_method("stacked", Fitting(calibration, validation), rule)
+    policy, test = policies[True], embedded(8, 400, informative=True, shift=2)
     assert (policy.encoder, policies[False].encoder) == ("enc", None)
     data = test.own_chain(["m0", "m1", "m2"], encoded=True)
     answers = replay(policy, data)

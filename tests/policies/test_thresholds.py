@@ -155,8 +155,8 @@ def test_what_to_expect_is_not_better_than_other_rows_have_it(fit):
     for seed in range(30):
         calibration, validation = two_splits(seed, 80)
         policy, test = fit(calibration, validation, ThresholdRule(budget=8.0)), chain(seed, 4000, shift=2)
-        own = (replay(policy, test).predictions == test.labels).mean()
-        gaps.append([policy.expected.accuracy.value - own, policy.on_selection.accuracy.value - own])
+        achieved = (replay(policy, test).predictions == test.labels).mean()
+        gaps.append([policy.expected.accuracy.value - achieved, policy.on_selection.accuracy.value - achieved])
     expected, on_selection = np.mean(gaps, axis=0)
     assert expected < 0.01 < on_selection
 
