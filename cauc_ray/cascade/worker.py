@@ -24,7 +24,6 @@ from cauc_ray.cascade.isolation import Isolated, answer_isolated, reason_of, row
 from cauc_ray.cascade.rows import CallResult, Fault, Vector
 from cauc_ray.errors import ConfigError, DataError, ExecutionError, PolicyError
 from cauc_ray.models.answers import (
-    EMBEDDING,
     Answers,
     AsDeclared,
     Batch,
@@ -38,6 +37,7 @@ from cauc_ray.models.costs import measured
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.models.python import PythonSpec
 from cauc_ray.numbers.chain import UNNAMED_UNIT
+from cauc_ray.numbers.logits import VECTOR_KINDS
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy, Step
 
@@ -144,7 +144,7 @@ class Worker:
         self._node, self._replica = node, replica
         self._model: Model | None = None
         self._as_declared: Callable[[Answers], Answers] = AsDeclared(ModelFacts(spec.name))
-        self._embeds = False
+        self._gives_vectors = False
         self._good_row: Batch | None = None
         self._gflops: float | None = None
         self._noise: float | None = None
@@ -165,8 +165,8 @@ class Worker:
     def load(self) -> ModelFacts:
         """Load the model and return its facts. Raises CaucError, or what the user's code raises."""
         self._model = self._spec.load()
-        self._embeds = self._model.facts.logit_kind == EMBEDDING
-        self._as_declared = _as_they_are if self._embeds else AsDeclared(self._model.facts)
+        self._gives_vectors = self._model.facts.logit_kind in VECTOR_KINDS
+        self._as_declared = _as_they_are if self._gives_vectors else AsDeclared(self._model.facts)
         return replace(self._model.facts, prepares=self.prepares)
 
     def close(self) -> None:
@@ -325,7 +325,7 @@ class Worker:
         if cost is not None and wire is not None:  # the pool's cost, not what the server reports
             costs = np.full(n, wire.seconds / n) if cost.is_round_trip else None
             answers = replace(answers, costs=costs, cost_unit=None)
-        return answers if self._embeds else matched(answers, prepared.n_choices)
+        return answers if self._gives_vectors else matched(answers, prepared.n_choices)
 
     @contextmanager
     def _busy(self) -> Iterator[None]:

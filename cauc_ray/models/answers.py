@@ -52,6 +52,8 @@ class Answers:
         labels: The model's own label of each row (n,), a name of the pool's labels or an option's number; those of the
             first batch must be the options with the highest scores.
         not_finite: Rows that failed since a number of theirs is NaN or infinite; asked again, they may be answered.
+        texts: What a model that says something has answered (n,), None for a row without an answer; its logits are
+            the answers' vectors (numbers.answer_keys). None of models that score options.
     """
 
     logits: Floats
@@ -65,6 +67,7 @@ class Answers:
     unconverted: Floats | None = None
     labels: Sequence[object] | None = None
     not_finite: frozenset[int] = frozenset()
+    texts: Sequence[str | None] | None = None
 
     @property
     def as_returned(self) -> Floats:

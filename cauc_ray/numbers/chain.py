@@ -13,7 +13,7 @@ import numpy as np
 
 from cauc_ray.errors import DataError, warn
 from cauc_ray.numbers.ids import lines_of, rows_of
-from cauc_ray.numbers.logits import LogitKind, kind_of, real_options
+from cauc_ray.numbers.logits import VECTOR_KINDS, LogitKind, kind_of, real_options
 from cauc_ray.numbers.rows import in_columns, row_dot, rows_at
 from cauc_ray.numbers.threads import in_threads
 from cauc_ray.numbers.types import Bools, Floats, Ints
@@ -257,7 +257,7 @@ class ChainLogits(Chain):
 
     def __post_init__(self) -> None:
         pairs = zip(self.logits, self.logit_kinds, strict=True)
-        real = (rows if kind == "embedding" else in_columns(real_options(rows, kind)) for rows, kind in pairs)
+        real = (rows if kind in VECTOR_KINDS else in_columns(real_options(rows, kind)) for rows, kind in pairs)
         object.__setattr__(self, "logits", tuple(real))
 
     def each(self, ask: Callable[[ChainPart], T]) -> list[T]:

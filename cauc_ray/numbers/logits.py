@@ -15,9 +15,11 @@ from cauc_ray.errors import DataError
 from cauc_ray.numbers.rows import row_argmax, row_max, row_total
 from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
 
-# An embedding is not logits, but what an encoder gives in their place.
-LogitKind: TypeAlias = Literal["raw", "log-probabilities", "probabilities", "surrogate", "embedding"]
-LOGIT_KINDS: tuple[LogitKind, ...] = get_args(LogitKind)[:-1]
+# The last two are not logits, but what encoders and models that say something give in their place.
+LogitKind: TypeAlias = Literal["raw", "log-probabilities", "probabilities", "surrogate", "embedding", "answers"]
+LOGIT_KINDS: tuple[LogitKind, ...] = get_args(LogitKind)[:-2]
+ANSWERS: LogitKind = "answers"
+VECTOR_KINDS: tuple[LogitKind, ...] = ("embedding", ANSWERS)
 # Kinds whose rows must not be probabilities. Declared surrogates are not checked.
 MUST_BE_DECLARED: tuple[LogitKind, ...] = ("raw", "log-probabilities")
 # The kind of a chain whose models differ.
@@ -59,7 +61,7 @@ def kind_of(text: str) -> LogitKind | None:
         return None
     if text.startswith("log-"):
         return "log-probabilities"
-    return next((kind for kind in LOGIT_KINDS if text.startswith(kind)), "raw")
+    return next((kind for kind in (*LOGIT_KINDS, ANSWERS) if text.startswith(kind)), "raw")
 
 
 def joint_kind(kinds: Sequence[LogitKind]) -> str:

@@ -1,0 +1,81 @@
+"""Answers in words as numbers, in place of logits: keys of what was said, and the confidences in it.
+
+A model that says something gives a vector of float32 for each row: the key of its answer, the key by which answers of
+several models agree, each in two numbers that float32 holds exactly, then its confidences, -inf where it gave none.
+Equal answers have equal keys. Different ones share a key by chance once in 2^31.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from cauc_ray.numbers.types import Floats, Ints
+
+# The key of a row without an answer.
+NO_ANSWER = 0
+_LOW_BITS = 16
+# Columns before the confidences: two of the key of what was said, two of that by which answers agree.
+N_KEYS = 4
+
+
+def answer_keys(texts: Sequence[str | None]) -> Ints:
+    """Return the keys of answers, int32 (n,), from 1 to 2^31 - 1; NO_ANSWER where there is none.
+
+    >>> first, second, none = answer_keys(["Paris", "Rome", None])
+    >>> bool(first != second), int(none)
+    (True, 0)
+    """
+    keys: Ints = np.fromiter(map(_key, texts), dtype=np.int32, count=len(texts))
+    return keys
+
+
+def _key(text: str | None) -> int:
+    if text is None:
+        return NO_ANSWER
+    digest = int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+    return 1 + digest % (2**31 - 1)
+
+
+def answer_vectors(keys: Ints, confidences: Floats, said: Ints | None = None) -> Floats:
+    """Return answers as a policy reads them, float32 (n, N_KEYS + C).
+
+    Args:
+        keys: Of the answers, int (n,).
+        confidences: Float (n, C); NaN or -inf where a row has none.
+        said: Keys that predictions name where they are not those of the answers, int (n,): of answers that are right
+            although their words differ.
+    """
+    halves = [half for of in (keys if said is None else said, keys) for half in (of >> _LOW_BITS, of & 0xFFFF)]
+    vectors = np.column_stack([*halves, confidences]).astype(np.float32)
+    vectors[np.isnan(vectors)] = -np.inf
+    return vectors
+
+
+def said_keys(vectors: Floats) -> Ints:
+    """Return the keys that predictions name, int32 (n,).   vectors: of answer_vectors.
+
+    >>> said_keys(answer_vectors(np.array([7, 2**31 - 1]), np.zeros((2, 1)))).tolist()
+    [7, 2147483647]
+    """
+    return _joined(vectors[:, :2])
+
+
+def agreement_keys(vectors: Floats) -> Ints:
+    """Return the keys by which answers agree, int32 (n,).   vectors: of answer_vectors."""
+    return _joined(vectors[:, 2:N_KEYS])
+
+
+def confidences_in(vectors: Floats) -> Floats:
+    """Return the confidences, float64 (n, C), NaN where a row has none.   vectors: of answer_vectors."""
+    confidences = vectors[:, N_KEYS:].astype(np.float64)
+    confidences[np.isneginf(confidences)] = np.nan
+    return confidences
+
+
+def _joined(halves: Floats) -> Ints:
+    high, low = halves.astype(np.int64).T
+    keys: Ints = ((high << _LOW_BITS) | low).astype(np.int32)
+    return keys
