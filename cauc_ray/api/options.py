@@ -7,6 +7,7 @@ it, and the command's flags and help are made from it. Types say what a value ma
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import reprlib
 import textwrap
@@ -333,6 +334,18 @@ def _encoder(value: str, info: ValidationInfo) -> str:
     return value if folder is None or not (folder / value).exists() else str((folder / value).resolve())
 
 
+def _budget(value: Any) -> Any:
+    """Return a budget as it is. Raises ValueError for one at a confidence that is not two such numbers."""
+    if isinstance(value, str) and "@" in value:
+        try:
+            budget, confidence = map(float, value.split("@"))
+        except ValueError:
+            budget = confidence = math.nan
+        if not (math.isfinite(budget) and 0 < confidence < 1):
+            raise ValueError(f"a budget and a confidence between 0 and 1 were expected, such as 6@0.95, got {value!r}")
+    return value
+
+
 def checked_as(kind: Any) -> GetPydanticSchema:
     """Return the mark of a type that is checked, and stored, as another one."""
     return GetPydanticSchema(lambda _, handler: handler(kind))
@@ -350,7 +363,7 @@ Cost: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Amount: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # An amount, or an amount that is kept on new inputs with a confidence.
 Budget: TypeAlias = Annotated[
-    Annotated[float, Field()] | Annotated[str, Field(pattern=r"^[0-9.eE+-]+@[0-9.]+$")], Flag("B|B@CONFIDENCE")
+    Annotated[float, Field()] | Annotated[str, Field(pattern="@")], BeforeValidator(_budget), Flag("B|B@CONFIDENCE")
 ]
 Seconds: TypeAlias = Annotated[float, Field(gt=0), Flag("S")]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]

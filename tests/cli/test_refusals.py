@@ -42,6 +42,10 @@ OUTPUTS = {"fit": "p.json"}
 BOTH_DOORS = [
     # Values: of another type, without end, out of range, too long, twice, unknown.
     ("fit", {"budget": "half"}, "budget: ", ConfigError),
+    *(
+        ("fit", {"budget": text}, "budget: ", ConfigError)
+        for text in ("6@1.5", "6@1", "6@0", "1e@.5", "6@.", "1e999@.9")
+    ),
     ("fit", {"budget": np.nan}, "a budget must be a finite number, got nan", ConfigError),
     ("compare", {"seed": 2**64}, "seed: ", ConfigError),
     ("fit", {"models": MODELS, "costs": [1, 2]}, "2 costs for 3 models", CaucError),
