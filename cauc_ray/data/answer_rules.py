@@ -1,0 +1,154 @@
+"""Rules by which answers in words are the same, and right: each turns an answer into its normal form."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import string
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal, InvalidOperation
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+from cauc_ray.errors import ConfigError, DataError
+
+Normaliser: TypeAlias = Callable[[str], str | None]
+DEFAULT_RULE = "exact"
+RULES = "exact, number, json:FIELD, regex:PATTERN or a function as module:name"
+_NUMBER = re.compile(r"[-+−]?(?:\d[\d,_]*)?(?:\.\d+|\d)(?:[eE][-+]?\d+)?\s*%?")
+_OUTER = string.whitespace + string.punctuation.replace("%", "").replace("-", "").replace("+", "")
+
+
+class AnswerRule:
+    """A rule by its text.
+
+    | text | normal form of an answer |
+    | --- | --- |
+    | `exact` | without case, repeated white space and outer punctuation |
+    | `number` | its last number |
+    | `json:FIELD` | that field of the JSON object in it |
+    | `regex:PATTERN` | the first group of the pattern's last match, else the match |
+    | `module:name` | as for exact; the function says of an answer and its row whether it is right |
+
+    An answer without a normal form is no answer. A right one has the normal form of the reference.
+    """
+
+    def __init__(self, text: str) -> None:
+        """Read a rule. Raises ConfigError for a text that is none."""
+        self.text = text
+        self._judge: Callable[[str, Mapping[str, Any]], bool] | None = None
+        kind, _, rest = text.partition(":")
+        if text == "exact":
+            self._normal: Normaliser = exact_form
+        elif text == "number":
+            self._normal = number_form
+        elif kind == "json" and rest:
+            self._normal = lambda answer: _field(answer, rest)
+        elif kind == "regex" and rest:
+            self._normal = _by_pattern(rest)
+        elif kind and rest:
+            self._normal, self._judge = exact_form, _function(text)
+        else:
+            raise ConfigError(f"unknown rule {text!r} for answers; expected {RULES}")
+
+    def form(self, answer: str | None) -> str | None:
+        """Return the normal form of an answer, None where it has none."""
+        return None if answer is None else self._normal(answer)
+
+    def forms(self, answers: Sequence[str | None]) -> list[str | None]:
+        """Return the normal forms of answers."""
+        return [self.form(answer) for answer in answers]
+
+    def is_right(self, answer: str | None, reference: object, row: Mapping[str, Any]) -> bool | None:
+        """Return whether an answer is right; None where that is unknown: without a reference, or a function's answer.
+
+        Args:
+            answer: The answer; one without a normal form is wrong.
+            reference: The right one; None if unknown.
+            row: The row's columns, for a function.
+        """
+        form = self.form(answer)
+        if self._judge is not None:
+            if form is None or answer is None:
+                return False
+            says = self._judge(answer, row)
+            if says is not None and not isinstance(says, bool) and says not in (0, 1):
+                raise DataError(f"{self.text} must return whether the answer is right, got {says!r}")
+            return None if says is None else bool(says)
+        if reference is None:
+            return None
+        expected = self.form(reference if isinstance(reference, str) else json.dumps(reference))
+        return form is not None and form == (exact_form(str(reference)) if expected is None else expected)
+
+
+@lru_cache(maxsize=64)
+def rule_of(text: str) -> AnswerRule:
+    """Return a rule by its text. Raises ConfigError as AnswerRule does."""
+    return AnswerRule(text)
+
+
+def exact_form(answer: str) -> str | None:
+    """Return an answer without case, repeated white space and outer punctuation, None where nothing is left.
+
+    >>> exact_form("  The  Answer. ")
+    'the answer'
+    """
+    text = " ".join(unicodedata.normalize("NFKC", answer).casefold().split())
+    return text.strip(_OUTER) or text or None
+
+
+def number_form(answer: str) -> str | None:
+    """Return the last number of an answer, without grouping and trailing zeros; None where it has none.
+
+    >>> number_form("It is 1,234.50 EUR."), number_form("17 %"), number_form("none")
+    ('1234.5', '0.17', None)
+    """
+    found = _NUMBER.findall(unicodedata.normalize("NFKC", answer))
+    if not found:
+        return None
+    text = re.sub(r"[,_\s]", "", found[-1]).replace("−", "-")
+    try:
+        number = Decimal(text.rstrip("%"))
+    except InvalidOperation:
+        return None
+    number = number / 100 if text.endswith("%") else number
+    return format(number.normalize() + 0, "f") if abs(number.adjusted()) < 40 else str(number.normalize())
+
+
+def _field(answer: str, field: str) -> str | None:
+    start, end = answer.find("{"), answer.rfind("}")
+    try:
+        value = json.loads(answer[start : end + 1])[field]
+    except (ValueError, KeyError, TypeError):
+        plain = answer.strip()
+        return exact_form(plain) if plain and "{" not in plain else None  # a reference that is the field's value
+    return exact_form(value if isinstance(value, str) else json.dumps(value, sort_keys=True))
+
+
+def _by_pattern(pattern: str) -> Normaliser:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"the rule regex:{pattern} is no regular expression: {error}") from error
+
+    def form(answer: str) -> str | None:
+        matches = list(compiled.finditer(answer))
+        if not matches:
+            return None
+        found = matches[-1][1] if compiled.groups else matches[-1][0]
+        return None if found is None else exact_form(found)
+
+    return form
+
+
+def _function(text: str) -> Callable[[str, Mapping[str, Any]], bool]:
+    module, _, name = text.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"unknown rule {text!r} for answers; expected {RULES}: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"the rule {text!r} for answers is no function")
+    return function  # type: ignore[no-any-return]
