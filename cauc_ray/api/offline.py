@@ -41,6 +41,7 @@ from cauc_ray.api.sources import (
     read_policy_chain,
     read_policy_heads,
 )
+from cauc_ray.data.answer_table import holds_answers, table_info
 from cauc_ray.data.kept import read_segments
 from cauc_ray.data.logits import ChainHeads, LogitKinds
 from cauc_ray.data.writing import read_info
@@ -57,7 +58,7 @@ from cauc_ray.policies.by_method import SINGLE, fit_method, fit_policy, refit
 from cauc_ray.policies.checks import require_quiet, warn_of
 from cauc_ray.policies.evidence import Noise
 from cauc_ray.policies.fitting import Fitting
-from cauc_ray.policies.method import METHODS, OURS, method_named
+from cauc_ray.policies.method import LACKING, METHODS, OURS, method_named
 from cauc_ray.policies.monitor import require_reference
 from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.policies.pools import check_pool
@@ -85,7 +86,7 @@ class FitOptions(ChainOptions, ShardOptions):
     @property
     def is_ours(self) -> bool:
         """Return whether the method is one of CAUC's own."""
-        return self.method in ("auto", *OURS)
+        return self.method in (None, "auto", *OURS)
 
     @property
     def searches(self) -> bool:
@@ -96,7 +97,7 @@ class FitOptions(ChainOptions, ShardOptions):
     def threshold_rule(self) -> ThresholdRule:
         """Return what decides the threshold. Raises ConfigError where options contradict each other."""
         limit = None if self.certify is None else RiskLimit.parse(self.certify)
-        compare: Compared = self.rule if self.method == "rf" else "confidence"
+        compare: Compared = self.rule if self.method in (None, "rf", "answers") else "confidence"
         budget, confidence = self.budget, None
         if isinstance(budget, str):
             budget, confidence = map(float, budget.split("@"))
@@ -109,14 +110,14 @@ class FitOptions(ChainOptions, ShardOptions):
         _ = self.threshold_rule
         self._require_whole_claims()
         if self.rule == "gain" and (
-            self.method not in ("rf", "stacked", "auto") or self.safe or self.shards is not None
+            self.method not in (None, "rf", "answers", "stacked", "auto") or self.safe or self.shards is not None
         ):
             raise ConfigError(
-                "the {rule} gain is for method rf, without {safe} and {shards}; stacked always follows it"
+                "the {rule} gain is for methods rf and answers, without {safe} and {shards}; stacked always follows it"
             )
         if not self.is_ours:
             self._require_plain()
-        elif self.embedding is not None and self.method not in ("stacked", "auto"):
+        elif self.embedding is not None and self.method not in (None, "stacked", "auto"):
             raise ConfigError(f"method {self.method} looks at no embedding; leave {{embedding}} out")
         if self.searches and self.safe:
             raise ConfigError(
@@ -140,7 +141,7 @@ class FitOptions(ChainOptions, ShardOptions):
 
     def _require_whole_claims(self) -> None:
         """Raise ConfigError where a confidence or segments go with what they do not hold for."""
-        is_plain = self.method in OURS and not (self.searches or self.safe)
+        is_plain = self.method in (None, *OURS) and not (self.searches or self.safe)
         if self.threshold_rule.confidence is not None and not is_plain:
             raise ConfigError(
                 "{budget} at a confidence is for one chain of method base, rf or stacked, without {search} and {safe}"
@@ -169,7 +170,7 @@ def fit(
     *,
     example_ids: Any = None,
     models: Common[Names | None] = None,
-    method: Common[str] = "base",
+    method: Common[str | None] = None,
     budget: Common[Budget | None] = None,
     threshold: Common[float | None] = None,
     validation: Common[Cut] = None,
@@ -254,12 +255,15 @@ def fit(
         >>> policy.models, policy.cost_unit
         (('small', 'large'), 'k multiply-adds')
     """
+    method = method or ("answers" if holds_answers(logits) else "base")
     options: FitOptions = options_of(fit).of(locals())
     if options.shards is not None:
         policy = _with_prompts(fit_shards(_table(logits), options).policy, logits)
         warn_of(policy.guards)
         return policy
     source = Source(logits, options, labels, example_ids)
+    if method in METHODS and METHODS[method].reads not in (source.gives, "neither"):
+        raise ConfigError(f"{source.path}: method {method} {LACKING[METHODS[method].reads]}")
     if options.is_ours:
         require_fit(options, len(source.models))
     if options.searches:
@@ -318,10 +322,13 @@ def _fit_method(options: FitOptions, source: Source, logits: Logits) -> Policy:
 
 def _with_prompts(policy: Policy, logits: Logits, before: Policy | None = None) -> Policy:
     """Return a policy with the prompts of its models: those that a logit table records, else those of before."""
-    info = None if isinstance(logits, Mapping) else read_info(logits)
-    prompts = {stage.name: stage.prompt for stage in before.stages} if before else {}
-    prompts |= {model.name: model.prompt for model in info.models if model.prompt} if info else {}
-    stages = [stage.model_copy(update={"prompt": prompts.get(stage.name)}) for stage in policy.stages]
+    info = None if isinstance(logits, Mapping) else table_info(logits)
+    asked: dict[str, dict[str, Any]] = {}
+    asked |= {stage.name: {"prompt": stage.prompt} for stage in before.stages} if before else {}
+    for model in info.models if info else ():
+        fields = ("prompt",) if model.rule is None else ("prompt", "rule", "confidences")
+        asked[model.name] = asked.get(model.name, {}) | model.model_dump(include=set(fields), exclude_none=True)
+    stages = [stage.model_copy(update=asked.get(stage.name, {})) for stage in policy.stages]
     return policy.model_copy(update={"stages": tuple(stages)})
 
 
@@ -431,6 +438,7 @@ def replace_model(
     options: FitOptions = options_of(fit).of(
         {
             "costs": None if costs is None else dict(costs),
+            "method": policy.method,
             "cost_unit": policy.cost_unit if isinstance(logits, Mapping) else None,
             "calibration_split": policy.calibration.split,
             "validation_split": policy.validation.split if policy.validation else "validation",

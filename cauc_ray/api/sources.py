@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cauc_ray.api.options import Cut, Options
+from cauc_ray.data.answer_table import AnswerTable, open_table
 from cauc_ray.data.logits import (
     CallCosts,
     ChainHeads,
@@ -36,6 +37,7 @@ from cauc_ray.numbers.ids import NumberIds, ids_of, number_order, text_order
 from cauc_ray.numbers.logits import LogitKind
 from cauc_ray.numbers.rows import ascending
 from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.policies.method import Reads
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.predictions import vectors_of
 from cauc_ray.policies.trace import EmbeddingCall, Examples
@@ -181,6 +183,16 @@ class Source:
     def scores(self) -> ScoreTable | None:
         """Return the table of scores; None for logits."""
         return self._source if isinstance(self._source, ScoreTable) else None
+
+    @property
+    def gives(self) -> Reads:
+        """Return what it has of models."""
+        return "neither" if self.scores is not None else "answers" if self.has_answers else "logits"
+
+    @property
+    def has_answers(self) -> bool:
+        """Return whether its models answer in words."""
+        return isinstance(self._source, AnswerTable)
 
     def of_models(self, models: Sequence[str]) -> Source:
         """Return the source with some of its models as the chain."""
@@ -343,7 +355,7 @@ def _opened(
     (_, *array_facts), *array_splits = splits.values()
     if array_splits or any(fact is not None for fact in array_facts):
         raise ConfigError("a logit table has its own labels, ids and splits; those given go with arrays")
-    return LogitTable(str(logits) if isinstance(logits, PathLike) else logits, logit_kind, undeclared=undeclared)
+    return open_table(str(logits) if isinstance(logits, PathLike) else logits, logit_kind, undeclared=undeclared)
 
 
 def _cut(chain: ChainLogits, shares: Mapping[str, float], seed: int) -> dict[str, ChainLogits]:

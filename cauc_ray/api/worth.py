@@ -10,8 +10,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from cauc_ray.display import gain_text, number, percent
+from cauc_ray.numbers.answer_keys import own_answer
 from cauc_ray.numbers.chain import Chain, ChainPart
 from cauc_ray.numbers.intervals import Difference, Share, paired_difference, share
+from cauc_ray.numbers.logits import LogitKind
 from cauc_ray.numbers.types import Bools
 from cauc_ray.policies.evidence import Measures
 from cauc_ray.policies.policy import Policy
@@ -52,7 +54,8 @@ def models_alone(policy: Policy, chain: Chain, answers: Answered) -> tuple[Singl
     labelled = chain.labelled
     if not labelled.any():
         return tuple(SingleModel(name, cost, None, None) for name, cost in zip(names, costs, strict=True))
-    (alone,) = of_rows(chain, partial(_block_right, first))
+    kinds = chain.logit_kinds[first:]
+    (alone,) = of_rows(chain, partial(_block_right, kinds))
     right, alone = (answers.predictions == chain.labels)[labelled], alone[labelled]
     return tuple(
         SingleModel(name, cost, share(int(of_model.sum()), len(right)), paired_difference(right, of_model))
@@ -60,8 +63,8 @@ def models_alone(policy: Policy, chain: Chain, answers: Answered) -> tuple[Singl
     )
 
 
-def _block_right(first: int, part: ChainPart, rows: slice) -> tuple[Bools]:
-    answers = [logits[rows].argmax(axis=1) for logits in part.logits[first:]]
+def _block_right(kinds: Sequence[LogitKind], part: ChainPart, rows: slice) -> tuple[Bools]:
+    answers = [own_answer(of[rows], kind) for of, kind in zip(part.logits[-len(kinds) :], kinds, strict=True)]
     right: Bools = np.stack(answers, axis=1) == part.labels[rows][:, None]
     return (right,)
 

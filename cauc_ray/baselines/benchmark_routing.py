@@ -109,5 +109,5 @@ METHOD = Method(
     packages=("sklearn",),
     extra="baselines",
     note=note_of_router("each query by its own neighbours"),
-    reads_logits=False,
+    reads="neither",
 )

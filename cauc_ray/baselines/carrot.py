@@ -101,6 +101,4 @@ def neighbours(queries: Floats, targets: Floats) -> int:
     return best
 
 
-METHOD = Method(
-    "carrot", "router", fit, note=note_of_router("nearest neighbours in place of RoBERTa"), reads_logits=False
-)
+METHOD = Method("carrot", "router", fit, note=note_of_router("nearest neighbours in place of RoBERTa"), reads="neither")

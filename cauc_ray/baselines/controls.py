@@ -47,7 +47,7 @@ class RandomPolicy(ChoosingPolicy):
 
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
         """Take the answer."""
-        return self.own_answer(stage, real_options(logits))
+        return self.own_answer(stage, logits)
 
     def every_step(self, logits: Sequence[Floats], ids: Sequence[str] | None) -> list[Step]:
         """Return the answers of all models."""
@@ -123,7 +123,7 @@ def fit_oracle(fitting: Fitting) -> Sequence[Control]:
     return [Control(chosen, threshold=0.0)]
 
 
-RANDOM = Method("random", "control", fit_random, reads_logits=False)
+RANDOM = Method("random", "control", fit_random, reads="neither")
 SHUFFLED = Method(
     "shuffled",
     "control",
@@ -146,5 +146,5 @@ ORACLE = Method(
     note="sees the labels; not attainable",
     needs="labels",
     unpublished="needs the labels",
-    reads_logits=False,
+    reads="neither",
 )

@@ -36,5 +36,5 @@ METHOD = Method(
     packages=("torch", "sklearn"),
     extra="baselines",
     note=note_of_router(),
-    reads_logits=False,
+    reads="neither",
 )

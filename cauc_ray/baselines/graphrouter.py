@@ -40,5 +40,5 @@ METHOD = Method(
     packages=("torch", "sklearn"),
     extra="baselines",
     note=note_of_router("no descriptions of models", "one mask a step, early stopping"),
-    reads_logits=False,
+    reads="neither",
 )

@@ -93,7 +93,7 @@ MATRIX = Method(
     packages=("torch", "sklearn"),
     extra="baselines",
     note=note_of_router(leaves_middle=True),
-    reads_logits=False,
+    reads="neither",
 )
 SIMILARITY = Method(
     "routellm-sw",
@@ -102,7 +102,7 @@ SIMILARITY = Method(
     packages=("sklearn",),
     extra="baselines",
     note=note_of_router(leaves_middle=True),
-    reads_logits=False,
+    reads="neither",
 )
 BERT = text_method(
     "routellm-bert",
@@ -110,7 +110,7 @@ BERT = text_method(
     "Fine-tune a classifier of texts into a win of the last model, a tie, and a win of the first.",
     "labels from correctness",
     leaves_middle=True,
-    reads_logits=False,
+    reads="neither",
 )
 CAUSAL = text_method(
     "routellm-causal",

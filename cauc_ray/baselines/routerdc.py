@@ -49,12 +49,12 @@ METHOD = Method(
     packages=("torch", "sklearn"),
     extra="baselines",
     note=note_of_router("frozen encoder, clusters by PCA"),
-    reads_logits=False,
+    reads="neither",
 )
 ENCODER = text_method(
     "routerdc-encoder",
     "router",
     "Fine-tune the encoder (mDeBERTa-v3-base) by both contrasts.",
     "clusters by PCA",
-    reads_logits=False,
+    reads="neither",
 )

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from cauc_ray.baselines.routing import note_on_the_middle
 from cauc_ray.policies.fitting import Fitting
-from cauc_ray.policies.method import Method, Paradigm, imported
+from cauc_ray.policies.method import Method, Paradigm, Reads, imported
 
 
 def text_method(
-    name: str, paradigm: Paradigm, about: str, *notes: str, leaves_middle: bool = False, reads_logits: bool = True
+    name: str, paradigm: Paradigm, about: str, *notes: str, leaves_middle: bool = False, reads: Reads = "logits"
 ) -> Method:
     """Return a method, whose fit is networks.full_forms' of that name.
 
@@ -20,7 +20,7 @@ def text_method(
         about: What is fine-tuned, as the documentation of its fit.
         notes: How it differs from the published method.
         leaves_middle: Whether it calls the first and the last model only.
-        reads_logits: As of Method.
+        reads: As of Method.
     """
 
     def note(fitting: Fitting) -> str:
@@ -40,6 +40,6 @@ def text_method(
         extra="text-routers",
         note=note,
         needs="texts",
-        reads_logits=reads_logits,
+        reads=reads,
         unpublished="reads the queries' texts, which no policy does",
     )

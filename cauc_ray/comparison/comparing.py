@@ -229,41 +229,41 @@ def _benches(
             source = Source(logits if compared is None else compared.logits, of_chain, labels, example_ids)
             of_chain = of_chain.model_copy(update={"models": source.models, "costs": source.costs})
             name, located = "arrays", logits
+            if source.gives != "logits":
+                _require_enough(of_chain, str(source.path))
             if source.table is not None:
                 _require_splits(source.table, of_chain, encoder)
                 located = absolute(source.table.path)
                 name = compared.name if compared else located.name
             elif source.scores is not None:
-                _require_scores_enough(of_chain, source.scores.path)
                 located = absolute(source.scores.path)
                 name = compared.name if compared else located.stem
             elif options.address is not None:
                 raise ConfigError("arrays are compared in this process: leave address out, or write a logit table")
-            of_scores = source.scores is not None
-            trainable = options.checkpoints or () if options.texts is not None or of_scores else ()
+            trainable = options.checkpoints or () if options.texts is not None or source.scores is not None else ()
             chosen, absent = choose_methods(
-                options.methods, source.models, trainable, encoder, source.hidden, of_scores=of_scores
+                options.methods, source.models, trainable, encoder, source.hidden, gives=source.gives
             )
             if options.reference is not None and options.reference not in chosen:
                 raise ConfigError(f"reference: {unknown_name('method', options.reference, chosen)}")
             bench = Bench(
                 *(name, located, source.models, tuple(chosen), encoder, of_chain, labels, example_ids, cache),
-                of_scores=of_scores,
+                gives=source.gives,
             )
             benches.append(bench)
             not_run += [{**bench.keys, **entry} for entry in absent]
     return benches, not_run
 
 
-def _require_scores_enough(options: CompareOptions, path: AnyPath) -> None:
+def _require_enough(options: CompareOptions, path: str) -> None:
     """Raise ConfigError for options of a comparison that need logits."""
     if not (options.all_budgets or options.relative_budgets or options.points):
         raise ConfigError(
-            f"{path} has scores, no logits: Base cannot give the budget; give {{budget}}, {{budgets}}, "
+            f"{path} has no logits: Base cannot give the budget; give {{budget}}, {{budgets}}, "
             "{relative_budgets} or {points}"
         )
-    if options.objective != "accuracy" or options.texts is not None or options.embedding is not None:
-        raise ConfigError(f"{path} has the queries and their scores: leave {{objective}}, {{texts}}, {{embedding}} out")
+    if options.objective != "accuracy" or options.texts is not None:
+        raise ConfigError(f"{path} has no logits: leave {{objective}} and {{texts}} out")
 
 
 def _require_splits(table: LogitTable, options: CompareOptions, encoder: str | None) -> None:

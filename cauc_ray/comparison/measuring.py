@@ -41,7 +41,7 @@ from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.family import Curve, Family
 from cauc_ray.policies.fitting import Fitting
-from cauc_ray.policies.method import METHODS, Method
+from cauc_ray.policies.method import METHODS, Method, Reads
 from cauc_ray.policies.methods.base import BasePolicy, fit_base
 from cauc_ray.policies.trace import Answers, Examples, measure_replay
 
@@ -124,7 +124,7 @@ class Bench:
         labels: Of arrays.
         example_ids: Of arrays.
         cache: The splits and the trial that were used last, by any of the benches that share it.
-        of_scores: Whether there are scores of the models, no logits: nothing is said of confidences and classes.
+        gives: What there is of models; without logits nothing is said of calibration, nor, of scores, of classes.
     """
 
     set_name: str
@@ -136,7 +136,7 @@ class Bench:
     labels: Any = None
     example_ids: Any = None
     cache: dict[str, Any] = field(default_factory=dict)
-    of_scores: bool = False
+    gives: Reads = "logits"
 
     @property
     def keys(self) -> dict[str, str]:
@@ -176,11 +176,11 @@ class Bench:
             "n_rows": {split: len(chain) for split, chain in chains.items()},
             "n_fitted": sum(len(chain) for split, chain in chains.items() if split != options.split),
             "cost_unit": test.costs.unit,
-            "logit_kinds": {} if self.of_scores else dict(zip(test.models, test.logit_kinds, strict=True)),
+            "logit_kinds": {} if self.gives == "neither" else dict(zip(test.models, test.logit_kinds, strict=True)),
             "embedding": self.embedding,
             "calibration": None,
         }
-        if not self.of_scores:
+        if self.gives == "logits":
             content["calibration"] = calibration_of(splits[options.calibration_split], splits[options.split])
         if not options.pooled:
             content["fingerprints"] = fingerprints_of(*chains.values())
@@ -202,7 +202,7 @@ class Bench:
         keys = {**self.keys, "method": name, "seed": seed}
         columns = {key: pa.array([value] * len(curve), pa.scalar(value).type) for key, value in keys.items()}
         table = pa.table({**columns, **{column: curve[column] for column in curve.column_names}})
-        if self.of_scores:
+        if self.gives == "neither":
             index = table.column_names.index("macro_f1")
             table = table.set_column(index, "macro_f1", pa.nulls(len(table), pa.float64()))
             for figures in (of for row in rows for of in (row, row["default"], row["matched"])):

@@ -11,10 +11,9 @@ from cauc_ray.policies import by_method
 from cauc_ray.policies.by_method import SINGLE
 from cauc_ray.policies.family import Family
 from cauc_ray.policies.fitting import Fitting
-from cauc_ray.policies.method import METHODS, Method
+from cauc_ray.policies.method import LACKING, METHODS, Method, Reads
 from cauc_ray.policies.recalibrated import fit_recalibrated
 
-_NO_LOGITS = "reads models' logits, which a table of scores does not have"
 # Single models and other methods on recalibrated logits: recalibrated:<model>, recalibrated+<method>.
 RECALIBRATED = "recalibrated"
 
@@ -52,7 +51,7 @@ def choose_methods(
     embedding: str | None = None,
     hidden: Collection[str] = (),
     *,
-    of_scores: bool = False,
+    gives: Reads = "logits",
 ) -> tuple[list[str], list[dict[str, str]]]:
     """Return the methods to run in the order of tables, and those that cannot run here, each with the reason.
 
@@ -62,17 +61,17 @@ def choose_methods(
         trainable: Methods for which there are texts and a checkpoint.
         embedding: What routers look at.
         hidden: Models whose hidden states are available.
-        of_scores: Whether there are scores of the models, no logits.
+        gives: What the table has of models.
 
     Raises:
         ConfigError: A name is unknown, or none of the methods can run.
     """
     require_methods(names)
-    of_all = (SINGLE,) if of_scores else (SINGLE, RECALIBRATED)
+    of_all = (SINGLE, RECALIBRATED) if gives == "logits" else (SINGLE,)
     groups = [group for group in (SINGLE, RECALIBRATED) if group in names or ("all" in names and group in of_all)]
     chosen, absent = [f"{group}:{model}" for model in models for group in groups], list[dict[str, str]]()
-    if of_scores:
-        absent = [{"method": name, "why": _NO_LOGITS} for name in chosen if name.startswith(RECALIBRATED)]
+    if gives != "logits":
+        absent = [{"method": name, "why": LACKING["logits"]} for name in chosen if name.startswith(RECALIBRATED)]
         chosen = [name for name in chosen if name.startswith(SINGLE)]
     for name, method in METHODS.items():
         forms = [name] if {"all", name} & set(names) else []
@@ -81,7 +80,8 @@ def choose_methods(
             forms.append(recalibrated)
         why = _obstacle(method, models, trainable, embedding, hidden)
         for form in forms:
-            reason = _NO_LOGITS if of_scores and (form != name or method.reads_logits) else why
+            reads: Reads = method.reads if form == name else "logits"
+            reason = why if reads in (gives, "neither") else LACKING[reads]
             if reason is None:
                 chosen.append(form)
             else:

@@ -17,7 +17,7 @@ from cauc_ray.errors import ConfigError, DataError
 Normaliser: TypeAlias = Callable[[str], str | None]
 DEFAULT_RULE = "exact"
 RULES = "exact, number, json:FIELD, regex:PATTERN or a function as module:name"
-_NUMBER = re.compile(r"[-+−]?(?:\d[\d,_]*)?(?:\.\d+|\d)(?:[eE][-+]?\d+)?\s*%?")
+_NUMBER = re.compile("[-+\u2212]?" r"(?:\d[\d,_]*)?(?:\.\d+|\d)(?:[eE][-+]?\d+)?\s*%?")
 _OUTER = string.whitespace + string.punctuation.replace("%", "").replace("-", "").replace("+", "")
 
 
@@ -38,7 +38,7 @@ class AnswerRule:
     def __init__(self, text: str) -> None:
         """Read a rule. Raises ConfigError for a text that is none."""
         self.text = text
-        self._judge: Callable[[str, Mapping[str, Any]], bool] | None = None
+        self._judge: Callable[[str, Mapping[str, Any]], object] | None = None
         kind, _, rest = text.partition(":")
         if text == "exact":
             self._normal: Normaliser = exact_form
@@ -74,7 +74,7 @@ class AnswerRule:
             if form is None or answer is None:
                 return False
             says = self._judge(answer, row)
-            if says is not None and not isinstance(says, bool) and says not in (0, 1):
+            if says is not None and says not in (0, 1):
                 raise DataError(f"{self.text} must return whether the answer is right, got {says!r}")
             return None if says is None else bool(says)
         if reference is None:
@@ -108,7 +108,7 @@ def number_form(answer: str) -> str | None:
     found = _NUMBER.findall(unicodedata.normalize("NFKC", answer))
     if not found:
         return None
-    text = re.sub(r"[,_\s]", "", found[-1]).replace("−", "-")
+    text = re.sub(r"[,_\s]", "", found[-1]).replace("\u2212", "-")
     try:
         number = Decimal(text.rstrip("%"))
     except InvalidOperation:
@@ -143,7 +143,7 @@ def _by_pattern(pattern: str) -> Normaliser:
     return form
 
 
-def _function(text: str) -> Callable[[str, Mapping[str, Any]], bool]:
+def _function(text: str) -> Callable[[str, Mapping[str, Any]], object]:
     module, _, name = text.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)

@@ -191,13 +191,7 @@ class LogitTable:
         self, models: Sequence[str], split: str, *, costs: CallCosts = None, with_logits: bool = False
     ) -> ChainHeads:
         """Read a chain as read_chain does, and return its models' rows, of which logits are read only if asked for."""
-        if not models:
-            raise ConfigError("a chain needs at least one model")
-        twice = next((m for m in models if list(models).count(m) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"model {twice!r} is a duplicate in the chain")
-        if costs is not None and not isinstance(costs, str) and len(costs) != len(models):
-            raise ConfigError(f"{len(costs)} costs for {len(models)} models: give one cost for each model, in order")
+        self._require_chain(models, costs)
         files = self._files_of_all(models, split)
         rows = [
             read_rows(model_files, model, self._source(model, split), self.kinds[model], with_logits=with_logits)
@@ -228,6 +222,15 @@ class LogitTable:
             logit_kind=tuple(self.kinds[model] for model in models),
             heads=tuple(rows),
         )
+
+    def _require_chain(self, models: Sequence[str], costs: CallCosts) -> None:
+        if not models:
+            raise ConfigError("a chain needs at least one model")
+        twice = next((m for m in models if list(models).count(m) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"model {twice!r} is a duplicate in the chain")
+        if costs is not None and not isinstance(costs, str) and len(costs) != len(models):
+            raise ConfigError(f"{len(costs)} costs for {len(models)} models: give one cost for each model, in order")
 
     def _costs(self, models: Sequence[str], costs: CallCosts, reported: Sequence[Floats | None], n: int) -> Costs:
         """Return the costs of n examples' calls, which each model's table may report."""

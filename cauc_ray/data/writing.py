@@ -29,7 +29,10 @@ MOST_VALUES = 2**31 - 1
 
 
 class PoolModel(BaseModel):
-    """One model of a logit table: its name, the cost of a call, the origin of its logits, how it was asked."""
+    """One model of a table: its name, the cost of a call, the origin of its logits, how it was asked.
+
+    A model that answers in words has a rule by which its answers are the same, and the names of its confidences.
+    """
 
     model_config = ConfigDict(extra="forbid")
     name: str
@@ -39,6 +42,8 @@ class PoolModel(BaseModel):
     dtype: str | None = None
     noise: float | None = None
     prompt: str | None = None
+    rule: str | None = None
+    confidences: tuple[str, ...] | None = None
 
 
 class TableInfo(BaseModel):
@@ -122,21 +127,26 @@ def write_logits(
         ConfigError: For a name that cannot be a folder's, arrays of different lengths, another unit than the table's,
             or a kind or unit without a cost.
     """
-    for name in (model, split):
-        if not name or "/" in name or "=" in name:
-            raise ConfigError(f"{name!r} cannot be a folder's name in a logit table: empty, or with '/' or '='")
+    require_folder_names(model, split)
     if cost is None and (cost_unit is not None or logit_kind is not None):
         raise ConfigError(f"model {model!r}: cost_unit and logit_kind need a cost; give cost=")
     table = logit_columns(example_ids, labels, logits, costs)
     if cost is not None:
-        _record(path_of(path), PoolModel(name=model, cost=cost, logit_kind=logit_kind), cost_unit)
+        record_model(path_of(path), PoolModel(name=model, cost=cost, logit_kind=logit_kind), cost_unit)
     folder = path_of(path) / f"model={model}" / f"split={split}"
     make_folder(folder)
     write_parquet(folder / "part-0.parquet", table)
     return folder / "part-0.parquet"
 
 
-def _record(table: AnyPath, model: PoolModel, unit: str | None) -> None:
+def require_folder_names(*names: str) -> None:
+    """Raise ConfigError for a name of a model or a split that cannot be a folder's."""
+    for name in names:
+        if not name or "/" in name or "=" in name:
+            raise ConfigError(f"{name!r} cannot be a folder's name in a table: empty, or with '/' or '='")
+
+
+def record_model(table: AnyPath, model: PoolModel, unit: str | None) -> None:
     """Declare a model in pool.json, replacing one of that name."""
     info = read_info(table) or TableInfo(cost_unit=unit or UNNAMED_UNIT, models=[])
     if unit is not None and unit != info.cost_unit:

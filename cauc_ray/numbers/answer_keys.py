@@ -12,17 +12,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cauc_ray.numbers.logits import ANSWERS, LogitKind
 from cauc_ray.numbers.types import Floats, Ints
 
-# The key of a row without an answer.
-NO_ANSWER = 0
+# The key of a row without an answer; the label of a row on which no model is right; and what predictions name of an
+# answer that is wrong although its words are those of a right one.
+NO_ANSWER, NONE_RIGHT, WRONG = 0, 1, 2
+_FIRST_KEY = 3
 _LOW_BITS = 16
 # Columns before the confidences: two of the key of what was said, two of that by which answers agree.
 N_KEYS = 4
 
 
 def answer_keys(texts: Sequence[str | None]) -> Ints:
-    """Return the keys of answers, int32 (n,), from 1 to 2^31 - 1; NO_ANSWER where there is none.
+    """Return the keys of answers, int32 (n,), from 3 to 2^31 - 1; NO_ANSWER where there is none.
 
     >>> first, second, none = answer_keys(["Paris", "Rome", None])
     >>> bool(first != second), int(none)
@@ -36,7 +39,7 @@ def _key(text: str | None) -> int:
     if text is None:
         return NO_ANSWER
     digest = int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
-    return 1 + digest % (2**31 - 1)
+    return _FIRST_KEY + digest % (2**31 - _FIRST_KEY)
 
 
 def answer_vectors(keys: Ints, confidences: Floats, said: Ints | None = None) -> Floats:
@@ -73,6 +76,11 @@ def confidences_in(vectors: Floats) -> Floats:
     confidences = vectors[:, N_KEYS:].astype(np.float64)
     confidences[np.isneginf(confidences)] = np.nan
     return confidences
+
+
+def own_answer(logits: Floats, kind: LogitKind) -> Ints:
+    """Return a model's own answers, int (N,): the likeliest options, or the keys of what it has said."""
+    return said_keys(logits) if kind == ANSWERS else logits.argmax(axis=1)
 
 
 def _joined(halves: Floats) -> Ints:

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from cauc_ray.numbers.types import Bools, Floats
 
 ScaleKind: TypeAlias = Literal["share", "log-share", "number"]
-# What a fit adds to linear terms: nothing, a slope for each value of the first flag, ramps between knots, or both.
-Form: TypeAlias = Literal["linear", "by-flag", "ramps", "ramps-by-flag"]
+# What a fit is made of: linear terms, or also ramps between knots.
+Form: TypeAlias = Literal["linear", "ramps"]
 
 PENALTIES = (0.3, 3.0, 30.0)
-FORMS: tuple[Form, ...] = ("linear", "by-flag", "ramps", "ramps-by-flag")
+FORMS: tuple[Form, ...] = get_args(Form)
 N_FOLDS, N_RAMPS = 5, 8
 # Rows that the form and the penalty are chosen on; the fit itself has all.
 MOST_CHOOSING = 4000
 # Shares are kept so far from 0 and 1, of which the log odds are infinite.
 _LEAST_SHARE = 1e-3
+_MOST_STEPS, _TOLERANCE, _SHORTEST = 100, 1e-9, 1e-10
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,13 @@ class Scale:
     may_lack: bool
 
     @classmethod
-    def of(cls, values: Floats) -> Scale:
-        """Return the scale of a signal's values, float64 (n,), NaN where a row lacks it."""
+    def of(cls, values: Floats, *, plain: bool = False) -> Scale:
+        """Return the scale of a signal's values, float64 (n,), NaN where a row lacks it.   plain: of kind number."""
         present = values[~np.isnan(values)]
         kind: ScaleKind = "number"
-        if present.size and present.min() >= 0 and present.max() <= 1:
+        if plain:
+            pass
+        elif present.size and present.min() >= 0 and present.max() <= 1:
             kind = "share"
         elif present.size and present.max() <= 0:
             kind = "log-share"
@@ -76,12 +79,12 @@ def _in_log_odds(values: Floats, kind: ScaleKind) -> Floats:
     # By functions of single numbers: numpy's may round one in another way at another place of an array.
     if kind == "share":
         odds: Floats = special.logit(np.clip(values, _LEAST_SHARE, 1 - _LEAST_SHARE))
-        return odds
-    if kind == "log-share":
+    elif kind == "log-share":
         logs = np.minimum(values, np.log1p(-_LEAST_SHARE))
         odds = logs - special.log1p(-1 - special.expm1(logs))
-        return odds
-    return values
+    else:
+        odds = values
+    return odds
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +126,12 @@ def _terms(signals: Floats, flags: Bools, scales: Sequence[Scale], form: Form) -
         scaled = scale(values)
         lacking = np.isnan(scaled)
         linear = np.where(lacking, 0.0, scaled)
-        if form.endswith("by-flag") and flags.shape[1]:
+        if flags.shape[1]:  # a slope for each value of the first flag
             yield linear * flags[:, 0], True
             yield linear * ~flags[:, 0], True
         else:
             yield linear, True
-        if form.startswith("ramps"):
+        if form == "ramps":
             filled = np.where(lacking, scale.knots[0] if scale.knots else 0.0, scaled)
             for low, high in zip(scale.knots[:-1], scale.knots[1:], strict=True):
                 yield np.clip((filled - low) / (high - low), 0.0, 1.0), True
@@ -138,7 +141,9 @@ def _terms(signals: Floats, flags: Bools, scales: Sequence[Scale], form: Form) -
         yield flag.astype(np.float64), False
 
 
-def fit_correctness(signals: Floats, flags: Bools, right: Bools, like: Correctness | None = None) -> Correctness:
+def fit_correctness(
+    signals: Floats, flags: Bools, right: Bools, like: Correctness | None = None, *, plain: int = 0
+) -> Correctness:
     """Fit the probability of being right.
 
     The weights minimise the negative log likelihood plus half of the penalty times their squares, with one more right
@@ -149,12 +154,14 @@ def fit_correctness(signals: Floats, flags: Bools, right: Bools, like: Correctne
         flags: Bool (n, A).
         right: Whether each answer is right, bool (n,).
         like: A fit whose form and penalty to take; None to choose them by cross-validation.
+        plain: How many of the last signals are log odds or other numbers, whatever their values.
     """
     signals = np.asarray(signals, dtype=np.float64)
-    form, penalty = ("linear", PENALTIES[-1]) if like is None else (like.form, like.penalty)
+    form: Form = "linear" if like is None else like.form
+    penalty = PENALTIES[-1] if like is None else like.penalty
     if like is None and len(right) >= 2 * N_FOLDS:
-        form, penalty = _chosen(signals, flags, right)
-    scales = tuple(Scale.of(values) for values in signals.T)
+        form, penalty = _chosen(signals, flags, right, plain)
+    scales = _scales(signals, plain)
     weights = _solve(*_design(signals, flags, scales, form), right, penalty)
     return Correctness(form, penalty, scales, float(weights[0]), tuple(weights[1:].tolist()))
 
@@ -164,22 +171,26 @@ def fold_of(n: int) -> Any:
     return np.random.default_rng(0).permutation(n) % N_FOLDS
 
 
-def _chosen(signals: Floats, flags: Bools, right: Bools) -> tuple[Form, float]:
+def _scales(signals: Floats, plain: int) -> tuple[Scale, ...]:
+    first_plain = signals.shape[1] - plain
+    return tuple(Scale.of(values, plain=index >= first_plain) for index, values in enumerate(signals.T))
+
+
+def _chosen(signals: Floats, flags: Bools, right: Bools, plain: int) -> tuple[Form, float]:
     """Return the form and the penalty of the least log loss on left-out folds."""
     some = np.random.default_rng(0).permutation(len(right))[:MOST_CHOOSING]
     signals, flags, right = signals[some], flags[some], right[some]
     folds = fold_of(len(right))
-    forms = [form for form in FORMS if flags.shape[1] or not form.endswith("by-flag")]
-    losses = dict.fromkeys([(form, penalty) for form in forms for penalty in PENALTIES[::-1]], 0.0)
+    losses = dict.fromkeys([(form, penalty) for form in FORMS for penalty in PENALTIES[::-1]], 0.0)
     for fold in range(N_FOLDS):
         seen, held_out = folds != fold, folds == fold
-        scales = tuple(Scale.of(values) for values in signals[seen].T)
-        for form in forms:
+        scales = _scales(signals[seen], plain)
+        for form in FORMS:
             design, bounded = _design(signals, flags, scales, form)
             weights: Floats | None = None
             for penalty in PENALTIES[::-1]:
                 weights = _solve(design[seen], bounded, right[seen], penalty, weights)
-                signed = np.where(right[held_out], -1.0, 1.0) * (design[held_out] @ weights)
+                signed = np.where(right[held_out], -1.0, 1.0) * np.vecdot(design[held_out], weights)
                 losses[form, penalty] += float(np.logaddexp(0.0, signed).sum())
     return min(losses, key=losses.__getitem__)
 
@@ -187,31 +198,47 @@ def _chosen(signals: Floats, flags: Bools, right: Bools) -> tuple[Form, float]:
 def _design(signals: Floats, flags: Bools, scales: Sequence[Scale], form: Form) -> tuple[Floats, list[bool]]:
     """Return the terms of rows as columns after one of ones, float64 (n, P), and whose weights are not negative."""
     terms = list(_terms(signals, flags, scales, form))
-    return np.column_stack([np.ones(len(signals)), *(term for term, _ in terms)]), [False, *(rises for _, rises in terms)]
+    return np.column_stack([np.ones(len(signals)), *(term for term, _ in terms)]), [
+        False,
+        *(rises for _, rises in terms),
+    ]
 
 
 def _solve(
     design: Floats, bounded: Sequence[bool], right: Bools, penalty: float, start: Floats | None = None
 ) -> Floats:
-    """Return the weights, float64 (P,), the intercept's first."""
-    from scipy.optimize import minimize
+    """Return the weights, float64 (P,), the intercept's first, by projected Newton steps (Bertsekas, 1982)."""
     from scipy.special import expit
 
-    signs, penalties = np.where(right, 1.0, -1.0), np.full(design.shape[1], penalty)
+    n, p = design.shape
+    signs, penalties, lowest = np.where(right, 1.0, -1.0), np.full(p, penalty), np.where(bounded, 0.0, -np.inf)
     penalties[0] = 0.0
 
-    def loss(weights: Floats) -> tuple[float, Floats]:
-        margins = signs * (design @ weights)
-        away = -signs * expit(-margins)
-        value = np.logaddexp(0.0, -margins).sum() + 0.5 * penalties @ weights**2
-        gradient: Floats = away @ design + penalties * weights
+    def loss(weights: Floats) -> float:
         # One right and one wrong row at the centre.
-        value += np.logaddexp(0.0, -weights[0]) + np.logaddexp(0.0, weights[0])
-        gradient[0] += 2.0 * expit(weights[0]) - 1.0
-        return float(value), gradient
+        margins = np.append(signs * np.vecdot(design, weights), [weights[0], -weights[0]])
+        return float(np.logaddexp(0.0, -margins).sum() + 0.5 * penalties @ weights**2)
 
-    bounds = [(0.0 if is_bounded else None, None) for is_bounded in bounded]
-    first = np.zeros(design.shape[1]) if start is None else start
-    options = {"maxiter": 1000, "maxcor": 20, "ftol": 1e-13, "gtol": 1e-7 * len(right)}
-    weights: Floats = minimize(loss, first, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x
+    weights = np.zeros(p) if start is None else start
+    value = loss(weights)
+    for _ in range(_MOST_STEPS):
+        shares, of_centre = expit(np.vecdot(design, weights)), expit(weights[0])
+        slope = np.vecdot(design.T, shares - right) + penalties * weights
+        slope[0] += 2.0 * of_centre - 1.0
+        free = ~((weights <= lowest) & (slope > 0))
+        if np.abs(slope[free]).max(initial=0.0) <= _TOLERANCE * n:
+            break
+        curvature = (design.T * (shares * (1.0 - shares))) @ design + np.diag(penalties)
+        curvature[0, 0] += 2.0 * of_centre * (1.0 - of_centre)
+        step, size = np.zeros(p), 1.0
+        step[free] = -np.linalg.solve(curvature[np.ix_(free, free)], slope[free])
+        while True:
+            moved = np.maximum(weights + size * step, lowest)
+            moved_value = loss(moved)
+            if moved_value <= value + 1e-4 * float(slope @ (moved - weights)) or size < _SHORTEST:
+                break
+            size /= 2.0
+        if moved_value >= value:
+            break
+        weights, value = moved, moved_value
     return weights

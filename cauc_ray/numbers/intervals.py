@@ -302,8 +302,8 @@ def label_shift(one: Ints, two: Ints) -> float:
     """
     from scipy.special import chdtrc
 
-    k = int(max(one.max(initial=0), two.max(initial=0))) + 1
-    counts = np.stack([np.bincount(labels, minlength=k) for labels in (one, two)])
+    classes = np.unique(np.concatenate([one, two]), return_inverse=True)[1]
+    counts = np.stack([np.bincount(of, minlength=int(classes.max()) + 1) for of in np.split(classes, [len(one)])])
     shares = counts.sum(axis=1, keepdims=True) / counts.sum()
     rare = (shares * counts.sum(axis=0)).min(axis=0) < FEWEST_EXPECTED
     counts = np.column_stack([counts[:, ~rare], counts[:, rare].sum(axis=1)])

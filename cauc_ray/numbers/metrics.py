@@ -62,6 +62,9 @@ _BLOCK_ROWS = 1 << 16
 # Shares are counts over n, or sums of such: further digits are rounding errors.
 _SHARE_DIGITS = 12
 
+# Classes with larger numbers are numbered anew.
+_MOST_CLASSES = 1 << 20
+
 # Two equal means over the same rows may differ by this much through rounding.
 _ROUNDING = 1e-12
 
@@ -87,10 +90,19 @@ def macro_f1(predictions: Ints, labels: Ints) -> float:
     >>> macro_f1(np.array([0, 0, 1, 2]), np.array([0, 1, 1, 1])) == (2 / 3 + 2 / 4) / 2
     True
     """
+    predictions, labels = numbered(predictions, labels)
     k = int(max(predictions.max(initial=-1), labels.max(initial=-1))) + 1
     hits, of_labels = np.bincount(labels[predictions == labels], minlength=k), np.bincount(labels, minlength=k)
     either, present = of_labels + np.bincount(predictions, minlength=k), of_labels > 0
     return float((2 * hits[present] / either[present]).mean())
+
+
+def numbered(predictions: Ints, labels: Ints) -> tuple[Ints, Ints]:
+    """Return both with classes from 0 on where their numbers are too large to count by, as keys of answers are."""
+    if max(predictions.max(initial=-1), labels.max(initial=-1)) < _MOST_CLASSES:
+        return predictions, labels
+    whole = np.unique(np.concatenate([predictions.ravel(), labels.ravel()]), return_inverse=True)[1]
+    return whole[: predictions.size].reshape(predictions.shape), whole[predictions.size :].reshape(labels.shape)
 
 
 def nll(log_probabilities: Floats, labels: Ints) -> float:

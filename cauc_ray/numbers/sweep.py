@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from cauc_ray.errors import BudgetError, DataError
 from cauc_ray.numbers.chain import Costs
+from cauc_ray.numbers.metrics import numbered
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 Objective: TypeAlias = Literal["accuracy", "macro-f1"]
@@ -321,6 +322,7 @@ def _macro_f1_path(events: Events, predictions: Ints, labels: Ints) -> Floats:
     counts give each class's F1 initially and after each of its changes; the differences, summed in order of confidence,
     give the sum over classes.
     """
+    predictions, labels = numbered(predictions, labels)
     k, first = int(max(predictions.max(), labels.max())) + 1, predictions[:, 0]
     rows, before, after = events.rows_and_stages()
     old, new = predictions[rows, before], predictions[rows, after]

@@ -12,7 +12,6 @@ from cauc_ray.errors import GuardError, GuardWarning, warn
 from cauc_ray.numbers.calibration import FitStatus
 from cauc_ray.numbers.chain import Chain, ChainPart
 from cauc_ray.numbers.intervals import Mean, label_shift, mean_difference, ranking, signs_of
-from cauc_ray.numbers.logits import real_options, top_option
 from cauc_ray.numbers.metrics import calibration_error, worsening
 from cauc_ray.numbers.sweep import most_within
 from cauc_ray.numbers.types import Bools, Floats, Ints
@@ -73,10 +72,7 @@ def _block_alone(stages: tuple[Stage, ...], part: ChainPart, rows: slice) -> tup
     """Return of each model's own answers whether they are right and their confidences, calibrated and raw, (n, M)."""
     columns = []
     for stage, logits in zip(stages, part.logits[-len(stages) :], strict=True):
-        predictions, confidences = stage.calibrator.answers(stage.scores(logits[rows]))
-        options, places = real_options(logits[rows], stage.logit_kind), np.arange(len(predictions))
-        raw_predictions, raw = top_option(options)
-        raw = raw * np.exp(options[places, predictions] - options[places, raw_predictions])
+        predictions, confidences, raw = stage.by_itself(logits[rows])
         columns.append((predictions == part.labels[rows], confidences, raw))
     right, after, before = (np.stack(column, axis=1) for column in zip(*columns, strict=True))
     return right, after, before

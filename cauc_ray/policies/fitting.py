@@ -18,7 +18,7 @@ from cauc_ray.numbers.calibration import FitStatus
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.intervals import signs_of
-from cauc_ray.numbers.logits import joint_kind
+from cauc_ray.numbers.logits import VECTOR_KINDS, joint_kind
 from cauc_ray.numbers.sweep import STOP_NONE, Objective
 from cauc_ray.policies.calibrated import AnswerSums, CalibratorFit, calibrator_of, sum_answers
 from cauc_ray.policies.evidence import FittedOn, TemperatureDiagnostics, ThresholdChoice
@@ -100,7 +100,7 @@ def split_entries(
 
 
 def entries_of_models(calibration: ChainLogits, *, warns: bool = False) -> list[dict[str, Any]]:
-    """Return the entries of all models of a chain; an encoder has nothing to calibrate.
+    """Return the entries of all models of a chain; encoders, and answers in words, have no logits to calibrate.
 
     Args:
         calibration: Labelled examples.
@@ -108,7 +108,7 @@ def entries_of_models(calibration: ChainLogits, *, warns: bool = False) -> list[
     """
     entries, fit = list[dict[str, Any]](), calibrate if warns else calibrator_of
     for index, (name, kind) in enumerate(zip(calibration.models, calibration.logit_kinds, strict=True)):
-        if kind == "embedding":
+        if kind in VECTOR_KINDS:
             encoder = {"name": name, "cost": float(calibration.costs.means[index]), "logit_kind": kind}
             entries.append({**encoder, "temperature": 1.0, "diagnostics": None})
             continue

@@ -26,6 +26,13 @@ Paradigm: TypeAlias = Literal["single-model", "ours", "ensemble", "cascade", "ro
 _PARADIGMS: Sequence[Paradigm] = get_args(Paradigm)
 # What a method reads in addition to logits.
 Need: TypeAlias = Literal["texts", "embedding", "hidden states", "labels"]
+# What a method must read of models.
+Reads: TypeAlias = Literal["logits", "answers", "neither"]
+# Why methods cannot run on a table that lacks what they read.
+LACKING: Mapping[Reads, str] = {
+    "logits": "reads models' logits, which the table does not have",
+    "answers": "reads answers in words and confidences in them, which the table does not have",
+}
 # Fits a policy to chains, which may lie in shards, by a rule; with safe=True it keeps only supported fusions.
 Fit: TypeAlias = Callable[..., Policy]
 # Isotonic maps are supported for a small and a large model only: with three, the choice among models would depend on
@@ -53,7 +60,7 @@ class Method:
         sub_chains: Fits the sub-chains of a pool for a search; None if it is not searched.
         calibrators: Kinds of calibrators of its models; none if it recalibrates them by terms of its own.
         most_models: Largest number of models; None for any.
-        reads_logits: Whether it reads more of a model's answer than whether it is right, or reads it before the choice.
+        reads: What it must read of models: their logits, their answers in words with confidences, or neither.
         broken: Why it cannot be loaded, empty if it can.
     """
 
@@ -69,7 +76,7 @@ class Method:
     sub_chains: Callable[[Pool], Iterable[SubChain]] | None = None
     calibrators: tuple[CalibratorKind, ...] = ("temperature",)
     most_models: int | None = None
-    reads_logits: bool = True
+    reads: Reads = "logits"
     broken: str = ""
 
     @property

@@ -20,11 +20,21 @@ from cauc_ray.errors import ConfigError, PolicyError, explain, warn
 from cauc_ray.files.documents import write_text
 from cauc_ray.files.entry_points import loaded, registered
 from cauc_ray.files.paths import AnyPath, path_of
+from cauc_ray.numbers.answer_keys import said_keys
 from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind, Isotonic
 from cauc_ray.numbers.chain import LARGEST, Chain
 from cauc_ray.numbers.gains import Gains
 from cauc_ray.numbers.intervals import Share
-from cauc_ray.numbers.logits import LogitKind, bounded_below, joint_kind, likeliest, real_options, stacked
+from cauc_ray.numbers.logits import (
+    ANSWERS,
+    LogitKind,
+    bounded_below,
+    joint_kind,
+    likeliest,
+    real_options,
+    stacked,
+    top_option,
+)
 from cauc_ray.numbers.rows import row_argmax
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.types import Bools, Floats, Ints
@@ -95,9 +105,20 @@ class Stage(FrozenModel):
 
     def best_option(self, logits: Floats) -> Ints:
         """Return the model's answers by itself, int (n,), the lowest index among equals.   logits: float (n, K)."""
+        if self.logit_kind == ANSWERS:
+            return said_keys(logits)
         # A temperature neither reorders options nor, of float32 logits, makes two of them equal.
         plain = self.offsets is None and self.floor is None and logits.dtype == np.float32
         return row_argmax(real_options(logits, self.logit_kind) if plain else self.scores(logits))[0]
+
+    def by_itself(self, logits: Floats) -> tuple[Ints, Floats, Floats]:
+        """Return the model's own answers, int32 (n,), and the confidences in them, calibrated and raw, float64 (n,)."""
+        predictions, confidences = self.calibrator.answers(self.scores(logits))
+        if self.logit_kind == ANSWERS:
+            return said_keys(logits), confidences, confidences
+        options, places = real_options(logits, self.logit_kind), np.arange(len(predictions))
+        raw_predictions, raw = top_option(options)
+        return predictions, confidences, raw * np.exp(options[places, predictions] - options[places, raw_predictions])
 
     def bounded(self, logits: Floats) -> Floats:
         """Return the model's logits, float (n, K), with -inf for masks and no real option below the floor."""
@@ -106,9 +127,13 @@ class Stage(FrozenModel):
     def scores(self, logits: Floats) -> Floats:
         """Return calibrated logits, float64 (n, K), from the model's logits, float (n, K), which may have masks.
 
+        Of answers in words, whose confidence a plain stage does not know, 0 for a single option.
+
         Raises:
             DataError: A row has an option without an offset.
         """
+        if self.logit_kind == ANSWERS:
+            return np.zeros((len(logits), 1))
         return self.calibrator.scores(real_options(logits, self.logit_kind), self.name)
 
 

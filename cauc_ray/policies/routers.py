@@ -47,8 +47,7 @@ class ChoosingPolicy(MethodPolicy):
         """Return the step at which each of the models answers.   worth: float (n, S)."""
         ends = self.ends.tolist()
         return [
-            self.own_answer(stage, real_options(logits[stage]), worth=of_model)
-            for stage, of_model in zip(ends, worth.T, strict=True)
+            self.own_answer(stage, logits[stage], worth=of_model) for stage, of_model in zip(ends, worth.T, strict=True)
         ]
 
 
@@ -97,11 +96,11 @@ class RouterPolicy(ChoosingPolicy):
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
         """Choose at the first stage; the model that is chosen answers."""
         if stage:
-            return self.own_answer(stage, real_options(logits))
+            return self.own_answer(stage, logits)
         to = self.ends[stops_of(self.worth_of(logits), self.threshold)].astype(np.int8)
         if self.encoder is not None:
             return self.no_answer(np.zeros((len(to), 0)), to)
-        return self.own_answer(0, real_options(logits), accepted=to == 0, next=to)
+        return self.own_answer(0, logits, accepted=to == 0, next=to)
 
     def every_step(self, logits: Sequence[Floats], ids: Sequence[str] | None) -> list[Step]:
         """Return the answers of all models that may be chosen."""

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from cauc_ray.numbers.answer_keys import own_answer
 from cauc_ray.numbers.chain import LARGEST
 from cauc_ray.numbers.logits import log_softmax, real_options, top_option
 from cauc_ray.numbers.types import Floats
@@ -41,7 +42,7 @@ class MethodPolicy(ArraysPolicy):
         """Return a stage's own answer, which every row takes.   more: other fields of the step."""
         scores = self.stages[stage].scores(logits)
         confidences = top_option(scores)[1]
-        predictions = logits.argmax(axis=1).astype(np.int32)
+        predictions = own_answer(logits, self.stages[stage].logit_kind).astype(np.int32)
         n = len(scores)
         defaults = {"accepted": np.full(n, True), "state": np.zeros((n, 0)), "worth": np.full(n, np.inf)}
         return Step(predictions, confidences, scores=scores, **{**defaults, **more})
@@ -70,11 +71,10 @@ class ScoredPolicy(MethodPolicy):
         """Stop where the stage's score reaches the threshold, and at the last stage."""
         if stage == 0 and self.encoder is not None:
             return self.no_answer(np.asarray(logits, dtype=np.float64))
-        logits = real_options(logits)
         carried = np.zeros((len(logits), 0)) if state is None else state
         if stage == len(self.stages) - 1:
             return self.own_answer(stage, logits, state=carried)
-        worth = self.score(stage, logits, carried)
+        worth = self.score(stage, real_options(logits), carried)
         return self.own_answer(stage, logits, state=carried, worth=worth, accepted=worth >= self.threshold)
 
     @abstractmethod

@@ -11,11 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.answer_keys import said_keys
+from cauc_ray.numbers.answer_keys import own_answer
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, ChainLogits, ChainPart, Costs, in_order
 from cauc_ray.numbers.guarantees import StageGuarantees, stage_guarantees
 from cauc_ray.numbers.intervals import share, share_to_come
-from cauc_ray.numbers.logits import ANSWERS, LogitKind
 from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.numbers.rows import row_values, rows_at
 from cauc_ray.numbers.sweep import Events, Frontier, Objective, stops_of, sweep
@@ -295,11 +294,6 @@ def own_answers(chain: ChainLogits, models: Iterable[int] | None = None) -> Ints
     chosen = range(len(chain.models)) if models is None else models
     answers = [own_answer(chain.logits[model], chain.logit_kinds[model]) for model in chosen]
     return np.stack(answers, axis=1).astype(np.int32)
-
-
-def own_answer(logits: Floats, kind: LogitKind) -> Ints:
-    """Return a model's own answers, int (N,): the likeliest options, or the keys of what it has said."""
-    return said_keys(logits) if kind == ANSWERS else logits.argmax(axis=1)
 
 
 def trace_policy(policy: Policy, chain: Chain, *, likeliest: bool = False) -> Trace:

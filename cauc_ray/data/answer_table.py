@@ -1,0 +1,304 @@
+"""The answer table: what models have said, how sure they are and whether it is right; hive-partitioned Parquet.
+
+ANSWERS/model=<name>/split=<split>/*.parquet with example_id, answer, correct, confidence_<name> and optionally cost,
+and ANSWERS/pool.json as of a logit table, with the rule by which answers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cauc_ray.data.answer_rules import DEFAULT_RULE, rule_of
+from cauc_ray.data.blocks import first_duplicate
+from cauc_ray.data.logits import CallCosts, ChainHeads, LogitKinds, LogitTable
+from cauc_ray.data.model_rows import ModelRows, joined_labels, typed_column
+from cauc_ray.data.writing import PoolModel, TableInfo, read_info, record_model, require_folder_names
+from cauc_ray.errors import ConfigError, DataError, warn
+from cauc_ray.files.documents import make_folder
+from cauc_ray.files.parquet import parquet_files, read_footer, read_parquet, write_parquet
+from cauc_ray.files.paths import AnyPath, RemotePath, hive_values, path_of
+from cauc_ray.numbers.answer_keys import (
+    NO_ANSWER,
+    NONE_RIGHT,
+    WRONG,
+    agreement_keys,
+    answer_keys,
+    answer_vectors,
+    confidences_in,
+)
+from cauc_ray.numbers.arrays import refuse_rows
+from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainLogits
+from cauc_ray.numbers.logits import ANSWERS, LogitKind, SumsToOne
+from cauc_ray.numbers.types import Floats, Ints
+
+ANSWER, CORRECT, CONFIDENCE = "answer", "correct", "confidence_"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRows(ModelRows):
+    """One model's rows of an answer table; the logits are the answers' vectors (numbers.answer_keys).
+
+    Attributes:
+        texts: What was said, str or None, object (N,).
+        correct: Int8 (N,): 1 if right, 0 if wrong, -1 if unknown.
+    """
+
+    texts: npt.NDArray[Any]
+    correct: Ints
+
+
+class AnswerTable(LogitTable):
+    """A folder of answer tables."""
+
+    def __init__(self, path: str | AnyPath, logit_kind: LogitKinds = None) -> None:
+        """Open a table. Raises DataError as LogitTable does, ConfigError for a kind of logits."""
+        super().__init__(path)
+        if logit_kind is not None:
+            raise ConfigError(f"{self.path} has answers in words, which are no logits: leave the kind of logits out")
+        self.kinds = dict.fromkeys(self.models, ANSWERS)
+        self.facts = {model.name: model for model in self.info.models} if self.info else {}
+
+    def rule(self, model: str) -> str:
+        """Return the rule by which a model's answers are the same."""
+        fact = self.facts.get(model)
+        return DEFAULT_RULE if fact is None or fact.rule is None else fact.rule
+
+    def confidences(self, model: str) -> tuple[str, ...]:
+        """Return the names of a model's confidences, sorted: those of its first file."""
+        file = _first_file(self.path, model)
+        names = [] if file is None else read_footer(file).schema.names
+        return tuple(sorted(name.removeprefix(CONFIDENCE) for name in names if name.startswith(CONFIDENCE)))
+
+    def read_model(self, model: str, split: str, *, as_stored: bool = False, with_logits: bool = True) -> AnswerRows:
+        """Read one model's rows of one split, in order of example_id.
+
+        Raises:
+            DataError: An id is missing or a duplicate, a confidence or cost is not finite, an answer that is missing is
+                right, a column is missing or of a wrong type, or the split is empty; names file, model and example.
+        """
+        names = self.confidences(model)
+        parts = [self._part(file, model, names) for file in self._files(model, split)]
+        table = pa.concat_tables(parts).combine_chunks().sort_by("example_id")
+        source, ids = self._source(model, split), table.column("example_id").combine_chunks()
+        if not len(ids):
+            raise DataError(f"{source}: the split is empty")
+        duplicate = first_duplicate(ids)
+        if duplicate is not None:
+            raise DataError(f"{source}: example {duplicate!r} is a duplicate")
+        texts = table.column(ANSWER).to_numpy()
+        keys = answer_keys(rule_of(self.rule(model)).forms(texts.tolist()))
+        correct = pc.cast(table.column(CORRECT), pa.int8()).fill_null(-1).to_numpy()
+        refuse_rows(source, ids, (keys == NO_ANSWER) & (correct == 1), lambda row: "it is right without an answer")
+        confidences = [table.column(f"{CONFIDENCE}{name}").to_numpy() for name in names]
+        vectors = answer_vectors(keys, np.column_stack(confidences) if names else np.zeros((len(ids), 0)))
+        return AnswerRows(
+            files=(),
+            example_ids=ids,
+            labels=np.full(len(ids), UNKNOWN_LABEL, dtype=np.int32),
+            costs=table.column("cost").to_numpy() if "cost" in table.column_names else None,
+            positions=np.arange(len(ids)),
+            logits=vectors,
+            n_options=np.full(len(ids), vectors.shape[1]),
+            sums=SumsToOne(),
+            texts=texts,
+            correct=correct,
+        )
+
+    def _part(self, file: AnyPath, model: str, names: Sequence[str]) -> pa.Table:
+        """Read and check a file's rows."""
+        table, source = read_parquet(file), f"{file}: model {model!r}"
+        columns = {"example_id": pa.string(), ANSWER: pa.string(), CORRECT: pa.bool_()}
+        columns |= {f"{CONFIDENCE}{name}": pa.float64() for name in names}
+        columns |= {"cost": pa.float64()} if "cost" in table.column_names else {}
+        typed = {name: typed_column(table, name, kind, source) for name, kind in columns.items()}
+        ids = typed["example_id"]
+        if ids.null_count:
+            raise DataError(f"{source}: row {pc.index(ids.is_null(), True).as_py()} has no example_id")
+        for name, values in typed.items():
+            if values.type == pa.float64():
+                numbers = values.to_numpy(zero_copy_only=False)
+                wrong = np.isinf(numbers) | (np.isnan(numbers) & ~values.is_null().to_numpy(zero_copy_only=False))
+                wrong |= (numbers < 0) | values.is_null().to_numpy(zero_copy_only=False) if name == "cost" else False
+                why = f"its {name} is not a finite number"
+                refuse_rows(source, ids, wrong, lambda row, why=why: why)  # type: ignore[misc]
+        return pa.table(typed)
+
+    def read_chain(self, models: Sequence[str], split: str, *, costs: CallCosts = None) -> ChainLogits:
+        """Read a chain of models on one split, joined on example_id. Arguments and errors are those of LogitTable's.
+
+        An example's label is the key of a right answer of the first model that has one; it is unknown where it is
+        unknown of some model whether it is right.
+        """
+        self._require_chain(models, costs)
+        failed = pa.chunked_array([self.read_failed(model, split) for model in models], pa.string()).unique()
+        rows = [self.read_model(model, split) for model in models]
+        left = [of.without(failed) for of in rows] if len(failed) else rows
+        source = f"{self.path}, split {split!r}"
+        joined_labels(source, models, left)
+        if not len(left[0].example_ids):
+            raise DataError(f"{source}: no example was answered by all of {', '.join(models)}")
+        if len(left[0].example_ids) < max(len(of.example_ids) for of in rows):
+            warn(f"{source}: {len(failed):,} examples are left out because some model of the chain failed on them")
+        labels, said = _labels(left)
+        vectors = [
+            answer_vectors(agreement_keys(of.logits), confidences_in(of.logits), of_model)
+            for of, of_model in zip(left, said, strict=True)
+        ]
+        reported = [of.costs for of in left]
+        if costs is None:
+            costs = "per-model" if all(of is None for of in reported) else "per-call"
+        return ChainLogits(
+            models=tuple(models),
+            example_ids=tuple(left[0].example_ids.to_pylist()),
+            labels=labels,
+            source=source,
+            costs=self._costs(models, costs, reported, len(labels)),
+            per_call_costs=costs == "per-call",
+            logit_kind=(ANSWERS,) * len(models),
+            logits=tuple(vectors),
+        )
+
+    def read_chain_heads(
+        self, models: Sequence[str], split: str, *, costs: CallCosts = None, with_logits: bool = False
+    ) -> ChainHeads:
+        """Raise ConfigError: shards keep logits."""
+        raise ConfigError(f"{self.path} has answers in words, which one process keeps: leave shards out")
+
+
+def _labels(rows: Sequence[AnswerRows]) -> tuple[Ints, list[Ints]]:
+    """Return the labels of examples, int32 (N,), and what predictions name of each model's answers, int32 (N,) each."""
+    correct = np.stack([of.correct for of in rows], axis=1)
+    keys = np.stack([agreement_keys(of.logits) for of in rows], axis=1)
+    n = np.arange(len(keys))
+    right = correct == 1
+    labels = np.where(right.any(axis=1), keys[n, right.argmax(axis=1)], NONE_RIGHT).astype(np.int32)
+    for column in range(len(rows)):  # an answer of a model that is not judged may be one that is, by another model
+        same = (keys == keys[:, [column]]) & (correct >= 0)
+        known = correct[n, same.argmax(axis=1)]
+        judged = np.where(same.any(axis=1), known, np.where(keys[:, column] == NO_ANSWER, 0, -1))
+        correct[:, column] = np.where(correct[:, column] < 0, judged, correct[:, column])
+    labels[(correct < 0).any(axis=1)] = UNKNOWN_LABEL
+    same_words = keys == labels[:, None]
+    said = np.where(correct == 1, labels[:, None], np.where(same_words, WRONG, keys))
+    said = np.where(labels[:, None] == UNKNOWN_LABEL, keys, said)
+    return labels, list(said.astype(np.int32).T)
+
+
+def _first_file(table: AnyPath, model: str) -> AnyPath | None:
+    folder = table / f"model={model}"
+    return next(
+        (file for split in hive_values(folder, "split") for file in parquet_files(folder / f"split={split}")), None
+    )
+
+
+def open_table(
+    path: str | AnyPath,
+    logit_kind: LogitKinds = None,
+    *,
+    undeclared: Mapping[str, LogitKind] = MappingProxyType({}),
+) -> LogitTable:
+    """Open a table of logits, or of answers where its first file has those. Arguments are those of LogitTable."""
+    return AnswerTable(path, logit_kind) if holds_answers(path) else LogitTable(path, logit_kind, undeclared=undeclared)
+
+
+def holds_answers(path: object) -> bool:
+    """Return whether something is the path of a table of answers in words."""
+    folder = path_of(path) if isinstance(path, str | Path | RemotePath) else None
+    if folder is None or not folder.is_dir():
+        return False
+    file = next((file for model in hive_values(folder, "model")[:1] for file in [_first_file(folder, model)]), None)
+    return file is not None and ANSWER in read_footer(file).schema.names
+
+
+def table_info(path: str | AnyPath) -> TableInfo | None:
+    """Return a table's pool.json, with rules and confidences of its models where it has answers; None without one."""
+    info, table = read_info(path), open_table(path)
+    if not isinstance(table, AnswerTable):
+        return info
+    known = table.facts | {name: PoolModel(name=name, cost=0.0) for name in table.models if name not in table.facts}
+    models = [
+        model.model_copy(update={"rule": table.rule(name), "confidences": table.confidences(name)})
+        for name, model in known.items()
+        if name in table.models
+    ]
+    return (info or TableInfo(cost_unit="", models=[])).model_copy(update={"models": models})
+
+
+def write_answers(
+    path: str | AnyPath,
+    model: str,
+    split: str,
+    example_ids: Iterable[str],
+    answers: Sequence[str | None],
+    confidences: Mapping[str, Floats],
+    correct: Sequence[bool | None] | None = None,
+    costs: Floats | None = None,
+    *,
+    cost: float | None = None,
+    cost_unit: str | None = None,
+    rule: str = DEFAULT_RULE,
+) -> AnyPath:
+    """Write one model's rows of one split as ANSWERS/model=<model>/split=<split>/part-0.parquet.
+
+    Args:
+        path: The table: a local folder or a URI. It is created if it does not exist.
+        model: The model's name.
+        split: The split's name.
+        example_ids: (N,), unique in the split; models are joined on them.
+        answers: (N,), None where the model has no answer.
+        confidences: By name, float (N,), NaN where the model gave none.
+        correct: Whether each answer is right (N,), None where that is unknown; None for all.
+        costs: Of each call, float (N,), if calls have different costs.
+        cost: The cost of one call of this model, recorded in ANSWERS/pool.json.
+        cost_unit: Such as "USD".
+        rule: By which answers are the same (data.answer_rules).
+
+    Returns:
+        The file. A file of that name is replaced atomically.
+
+    Raises:
+        ConfigError: For a name that cannot be a folder's, arrays of different lengths, or another unit than the
+            table's.
+    """
+    require_folder_names(model, split)
+    rule_of(rule)
+    table = answer_columns(example_ids, answers, confidences, correct, costs)
+    if cost is not None:
+        names = tuple(sorted(confidences))
+        record_model(
+            path_of(path), PoolModel(name=model, cost=cost, rule=rule, confidences=names, logit_kind=ANSWERS), cost_unit
+        )
+    folder = path_of(path) / f"model={model}" / f"split={split}"
+    make_folder(folder)
+    write_parquet(folder / "part-0.parquet", table)
+    return folder / "part-0.parquet"
+
+
+def answer_columns(
+    example_ids: Iterable[str],
+    answers: Sequence[str | None],
+    confidences: Mapping[str, Floats],
+    correct: Sequence[bool | None] | None,
+    costs: Floats | None,
+) -> pa.Table:
+    """Return rows of an answer table; arguments and errors as for write_answers."""
+    ids = pa.array(example_ids, pa.string())
+    columns: dict[str, Any] = {"example_id": ids, ANSWER: pa.array(answers, pa.string())}
+    columns[CORRECT] = pa.array([None] * len(ids) if correct is None else list(correct), pa.bool_())
+    for name in sorted(confidences):
+        columns[f"{CONFIDENCE}{name}"] = pa.array(np.asarray(confidences[name], np.float32), from_pandas=True)
+    if costs is not None:
+        columns["cost"] = pa.array(np.asarray(costs, dtype=np.float32))
+    for name, values in columns.items():
+        if len(values) != len(ids):
+            raise ConfigError(f"{len(ids)} example ids and {len(values)} values of {name}; give one for each")
+    return pa.table(columns)
