@@ -97,7 +97,11 @@ class FitOptions(ChainOptions, ShardOptions):
     def threshold_rule(self) -> ThresholdRule:
         """Return what decides the threshold. Raises ConfigError where options contradict each other."""
         limit = None if self.certify is None else RiskLimit.parse(self.certify)
-        compare: Compared = self.rule if self.method in (None, "rf", "answers") else "confidence"
+        compare: Compared = "confidence"
+        if self.method == "answers" and self.threshold is None and limit is None:
+            compare = self.rule or "gain"
+        elif self.method in (None, "rf", "answers"):
+            compare = self.rule or "confidence"
         budget, confidence = self.budget, None
         if isinstance(budget, str):
             budget, confidence = map(float, budget.split("@"))
@@ -175,7 +179,7 @@ def fit(
     threshold: Common[float | None] = None,
     validation: Common[Cut] = None,
     price: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None,
-    rule: Compared = "confidence",
+    rule: Compared | None = None,
     objective: Objective = "accuracy",
     certify: str | None = None,
     by: str | None = None,
@@ -208,7 +212,8 @@ def fit(
             of rows means nothing, except for shares that are cut off where ids are positions.
         models: The chain, cheapest first (default: all models, by cost).
         method: base, rf, stacked (RF with biases that recalibrate each model), auto (the best stacked sub-chain at a
-            budget), single:MODEL, or a method of `cauc compare`.
+            budget), answers, single:MODEL, or a method of `cauc compare` (default: base; for a table of answers in
+            words, answers).
         budget: Mean cost per example to choose the threshold for, on validation; as 6@0.95 on new inputs, with that
             confidence.
         threshold: A threshold to use as it is.
@@ -217,8 +222,9 @@ def fit(
         price: Price of a unit of cost, in errors. The threshold is 1 - r - price x c, with the last stage's error r on
             calibration and the cost c of all calls after the first. For gains and stacked, the least gain per unit of
             cost that is worth a call.
-        rule: What rf compares: its confidence with one threshold, or its expected gain per cost with a price. Stacked
-            always compares gains.
+        rule: What rf and answers compare: their confidence with one threshold, or their expected gain per cost with a
+            price (default: confidence, but gain for answers without a threshold and a certificate). Stacked always
+            compares gains.
         objective: What a chosen threshold maximises.
         certify: Limit of the risk of early answers and its confidence, as risk<=0.05@0.95.
         by: Column that the table keeps, in each of whose segments the risk is certified.
@@ -326,9 +332,9 @@ def _with_prompts(policy: Policy, logits: Logits, before: Policy | None = None) 
     asked: dict[str, dict[str, Any]] = {}
     asked |= {stage.name: {"prompt": stage.prompt} for stage in before.stages} if before else {}
     for model in info.models if info else ():
-        fields = ("prompt",) if model.rule is None else ("prompt", "rule", "confidences")
-        asked[model.name] = asked.get(model.name, {}) | model.model_dump(include=set(fields), exclude_none=True)
-    stages = [stage.model_copy(update=asked.get(stage.name, {})) for stage in policy.stages]
+        said = {} if model.rule is None else {"rule": model.rule, "confidences": tuple(model.confidences or ())}
+        asked[model.name] = asked.get(model.name, {}) | ({"prompt": model.prompt} if model.prompt else {}) | said
+    stages = [stage.model_copy(update=asked.get(stage.name, {"prompt": None})) for stage in policy.stages]
     return policy.model_copy(update={"stages": tuple(stages)})
 
 

@@ -81,6 +81,8 @@ def choose_methods(
         why = _obstacle(method, models, trainable, embedding, hidden)
         for form in forms:
             reads: Reads = method.reads if form == name else "logits"
+            if gives == "answers" and method.paradigm == "router" and embedding is None:
+                reads = "logits"  # of the first model, in place of an embedding
             reason = why if reads in (gives, "neither") else LACKING[reads]
             if reason is None:
                 chosen.append(form)

@@ -226,7 +226,7 @@ def table_info(path: str | AnyPath) -> TableInfo | None:
         return info
     known = table.facts | {name: PoolModel(name=name, cost=0.0) for name in table.models if name not in table.facts}
     models = [
-        model.model_copy(update={"rule": table.rule(name), "confidences": table.confidences(name)})
+        model.model_copy(update={"rule": table.rule(name), "confidences": list(table.confidences(name))})
         for name, model in known.items()
         if name in table.models
     ]
@@ -273,7 +273,7 @@ def write_answers(
     rule_of(rule)
     table = answer_columns(example_ids, answers, confidences, correct, costs)
     if cost is not None:
-        names = tuple(sorted(confidences))
+        names = sorted(confidences)
         record_model(
             path_of(path), PoolModel(name=model, cost=cost, rule=rule, confidences=names, logit_kind=ANSWERS), cost_unit
         )

@@ -43,7 +43,7 @@ class PoolModel(BaseModel):
     noise: float | None = None
     prompt: str | None = None
     rule: str | None = None
-    confidences: tuple[str, ...] | None = None
+    confidences: list[str] | None = None
 
 
 class TableInfo(BaseModel):

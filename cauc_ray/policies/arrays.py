@@ -15,6 +15,7 @@ from pydantic.json_schema import SkipJsonSchema
 from cauc_ray.errors import PolicyError
 from cauc_ray.files.documents import write_bytes
 from cauc_ray.files.paths import AnyPath, path_of
+from cauc_ray.numbers.logits import VECTOR_KINDS
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy, Step
 
@@ -78,8 +79,8 @@ class ArraysPolicy(Policy):
     def contradictions(self) -> Iterator[str]:
         """Yield the contradictions in the policy."""
         yield from super().contradictions()
-        if any((stage.diagnostics is None) != (stage.name == self.encoder) for stage in self.stages):
-            yield "diagnostics are null for an encoder, and for no other stage"
+        if any((stage.diagnostics is None) != (stage.logit_kind in VECTOR_KINDS) for stage in self.stages):
+            yield "diagnostics are null for stages without logits, and for no other stage"
 
     def decides(self) -> dict[str, Any]:
         """Return what affects answers."""

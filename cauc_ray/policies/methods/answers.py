@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -30,11 +31,16 @@ from cauc_ray.numbers.metrics import calibration_error
 from cauc_ray.numbers.sweep import STOP_NONE
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.evidence import TemperatureDiagnostics
+from cauc_ray.policies.family import cascade_of
 from cauc_ray.policies.fitting import Fitting, require_fit, split_entries
 from cauc_ray.policies.method import Method
 from cauc_ray.policies.policy import Policy, Stage, Step
+from cauc_ray.policies.pools import Pool, SubChain
 from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_threshold
+from cauc_ray.policies.trace import Examples
 
+# The most models whose sub-chains are searched.
+MOST_SEARCHED = 6
 # Log odds that a row without an answer is right.
 _NEVER = -40.0
 # Of a row's state: the answer held, as a vector with its log odds; then the keys of all answers, two numbers each.
@@ -295,4 +301,37 @@ def fit(fitting: Fitting) -> Sequence[AnswersPolicy]:
     return [answers_of(fitting.calibration.chain, fitting.validation.chain, fitting.names, by_gain=True)]
 
 
-METHOD = Method("answers", "ours", fit, policy=fit_answers, calibrators=(), reads="answers")
+def _of_chains(calibration: Examples, validation: Examples | None) -> Iterator[tuple[tuple[int, ...], AnswersPolicy]]:
+    """Fit a cascade to every sub-chain, the shortest first, and yield each with its models."""
+    n_models = len(calibration.chain.models)
+    for length in range(1, n_models + 1):
+        for indices in combinations(range(n_models), length):
+            chosen_on = None if validation is None else validation.chain.of_models(indices)
+            chain = calibration.chain.of_models(indices)
+            yield indices, answers_of(chain, chosen_on, ("calibration", "validation"), by_gain=True)
+
+
+def sub_chains(pool: Pool) -> Iterator[SubChain]:
+    """Fit a cascade to every sub-chain of a pool. Raises ConfigError for too many models."""
+    if len(pool.calibration.chain.models) > MOST_SEARCHED:
+        raise ConfigError(f"method answers searches the sub-chains of up to {MOST_SEARCHED} models")
+    for indices, policy in _of_chains(pool.calibration, pool.validation):
+        yield SubChain("answers", indices, cascade_of(policy)(pool.validation))
+
+
+def fit_sub_chains(fitting: Fitting) -> Sequence[AnswersPolicy]:
+    """Fit a cascade to every sub-chain, for a comparison."""
+    return [policy for _, policy in _of_chains(fitting.calibration, fitting.validation)]
+
+
+METHOD = Method("answers", "ours", fit, policy=fit_answers, sub_chains=sub_chains, calibrators=(), reads="answers")
+AUTO = Method(
+    "answers-auto",
+    "ours",
+    fit_sub_chains,
+    note="the best sub-chain at each budget",
+    unpublished="is answers with a search",
+    calibrators=(),
+    most_models=MOST_SEARCHED,
+    reads="answers",
+)
