@@ -17,8 +17,7 @@ from cauc_ray.api.options import Common, EncoderName, Names, OnRay, Options, Pai
 from cauc_ray.api.summaries import CollectSummary
 from cauc_ray.data.datasets import Dataset, DatasetSpec, open_dataset
 from cauc_ray.data.kept import keep_columns
-from cauc_ray.data.logits import LogitTable
-from cauc_ray.data.writing import PoolModel, TableInfo, write_info
+from cauc_ray.data.writing import PoolModel, TableInfo, read_info, write_info
 from cauc_ray.errors import ConfigError, explain, unknown_name, warn
 from cauc_ray.execution.commits import Totals, add_totals
 from cauc_ray.execution.progress import RunProgress, StageProgress
@@ -91,6 +90,7 @@ def collect(
         pool.columns_read(pool.stages),
         skip_unknown_labels,
         options.keep,
+        pool.rule,
     )
     rows = open_dataset(spec, split)
     splits = (split,) if split is not None else tuple(rows.split_sizes)
@@ -215,7 +215,7 @@ def _require_one_unit(stages: Sequence[StageSpec], out: AnyPath) -> None:
 
 def _info(out: AnyPath) -> TableInfo | None:
     """Return what a table declares of its models, None where it has none."""
-    return LogitTable(out).info if (out / "pool.json").is_file() and hive_values(out, "model") else None
+    return read_info(out) if (out / "pool.json").is_file() and hive_values(out, "model") else None
 
 
 def _note(work: Collection, order: Sequence[str], out: AnyPath, rows: Dataset) -> None:
@@ -244,7 +244,9 @@ def _note(work: Collection, order: Sequence[str], out: AnyPath, rows: Dataset) -
     kind = work.stage.model.answers_kind
     source = f"{record.source}; {record.logit_kind}"
     declared = PoolModel(name=name, cost=cost, source=source, logit_kind=kind, dtype=record.dtype, noise=record.noise)
-    models = [declared.model_copy(update={"prompt": work.stage.model.shown})]
+    said = work.stage.model.said
+    asked = {"rule": said.rule, "confidences": list(said.confidences)} if said else {}
+    models = [declared.model_copy(update={"prompt": work.stage.model.shown, **asked})]
     for model in before.models if before else []:
         if before is not None and model.name != name:
             models.append(model.model_copy(update={"logit_kind": before.kind(model.name) or "raw"}))

@@ -152,11 +152,11 @@ def _opened(
 ) -> RunInput:
     if isinstance(input, str | Path | RemotePath):
         labels = pool.label_names
-        spec = DatasetSpec(str(input), pool.task, columns, labels=labels, model_columns=model_columns)
+        spec = DatasetSpec(str(input), pool.task, columns, labels=labels, model_columns=model_columns, rule=pool.rule)
         return open_input(spec)
     from cauc_ray.execution.ray_data import DatasetInput  # Ray Data takes long to import
 
-    return DatasetInput(input, pool.task, columns, pool.label_names, model_columns)
+    return DatasetInput(input, pool.task, columns, pool.label_names, model_columns, pool.rule)
 
 
 def require_usable(

@@ -8,6 +8,7 @@ from math import inf
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from cauc_ray.errors import printable
 from cauc_ray.models.answers import Wire, wires
@@ -21,6 +22,8 @@ Fault: TypeAlias = Literal["replica", "stage", "policy", "unknown"]
 Trouble: TypeAlias = Literal["down", "timeout", "overloaded", "error", "refused"]
 # What a row may be asked for besides its answer: calibrated logits after its last stage, and that model's own.
 Vector: TypeAlias = Literal["scores", "logits", "given"]
+# Answers in words, object (n,), None where there is none.
+Texts: TypeAlias = npt.NDArray[np.object_]
 # Positions in a call, a slice where they are neighbours.
 Positions: TypeAlias = Ints | slice
 
@@ -54,6 +57,8 @@ class CallResult:
             the model's own vectors.
         likeliest: As Step.likeliest returns them, int16 (n,); None where no policy has a reference.
         next: The stage of a row that does not stop, int8 (n,); None for the one after.
+        texts: What the model has said, object (n,), where that is the answer held now; None elsewhere, and of models
+            that score options.
         n_batches: Batches that the model was given one after the other.
         wire: Of a remote call, None of others.
     """
@@ -78,6 +83,7 @@ class CallResult:
     own_costs: Floats | None = None
     likeliest: Ints | None = None
     next: Ints | None = None
+    texts: Texts | None = None
     n_batches: int = 1
     wire: Wire | None = None
 
@@ -94,7 +100,7 @@ class CallResult:
         placed = list(zip(starts, results, strict=False))
         device_s = [result.device_s for result in results if result.device_s is not None]
         arrays = {"predictions": -1, "confidences": np.nan, "accepted": False, "costs": 0.0}
-        optional = {"carried": False, "likeliest": -1, "next": -1}
+        optional = {"carried": False, "likeliest": -1, "next": -1, "texts": None}
         joined = {name: _joined(results, name, unknown) for name, unknown in (arrays | optional).items()}
         sums: dict[str, Any] = {name: sum(getattr(result, name) or 0 for result in results) for name in _SUMMED}
         return replace(
@@ -153,6 +159,7 @@ class Owner:
         confidences: Of that stage, float64 (n,).
         stages: That stage, int8 (n,), -1 where none has answered.
         costs: float64 (n,).
+        texts: Answers in words, object (n,); None of models that score options.
         visited: A bit for each stage that was called, int64 (n,).
         degraded: Rows answered without a stage that should have, bool (n,).
         failures: The stage and the reason, by position; stage -1 where the row could not be read.
@@ -172,6 +179,7 @@ class Owner:
         self.confidences: Floats = UNKNOWN.repeat(n)
         self.stages: Ints = NO_STAGE.repeat(n)
         self.costs: Floats = np.zeros(n)
+        self.texts: Texts | None = None
         self.visited: Ints = np.zeros(n, dtype=np.int64)
         self.degraded: Bools = np.zeros(n, dtype=bool)
         self.failures: dict[int, tuple[int, str]] = {}
@@ -202,11 +210,21 @@ class Owner:
         if predictions.min(initial=0) < 0:  # an encoder gives no answers
             mask = predictions >= 0
             indices, predictions, confidences = indices[mask], predictions[mask], confidences[mask]
+        self._note_texts(rows.indices, result, positions)
         self.predictions[indices] = predictions
         self.confidences[indices] = confidences
         self.stages[indices] = ended.stage
         goes_on: Bools = ~result.accepted[positions]
         return goes_on
+
+    def _note_texts(self, indices: Ints, result: CallResult, positions: Positions) -> None:
+        """Take what a model has said where it is the answer held now."""
+        if result.texts is None:
+            return
+        texts = result.texts[positions]
+        is_own = np.array([text is not None for text in texts], dtype=bool)
+        self.texts = np.full(self.n, None) if self.texts is None else self.texts
+        self.texts[indices[is_own]] = texts[is_own]
 
     def left_out(self, indices: Ints, stage: int, trouble: Trouble, reason: str) -> int:
         """Note rows that a stage has not answered: where it is down, the answer before is theirs, if there is one.

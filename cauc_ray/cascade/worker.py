@@ -36,6 +36,7 @@ from cauc_ray.models.answers import (
 from cauc_ray.models.costs import measured
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.models.python import PythonSpec
+from cauc_ray.numbers.answer_keys import said_keys
 from cauc_ray.numbers.chain import UNNAMED_UNIT
 from cauc_ray.numbers.logits import VECTOR_KINDS
 from cauc_ray.numbers.types import Bools, Floats, Ints
@@ -49,6 +50,7 @@ def require_agreement(stages: tuple[StageSpec, ...], policy: Policy) -> None:
     compared.
     """
     for spec, stage, fitted in zip(stages, policy.stages, policy.logit_kinds, strict=True):
+        stage.require_said(spec.model.said)
         logit_kind = spec.model.answers_kind
         if fitted != logit_kind:
             raise PolicyError(
@@ -418,7 +420,11 @@ class Worker:
             if step.next is not None:
                 following = np.full(n, self._stage + 1, dtype=np.int8) if following is None else following
                 following[rows] = step.next
-        return CallResult(predictions, confidences, accepted, costs, likeliest=likeliest, next=following)
+        texts = None
+        if answers.texts is not None:
+            texts = np.array([*answers.texts, None], dtype=object)[:-1]  # of objects, whatever they are
+            texts[said_keys(answers.logits) != predictions] = None
+        return CallResult(predictions, confidences, accepted, costs, likeliest=likeliest, next=following, texts=texts)
 
     def _steps(
         self, policy: Policy, rows: Ints, logits: Floats, state: Floats | None, failures: dict[int, str]

@@ -61,6 +61,10 @@ class AnswerRule:
         """Return the normal forms of answers."""
         return [self.form(answer) for answer in answers]
 
+    def references(self, texts: Sequence[str | None]) -> list[str | None]:
+        """Return the normal forms of right answers, which may be the bare ones; None where one is missing."""
+        return [None if not text else self.form(text) or exact_form(text) for text in texts]
+
     def is_right(self, answer: str | None, reference: object, row: Mapping[str, Any]) -> bool | None:
         """Return whether an answer is right; None where that is unknown: without a reference, or a function's answer.
 
@@ -79,8 +83,8 @@ class AnswerRule:
             return None if says is None else bool(says)
         if reference is None:
             return None
-        expected = self.form(reference if isinstance(reference, str) else json.dumps(reference))
-        return form is not None and form == (exact_form(str(reference)) if expected is None else expected)
+        (expected,) = self.references([reference if isinstance(reference, str) else json.dumps(reference)])
+        return form is not None and form == expected
 
 
 @lru_cache(maxsize=64)

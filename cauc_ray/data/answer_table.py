@@ -27,9 +27,11 @@ from cauc_ray.files.documents import make_folder
 from cauc_ray.files.parquet import parquet_files, read_footer, read_parquet, write_parquet
 from cauc_ray.files.paths import AnyPath, RemotePath, hive_values, path_of
 from cauc_ray.numbers.answer_keys import (
+    N_KEYS,
     NO_ANSWER,
     NONE_RIGHT,
     WRONG,
+    Said,
     agreement_keys,
     answer_keys,
     answer_vectors,
@@ -95,11 +97,14 @@ class AnswerTable(LogitTable):
         if duplicate is not None:
             raise DataError(f"{source}: example {duplicate!r} is a duplicate")
         texts = table.column(ANSWER).to_numpy()
-        keys = answer_keys(rule_of(self.rule(model)).forms(texts.tolist()))
         correct = pc.cast(table.column(CORRECT), pa.int8()).fill_null(-1).to_numpy()
-        refuse_rows(source, ids, (keys == NO_ANSWER) & (correct == 1), lambda row: "it is right without an answer")
-        confidences = [table.column(f"{CONFIDENCE}{name}").to_numpy() for name in names]
-        vectors = answer_vectors(keys, np.column_stack(confidences) if names else np.zeros((len(ids), 0)))
+        vectors = vectors_of(table, Said(self.rule(model), names))
+        refuse_rows(
+            source,
+            ids,
+            (agreement_keys(vectors) == NO_ANSWER) & (correct == 1),
+            lambda row: "it is right without an answer",
+        )
         return AnswerRows(
             files=(),
             example_ids=ids,
@@ -281,6 +286,40 @@ def write_answers(
     make_folder(folder)
     write_parquet(folder / "part-0.parquet", table)
     return folder / "part-0.parquet"
+
+
+def words_columns(
+    example_ids: Sequence[str],
+    labels: Ints | None,
+    vectors: Sequence[Floats],
+    texts: Sequence[str | None],
+    said: Said,
+    costs: Floats | None,
+) -> pa.Table:
+    """Return rows of an answer table from what a model has given: answers are right whose key is the label.
+
+    Args:
+        example_ids: (N,).
+        labels: Keys of right answers, int (N,), UNKNOWN_LABEL where there is none; None for none.
+        vectors: Of the answers, N.
+        texts: The answers (N,).
+        said: Of the model.
+        costs: Of each call, float (N,); None without.
+    """
+    whole = np.reshape(np.array(vectors, dtype=np.float32), (len(texts), N_KEYS + len(said.confidences)))
+    confidences = dict(zip(said.confidences, confidences_in(whole).T, strict=True))
+    correct: list[bool | None] = [None] * len(texts)
+    if labels is not None:
+        right = (agreement_keys(whole) == labels).tolist()
+        correct = [None if label == UNKNOWN_LABEL else is_right for label, is_right in zip(labels, right, strict=True)]
+    return answer_columns(example_ids, texts, confidences, correct, costs)
+
+
+def vectors_of(table: pa.Table, said: Said) -> Floats:
+    """Return the vectors of an answer table's rows, float32 (n, N_KEYS + C)."""
+    keys = answer_keys(rule_of(said.rule).forms(table.column(ANSWER).to_pylist()))
+    columns = [table.column(f"{CONFIDENCE}{name}").cast(pa.float64()).to_numpy() for name in said.confidences]
+    return answer_vectors(keys, np.column_stack(columns) if columns else np.zeros((len(keys), 0)))
 
 
 def answer_columns(

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cauc_ray.data.answer_rules import rule_of
 from cauc_ray.data.benchmarks import Benchmark
 from cauc_ray.data.blocks import InputBlock
 from cauc_ray.data.sources import ID
@@ -21,10 +22,11 @@ from cauc_ray.data.values import as_column, objects
 from cauc_ray.errors import ConfigError, DataError, first_line, unknown_name
 from cauc_ray.files.parquet import cast_table, plain_schema
 from cauc_ray.files.paths import AnyPath, RemotePath, path_from, side_by_side
+from cauc_ray.numbers.answer_keys import NO_ANSWER, answer_keys
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.types import Ints
 
-Task: TypeAlias = Literal["image-classification", "multiple-choice", "classification"]
+Task: TypeAlias = Literal["image-classification", "multiple-choice", "classification", "generation"]
 LABEL, IMAGE, CHOICES = "label", "image", "choices"
 # The number of a label that is none of the options; -1 is that of a row without a label.
 NOT_AN_OPTION = -2
@@ -35,7 +37,10 @@ _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "image-classification": (IMAGE,),
     "multiple-choice": ("question", CHOICES),
     "classification": (),
+    "generation": (),
 }
+# Tasks whose rows are columns that models read by their names.
+_BY_NAMES = ("classification", "generation")
 _WHOLE = re.compile(r"(-?\d{1,9})(\.0*)?")
 # Enough to tell two versions of a row with one id apart.
 DIGEST_BYTES = 8
@@ -61,6 +66,7 @@ class ColumnPlan:
         labels: The names of the options, by which the column of labels may call them.
         first_label: The label of the first option, where labels are numbers.
         choices_pattern: A regular expression whose groups are the options of a text of choices; None for JSON lists.
+        rule: By which labels in words are the same as answers; None where labels are options.
         id_prefix: What makes ids unique where several partitions have the same.
     """
 
@@ -70,6 +76,7 @@ class ColumnPlan:
     first_label: int = 0
     choices_pattern: str | None = None
     id_prefix: str = ""
+    rule: str | None = None
 
     @property
     def file_columns(self) -> list[str]:
@@ -79,7 +86,7 @@ class ColumnPlan:
     @property
     def texts(self) -> frozenset[str]:
         """The file's columns whose cells are read as they are written: 007 is an id, not a number."""
-        names = (ID, LABEL, *((IMAGE, CHOICES, *TEXTS) if self.task != "classification" else ()))
+        names = (ID, LABEL, *((IMAGE, CHOICES, *TEXTS) if self.task not in _BY_NAMES else ()))
         return frozenset(stored for name in names for stored in self.columns.get(name, ()))
 
     @property
@@ -107,6 +114,7 @@ def plan_columns(
     labels: tuple[str, ...] | None = None,
     benchmark: Benchmark | None = None,
     *,
+    rule: str | None = None,
     model_columns: frozenset[str] | None = None,
     complete: bool = False,
 ) -> ColumnPlan:
@@ -118,6 +126,7 @@ def plan_columns(
         task: What the rows are.
         renamed: Canonical name to the file's own name, for choices several joined with "+".
         labels: The names of the options.
+        rule: As of ColumnPlan.
         benchmark: How published files are written, which counts where the files have all of its columns.
         model_columns: The columns that models read, None for all.
         complete: Require the columns of the task.
@@ -160,7 +169,7 @@ def plan_columns(
             f"{location} has no column {missing[0]}; it has {', '.join(available)}. Models of {task} need it: give the "
             f"names that the file uses with --columns, such as {example}"
         )
-    return ColumnPlan(task, columns, labels, layout.first_label, layout.choices_pattern)
+    return ColumnPlan(task, columns, labels, layout.first_label, layout.choices_pattern, rule=rule)
 
 
 def read_block(plan: ColumnPlan, table: pa.Table, rows: Ints, places: RowPlaces) -> InputBlock:
@@ -242,6 +251,9 @@ def label_numbers(plan: ColumnPlan, column: pa.ChunkedArray, location: str) -> I
         DataError: The column's type is not one of labels.
     """
     kind = column.type
+    if plan.rule is not None:
+        keys = answer_keys(rule_of(plan.rule).references(_texts(column, f"{location}: the column of labels")))
+        return np.where(keys == NO_ANSWER, UNKNOWN_LABEL, keys).astype(np.int32)
     if not _is_plain(kind) and not (pa.types.is_boolean(kind) and plan.labels is not None):
         raise DataError(
             f"{location}: the column of labels has type {kind}, expected numbers, letters or names of options"

@@ -77,6 +77,7 @@ class DatasetSpec:
         model_columns: The columns that models read, None for all.
         skip_unknown_labels: Leave out rows whose label is none of the options.
         kept_columns: Columns that a logit table keeps.
+        rule: By which labels in words are the same as answers; None where labels are options.
     """
 
     dataset: str
@@ -87,6 +88,7 @@ class DatasetSpec:
     model_columns: frozenset[str] | None = None
     skip_unknown_labels: bool = False
     kept_columns: tuple[str, ...] = ()
+    rule: str | None = None
 
 
 @dataclass(frozen=True)
@@ -272,6 +274,7 @@ def _part(source: Source, spec: DatasetSpec, benchmark: Benchmark, *, complete: 
         benchmark if benchmark.metadata is None else None,
         model_columns=spec.model_columns,
         complete=complete,
+        rule=spec.rule,
     )
     conditions = {column: value for column, value in benchmark.rows.items() if column in source.columns}
     if complete:

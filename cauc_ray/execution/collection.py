@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.cascade.worker import Collected
+from cauc_ray.data.answer_table import ANSWER, vectors_of, words_columns
 from cauc_ray.data.blocks import ids_digest
 from cauc_ray.data.datasets import Dataset
 from cauc_ray.data.logits import FAILED
@@ -35,6 +36,7 @@ from cauc_ray.files.paths import AnyPath, hive_values
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.costs import model_cost
 from cauc_ray.models.pool import Replicas, StageSpec
+from cauc_ray.numbers.answer_keys import own_answer
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 # Rows that are read and done together.
@@ -175,6 +177,7 @@ class OpenRows:
     """Answers to a block's rows, as far as they have come."""
 
     rows: dict[int, Floats] = field(default_factory=dict)
+    texts: dict[int, str | None] = field(default_factory=dict)
     costs: dict[int, float] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -245,6 +248,8 @@ class CollectedTables(Sink):
                     continue
                 n = answers.logits.shape[1] if answers.n_options is None else int(answers.n_options[place])
                 at.rows[int(row)] = answers.logits[place, :n].copy()  # a view would keep the whole call
+                if answers.texts is not None:
+                    at.texts[int(row)] = answers.texts[place]
                 if answers.costs is not None:
                     at.costs[int(row)] = float(answers.costs[place])
             start += len(rows)
@@ -278,9 +283,9 @@ class CollectedTables(Sink):
             answers: The answers by position.
             reasons: Why rows have failed, by position.
         """
-        names, is_model = example_ids.to_pylist(), self._work.kind == "model"
+        names, is_model, said = example_ids.to_pylist(), self._work.kind == "model", self._work.stage.model.said
         for row, logits in answers.rows.items():
-            if labels is not None and is_model and labels[row] >= len(logits):
+            if labels is not None and is_model and said is None and labels[row] >= len(logits):
                 reasons[row] = f"its label {labels[row]} is outside its {len(logits)} options"
         failed, by_stage = failed_rows(names, [(row, self._work.name, why) for row, why in reasons.items()])
         rows = [row for row in range(len(names)) if row not in reasons]
@@ -290,9 +295,14 @@ class CollectedTables(Sink):
             labelled = None if labels is None else labels[rows]
             reported = answers.costs and self._work.calls_report_costs
             costs = np.array([answers.costs[row] for row in rows]) if reported else None
-            table = logit_columns(ids, labelled, vectors, costs)
+            if said is None:
+                table = logit_columns(ids, labelled, vectors, costs)
+            else:
+                table = words_columns(ids, labelled, vectors, [answers.texts[row] for row in rows], said, costs)
             if labelled is not None:
-                right = sum(label == np.argmax(vector) for label, vector in zip(labelled, vectors, strict=True))
+                kind = self._work.stage.model.answers_kind
+                own = [own_answer(vector[None], kind)[0] for vector in vectors]
+                right = sum(label == answer for label, answer in zip(labelled, own, strict=True))
                 sums |= {"labelled": int((labelled >= 0).sum()), "right": int(right)}
             if costs is not None:
                 sums |= {"paid": len(costs), "cost": float(costs.sum())}
@@ -399,8 +409,11 @@ def carry_over(work: Collection, dataset: Dataset) -> None:
         write_json(work.parts(split).rows / RECORD, records[split].model_dump())
     tables = CollectedTables(replace(work, records=records))
     values, costs = answers.column("values").to_numpy(), answers.column("cost").to_numpy()
+    texts = answers.column("text").to_numpy() if "text" in answers.column_names else None
     for number, match in enumerate(matches):
         rows = OpenRows(dict(enumerate(values[match.answers])))
+        if texts is not None:
+            rows.texts = dict(enumerate(texts[match.answers]))
         rows.costs = {row: float(cost) for row, cost in enumerate(costs[match.answers]) if not np.isnan(cost)}
         tables.add_rows(match.split, number, match.example_ids, match.labels, match.inputs, rows, {})
         if tables.n_bytes > commits.COMMIT_BYTES:
@@ -459,15 +472,16 @@ def _keys(ids: pa.Array, digests: pa.Array) -> pa.Array:
 def _answers(work: Collection, splits: Iterable[str], carried: AnyPath) -> pa.Table:
     """Return the answers of some splits and those that were carried over: example_id, input, values, cost."""
     tables = [read_parquet(carried)] if carried.is_file() else []
-    column = "logits" if work.kind == "model" else "embedding"
+    column, said = "logits" if work.kind == "model" else "embedding", work.stage.model.said
     for rows, inputs in (part for split in splits for part in work.parts(split).read()):
         costs = rows.column("cost") if "cost" in rows.column_names else pa.nulls(len(rows), pa.float32())
         columns = {
             "example_id": rows.column("example_id"),
             "input": inputs,
-            "values": rows.column(column),
+            "values": rows.column(column) if said is None else float_lists(list(vectors_of(rows, said))),
             "cost": costs,
         }
+        columns |= {} if said is None else {"text": rows.column(ANSWER)}
         tables.append(pa.table(columns))
     return pa.concat_tables(tables).combine_chunks()
 

@@ -48,6 +48,7 @@ class DatasetInput:
         columns: Mapping[str, str] | None = None,
         labels: tuple[str, ...] | None = None,
         model_columns: frozenset[str] | None = None,
+        rule: str | None = None,
     ) -> None:
         """Take a dataset with a column of ids; nothing is executed.
 
@@ -57,12 +58,14 @@ class DatasetInput:
             columns: Canonical name to the dataset's own name.
             labels: The names of the options.
             model_columns: The columns that models read, None for all.
+            rule: By which labels in words are the same as answers; None where labels are options.
 
         Raises:
             DataError: The columns are known and have no ids, or it is empty.
         """
         self._dataset = dataset
-        self._planned = partial(_planned, task=task, renamed=columns or {}, labels=labels, model_columns=model_columns)
+        settings = {"task": task, "renamed": columns or {}, "labels": labels, "model_columns": model_columns}
+        self._planned = partial(_planned, **settings, rule=rule)
         self.identity = {"ray dataset": 0}
         self.n_rows: int | None = None
         self.row_bytes = 0.0

@@ -24,6 +24,7 @@ from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.execution.run_controller import RunController
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import StageSpec
+from cauc_ray.numbers.logits import ANSWERS
 from cauc_ray.policies.policy import Policy
 
 POLL_S = 0.5
@@ -265,6 +266,7 @@ class CascadeRun:
             self.policy.models,
             degrade=self.degrade,
             names=self.names,
+            in_words=self.policy.logit_kind == ANSWERS,
             claim=claim,
             retried=before.again,
         )

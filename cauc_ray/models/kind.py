@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from cauc_ray.errors import ConfigError, require_packages, unknown_name
 from cauc_ray.files.paths import AnyPath, RemotePath, content_digest, path_from
 from cauc_ray.models.answers import Model
+from cauc_ray.numbers.answer_keys import Said
 from cauc_ray.numbers.logits import LogitKind
 
 
@@ -189,6 +190,11 @@ class KindSpec(Section):
     def answers_kind(self) -> LogitKind:
         """Return the kind of its logits."""
         return self.LOGITS
+
+    @property
+    def said(self) -> Said | None:
+        """Return how it answers in words; None for models that score options, and where it is unknown."""
+        return None
 
     @property
     def cost_unit(self) -> str | None:

@@ -298,7 +298,8 @@ class Pool(PromptSettings):
 
     Attributes:
         name: Of the pool, and of the model in a service's URLs.
-        task: What the rows are: images, questions with choices, or rows of columns that models read by their names.
+        task: What the rows are: images, questions with choices, or rows of columns that models read by their names,
+            of which they choose a class or, in generation, say something.
         inputs: Tensors of a request by name, for models that do not declare them; a run reads columns of the same
             names.
         prompt: How its language models are asked.
@@ -313,7 +314,7 @@ class Pool(PromptSettings):
     """
 
     name: str
-    task: Literal["image-classification", "multiple-choice", "classification"]
+    task: Literal["image-classification", "multiple-choice", "classification", "generation"]
     on_failure: Literal["fail", "degrade"] = "fail"
     max_failed: float = Field(default=0.01, ge=0, le=1)
     inputs: dict[str, InputSpec] = Field(default_factory=dict)
@@ -356,7 +357,19 @@ class Pool(PromptSettings):
             raise ValueError("labels are names of classes; in multiple-choice, choices name themselves")
         if len({len(labels) for labels in self._all_labels}) > 1:
             raise ValueError("stages differ in their number of labels")
+        silent = [stage.name for stage in self.stages if (stage.model.said is None) == (self.task == "generation")]
+        if silent:
+            verb = "scores options" if self.task == "generation" else "answers in words"
+            raise ValueError(f"stage {silent[0]!r} {verb}: task generation is for stages that all answer in words")
+        if len({stage.model.said.rule for stage in self.stages if stage.model.said is not None}) > 1:
+            raise ValueError("stages differ in the rule by which answers are the same")
         return self
+
+    @property
+    def rule(self) -> str | None:
+        """Return the rule by which its models' answers in words are the same; None where they score options."""
+        said = self.stages[0].model.said
+        return None if said is None else said.rule
 
     @property
     def _all_labels(self) -> list[tuple[str, ...]]:

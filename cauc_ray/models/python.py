@@ -24,7 +24,9 @@ from cauc_ray.models.answers import (
 )
 from cauc_ray.models.kind import DeclaringSpec, Placement
 from cauc_ray.models.prompts import Labelled
-from cauc_ray.numbers.logits import LogitKind
+from cauc_ray.models.words import Words, read_words
+from cauc_ray.numbers.answer_keys import Said
+from cauc_ray.numbers.logits import ANSWERS, LogitKind
 
 
 class PythonSpec(Labelled, DeclaringSpec):
@@ -41,6 +43,8 @@ class PythonSpec(Labelled, DeclaringSpec):
         factory: "package.module:function".
         kwargs: Its arguments.
         labels: The pool's labels, with which labels in its Answers are compared.
+        words: Of a model that answers in words: its rule and its confidences. The callable then returns a mapping of
+            lists: answer, confidence_<name> for each of these, and perhaps cost.
     """
 
     EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = DeclaringSpec.EXCLUDED_FROM_IDENTITY | {"labels"}
@@ -49,7 +53,18 @@ class PythonSpec(Labelled, DeclaringSpec):
     kind: Literal["python"]
     factory: str = Field(pattern=r"^[\w.]+:\w+$")
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    words: Words | None = None
     _import_paths: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def answers_kind(self) -> LogitKind:
+        """Return the declared kind, that of answers in words where it gives these."""
+        return super().answers_kind if self.words is None else ANSWERS
+
+    @property
+    def said(self) -> Said | None:
+        """Return how it answers in words."""
+        return None if self.words is None else self.words.said
 
     @property
     def import_paths(self) -> tuple[str, ...]:
@@ -65,7 +80,8 @@ class PythonSpec(Labelled, DeclaringSpec):
 def load(spec: PythonSpec, placement: Placement) -> Model:
     """Import the factory and call it. Raises ConfigError if it cannot be imported or does not return a callable."""
     function = called(imported(spec.factory), spec.kwargs, placement)
-    return python_model(function, f"python {spec.factory}", spec.logit_kind, spec.label_names)
+    kind = spec.logit_kind if spec.words is None else ANSWERS
+    return python_model(function, f"python {spec.factory}", kind, spec.label_names, spec.said)
 
 
 def imported(factory: str, what: str = "factory") -> Callable[..., object]:
@@ -88,20 +104,24 @@ def called(factory: Callable[..., object], kwargs: Mapping[str, Any], placement:
 
 
 def python_model(
-    function: object, source: str, logit_kind: LogitKind | None = None, labels: tuple[str, ...] | None = None
+    function: object,
+    source: str,
+    logit_kind: LogitKind | None = None,
+    labels: tuple[str, ...] | None = None,
+    said: Said | None = None,
 ) -> Model:
     """Wrap what a factory returned as a model. Raises ConfigError if it is not callable."""
     if not callable(function):
         raise ConfigError(f"the factory of {source!r} returned {type(function).__name__}, which is not callable")
     kind = PreparingPythonModel if hasattr(function, "prepare") else PythonModel
-    return kind(function, ModelFacts(source, logit_kind or "as the model returns them", labels=labels))
+    return kind(function, ModelFacts(source, logit_kind or "as the model returns them", labels=labels), said)
 
 
 class PythonModel(Model):
     """A user's callable whose answers are checked."""
 
-    def __init__(self, function: Any, facts: ModelFacts) -> None:
-        self.function, self.facts = function, facts
+    def __init__(self, function: Any, facts: ModelFacts, said: Said | None = None) -> None:
+        self.function, self.facts, self._said = function, facts, said
         self._is_checked = False
 
     def __call__(self, batch: Batch) -> Answers:
@@ -114,6 +134,8 @@ class PythonModel(Model):
         Raises ConfigError if labels of the first batch do not have the highest scores.
         """
         n, content = prepared
+        if self._said is not None:
+            return read_words(self.function(content), n, self._said)
         answers = as_answers(self.function(content), n)
         if answers.labels is not None and not self._is_checked:
             require_same_labels(self.facts.source, answers, answers.labels, self.facts.labels)

@@ -58,9 +58,9 @@ class SavedSpec(DeclaringSpec):
 
     def table(self) -> LogitTable:
         """Return the table, nothing of which has been read."""
-        from cauc_ray.data.logits import LogitTable  # pyarrow, which other kinds need not have
+        from cauc_ray.data.answer_table import open_table  # pyarrow, which other kinds need not have
 
-        return LogitTable(self.logits)
+        return open_table(self.logits)
 
 
 class SavedModel(Model):
@@ -76,10 +76,12 @@ class SavedModel(Model):
             place = path_of(spec.logits), spec.model, spec.split
             ids, self._n_options, self._costs = embedding_ids(*place), None, None
             self._logits = read_embeddings(*place, ids)
+            self._texts = None
         else:
             table = spec.table().read_model(spec.model, spec.split, as_stored=True)
             ids = table.example_ids.to_pylist()
             self._logits, self._n_options, self._costs = table.logits, table.n_options, table.costs
+            self._texts = getattr(table, "texts", None)
         self._rows = {example: row for row, example in enumerate(ids)}
 
     def __call__(self, batch: Batch) -> Answers:
@@ -93,7 +95,8 @@ class SavedModel(Model):
         rows = np.array([self._rows.get(example, 0) for example in ids], dtype=np.intp)
         n_options = None if self._n_options is None else self._n_options[rows]
         costs = None if self._costs is None else self._costs[rows]
-        answers = Answers(self._logits[rows], n_options, costs, failures)
+        texts = None if self._texts is None else self._texts[rows].tolist()
+        answers = Answers(self._logits[rows], n_options, costs, failures, texts=texts)
         takes_s = self._spec.seconds_per_call + self._spec.seconds_per_row * len(ids)
         time.sleep(max(0.0, takes_s - (time.perf_counter() - started)))
         return answers

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,6 +23,19 @@ _FIRST_KEY = 3
 _LOW_BITS = 16
 # Columns before the confidences: two of the key of what was said, two of that by which answers agree.
 N_KEYS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """How a model answers in words.
+
+    Attributes:
+        rule: By which its answers are the same.
+        confidences: Names of its confidences, sorted.
+    """
+
+    rule: str
+    confidences: tuple[str, ...]
 
 
 def answer_keys(texts: Sequence[str | None]) -> Ints:

@@ -20,7 +20,7 @@ from cauc_ray.errors import ConfigError, PolicyError, explain, warn
 from cauc_ray.files.documents import write_text
 from cauc_ray.files.entry_points import loaded, registered
 from cauc_ray.files.paths import AnyPath, path_of
-from cauc_ray.numbers.answer_keys import said_keys
+from cauc_ray.numbers.answer_keys import Said, said_keys
 from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind, Isotonic
 from cauc_ray.numbers.chain import LARGEST, Chain
 from cauc_ray.numbers.gains import Gains
@@ -110,6 +110,9 @@ class Stage(FrozenModel):
         # A temperature neither reorders options nor, of float32 logits, makes two of them equal.
         plain = self.offsets is None and self.floor is None and logits.dtype == np.float32
         return row_argmax(real_options(logits, self.logit_kind) if plain else self.scores(logits))[0]
+
+    def require_said(self, said: Said | None) -> None:
+        """Raise PolicyError where a model answers in words by another rule, or with other confidences."""
 
     def by_itself(self, logits: Floats) -> tuple[Ints, Floats, Floats]:
         """Return the model's own answers, int32 (n,), and the confidences in them, calibrated and raw, float64 (n,)."""

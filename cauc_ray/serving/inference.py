@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 OUTPUTS: Mapping[str, Datatype] = {
     "prediction": "INT32",
     "prediction_label": "BYTES",
+    "answer": "BYTES",
     "confidence": "FP32",
     "probabilities": "FP32",
     "logits": "FP32",
@@ -227,6 +228,10 @@ class Inference:
             return answered.predictions
         if name == "prediction_label":
             return self._labels(answered)
+        if name == "answer":
+            if answered.texts is None:
+                raise RequestError("the service's models score options and say nothing: ask for prediction_label")
+            return np.array([(text or "").encode() for text in answered.texts], dtype=object)
         if name == "probabilities":
             return softmax(answered.vectors["scores"]).astype(np.float32)
         if name == "logits":
@@ -239,6 +244,8 @@ class Inference:
 
     def _labels(self, answered: RequestState) -> npt.NDArray[Any]:
         """Return what the options are called: the chosen text of a question, a class's name, else its number."""
+        if answered.texts is not None:
+            return self._values("answer", answered)
         texts = np.empty(answered.n, dtype=object)
         choices = answered.columns.get("choices")
         names = self._service.labels

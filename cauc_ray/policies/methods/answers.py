@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from cauc_ray.errors import ConfigError
-from cauc_ray.numbers.answer_keys import NO_ANSWER, agreement_keys, confidences_in, said_keys
+from cauc_ray.errors import ConfigError, PolicyError
+from cauc_ray.numbers.answer_keys import NO_ANSWER, Said, agreement_keys, confidences_in, said_keys
 from cauc_ray.numbers.calibration import FitStatus
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain, ChainLogits
@@ -65,6 +65,20 @@ class AnswersStage(Stage):
     alone: Correctness
     informed: Correctness | None = None
     held: Correctness | None = None
+
+    def require_said(self, said: Said | None) -> None:
+        """Raise PolicyError where a model answers by another rule, or with other confidences, than was fitted on."""
+        if said is None:
+            return
+        for what, now, fitted in (
+            ("the rule", said.rule, self.rule),
+            ("the confidences", said.confidences, self.confidences),
+        ):
+            if fitted is not None and now != fitted:
+                raise PolicyError(
+                    f"stage {self.name!r} has {what} {now}; the policy was fitted on {fitted}: restore it in the pool, "
+                    "or collect answers and fit again"
+                )
 
     def by_itself(self, logits: Floats) -> tuple[Ints, Floats, Floats]:
         """Return the model's own answers, int32 (n,), and the confidences in them, calibrated and raw, float64 (n,).
