@@ -7,8 +7,9 @@ its size, so that a thousand options, and embeddings as features, fit too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -17,15 +18,20 @@ from cauc_ray.numbers.types import Floats, Ints
 
 # A fit ends where a step would lower the mean negative log likelihood by less than this: where penalties are compared,
 # and for what is published.
-ROUGH, FINE = 1e-7, 1e-10
+ROUGH, FINE = 1e-7, 1e-12
 # Below it, differences of float32 likelihoods are rounding.
 _FLOAT32_ENDS = 1e-7
 _MOST_STEPS, _MOST_PRODUCTS, _MOST_HALVINGS = 60, 200, 30
 # In units of 1 / the mean distance of a row's largest logit from its mean; see calibration.
 _LOWEST, _HIGHEST = 1e-8, 1e4
 N_FOLDS = 5
-# Blocks of rows of so many numbers stay in a core's cache.
-_BLOCK_ELEMENTS = 1 << 16
+# Blocks of rows of so many numbers stay in a processor's cache; threads take groups of them.
+_BLOCK_ELEMENTS, _MOST_GROUPS = 1 << 17, 16
+# Newton steps converge quadratically: after one that lowers the objective by d nats, the next lowers it by some d^2.
+_LAST_STEP = 0.1
+# Of rows, to scale the bounds of weights.
+_SAMPLED_ROWS = 1000
+_NO_ROWS = slice(0, 0)
 _CLASSIFIER_PENALTIES = (1e4, 3e3, 1e3, 300.0, 100.0, 30.0, 10.0, 3.0, 1.0)
 # A classifier is used if it explains more than this share of the entropy of the labels of rows that it has not seen.
 _LEAST_EXPLAINED = 0.01
@@ -43,115 +49,173 @@ class RidgeFit:
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A fit with its objective and the rows' probabilities there, float (N, K)."""
+    """A fit, with the objective and its derivatives there.
+
+    Attributes:
+        fit: The fit.
+        value: The objective.
+        of_weights: Gradient in the weights, float64 (P,).
+        of_biases: Gradient in the biases, float64 (F, K).
+        within: Curvature of the weights, (P, P).
+        crossed: Curvature between weights and biases, (P, F, K).
+        expected: Curvature of the biases, but for what the spread within rows takes off it, (F, K).
+        diagonal: Diagonal of the curvature of the biases, (F, K), by which conjugate gradients are preconditioned.
+    """
 
     fit: RidgeFit
     value: float
-    probabilities: Floats
+    of_weights: Floats
+    of_biases: Floats
+    within: Floats
+    crossed: Floats
+    expected: Floats
+    diagonal: Floats
 
 
 class _Problem:
-    """What is minimised. Arguments are those of fit_multinomial."""
+    """What is minimised. Arguments are those of fit_multinomial.
 
-    def __init__(self, sources: Sequence[Floats], labels: Ints, features: Floats | None, penalty: float) -> None:
-        missing = np.isneginf(sources[0])
-        self._missing = missing if missing.any() else None
-        if self._missing is not None:
-            sources = [np.where(np.isfinite(source), source, 0.0).astype(source.dtype) for source in sources]
-        self.sources, self._labels, self._features = list(sources), labels, features
-        self.n, self.k = sources[0].shape
-        self.n_features = 1 if features is None else features.shape[1]
-        self.strength = penalty / self.n
-        rows = max(1, _BLOCK_ELEMENTS // self.k)
-        self._blocks = [slice(start, start + rows) for start in range(0, self.n, rows)]
-        columns = np.ones((1, self.n)) if features is None else features.T
-        # What the labels say, which the gradient compares expectations with.
-        self._of_labels = (
-            np.array([of[np.arange(self.n), labels].sum(dtype=np.float64) for of in self.sources]),
-            np.stack([np.bincount(labels, column, self.k) for column in columns]),
-        )
-        spreads = [float((of.max(axis=1) - of.mean(axis=1)).mean(dtype=np.float64)) for of in sources]
-        units = 1.0 / np.array([spread if spread > 0 else 1.0 for spread in spreads])
-        self.lowest, self.highest = _LOWEST * units, _HIGHEST * units
-
-    def at(self, fit: RidgeFit) -> _Point:
-        """Return the objective at a fit, and the probabilities there."""
-        biases = fit.biases.astype(self.sources[0].dtype)
-        probabilities = np.empty((self.n, self.k), dtype=biases.dtype)
-
-        def nll(rows: slice) -> float:
-            scores = probabilities[rows]
-            scores[:] = biases[0] if self._features is None else self._features[rows] @ biases
-            for weight, source in zip(fit.weights, self.sources, strict=True):
-                scores += source.dtype.type(weight) * source[rows]
-            if self._missing is not None:
-                scores[self._missing[rows]] = -np.inf
-            scores -= scores.max(axis=1, keepdims=True)
-            of_labels = scores[np.arange(len(scores)), self._labels[rows]].astype(np.float64)
-            np.exp(scores, out=scores)
-            sums = scores.sum(axis=1)
-            scores /= sums[:, None]
-            return float((np.log(sums, dtype=np.float64) - of_labels).sum())
-
-        prior = self.strength / 2 * float((fit.biases**2).sum())
-        return _Point(fit, sum(in_threads(nll, self._blocks)) / self.n + prior, probabilities)
-
-    def derivatives(self, point: _Point) -> tuple[Floats, Floats, _Curvature]:
-        """Return the gradient in weights, (P,), and in biases, (F, K), and the curvature."""
-        p = len(self.sources)
-
-        def summed(rows: slice) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-            of, sources = point.probabilities[rows], [source[rows] for source in self.sources]
-            left = np.ones((1, len(of)), dtype=of.dtype) if self._features is None else self._features[rows].T
-            means = [np.vecdot(of, source) for source in sources]
-            centred = [source - mean[:, None] for source, mean in zip(sources, means, strict=True)]
-            weighted = [of * source for source in centred]
-            within = np.array([[_inner(row, column) for column in centred] for row in weighted]).reshape(p, p)
-            crossed = np.reshape([left @ one for one in weighted], (p, self.n_features, self.k)).astype(np.float64)
-            of_weights = np.array([mean.sum(dtype=np.float64) for mean in means])
-            return of_weights, (left @ of).astype(np.float64), within, crossed, (left**2 @ of).astype(np.float64)
-
-        parts = zip(*in_threads(summed, self._blocks), strict=True)
-        of_weights, of_biases, within, crossed, squares = (np.sum(part, axis=0) / self.n for part in parts)
-        curvature = _Curvature(
-            point.probabilities,
-            self._features,
-            within + 1e-12 * np.eye(p),
-            crossed,
-            squares + self.strength,
-            self.strength,
-        )
-        of_weights = of_weights - self._of_labels[0] / self.n
-        return of_weights, of_biases - self._of_labels[1] / self.n + self.strength * point.fit.biases, curvature
-
-
-@dataclass(frozen=True, slots=True)
-class _Curvature:
-    """The second derivatives at a point.
-
-    within: of the weights, (P, P).   crossed: of weights and biases, (P, F, K).   diagonal: of the biases, but for what
-    probabilities take off it, (F, K): what conjugate gradients are preconditioned by.
+    It holds the softmax of the point that was computed last, which products with the curvature there read.
     """
 
-    probabilities: Floats
-    features: Floats | None
-    within: Floats
-    crossed: Floats
-    diagonal: Floats
-    strength: float
+    def __init__(
+        self,
+        sources: Sequence[Floats],
+        labels: Ints,
+        features: Floats | None,
+        penalty: float,
+        n_features: int,
+        held_out: slice,
+    ) -> None:
+        self._sources, self._labels, self._features = sources, labels, features
+        n_all, self.k = sources[0].shape
+        self.n, self.n_features = n_all - (held_out.stop - held_out.start), n_features
+        self.strength = penalty / self.n if n_features else 0.0
+        self._dtype = sources[0].dtype
+        self._is_ragged = bool(np.isneginf(sources[0].min()))
+        spans = [slice(0, held_out.start), slice(held_out.stop, n_all)]
+        size = max(1, _BLOCK_ELEMENTS // self.k)
+        blocks = [
+            slice(start, min(start + size, span.stop)) for span in spans for start in range(span.start, span.stop, size)
+        ]
+        per_group = -(-len(blocks) // _MOST_GROUPS)
+        self._groups = [blocks[start : start + per_group] for start in range(0, len(blocks), per_group)]
+        self._terms, self._scales = np.empty((n_all, self.k), self._dtype), np.empty(n_all, self._dtype)
+        self._of_labels = np.zeros((n_features, self.k))
+        for span in spans:
+            for feature, column in enumerate(self._columns(span)):
+                self._of_labels[feature] += np.bincount(labels[span], column, self.k)
+        some = [self._finite(source[:: max(1, n_all // _SAMPLED_ROWS)]) for source in sources]
+        spreads = np.array([(one.max(axis=1) - one.mean(axis=1)).mean(dtype=np.float64) for one in some])
+        units = 1.0 / np.where(spreads > 0, spreads, 1.0)
+        self.lowest, self.highest = _LOWEST * units, _HIGHEST * units
 
-    def product(self, weights: Floats, biases: Floats) -> tuple[Floats, Floats]:
-        of, n = self.probabilities, len(self.probabilities)
-        narrow = biases.astype(of.dtype)
-        if self.features is None:
-            taken = (of @ narrow[0]) @ of
-            of_biases = self.diagonal * biases - np.asarray(taken, dtype=np.float64) / n
+    @property
+    def rounding(self) -> float:
+        """Return the relative error of the objective."""
+        return 1e-8 if self._dtype == np.float32 else 0.0
+
+    def _columns(self, rows: slice) -> Floats:
+        """Return the features of some rows, (F, n)."""
+        if self._features is None:
+            return np.ones((self.n_features, rows.stop - rows.start), self._dtype)
+        return self._features[rows].T
+
+    def _finite(self, source: Floats) -> Floats:
+        """Return a source with 0 for missing options, whose probability is 0."""
+        return np.where(np.isfinite(source), source, self._dtype.type(0)) if self._is_ragged else source
+
+    def _summed(self, work: Callable[[slice, Floats], tuple[Floats, ...]]) -> tuple[Floats, ...]:
+        """Return the sums, over blocks of rows, of what the work makes of one and of a buffer of its shape."""
+
+        def of_group(blocks: list[slice]) -> tuple[Floats, ...]:
+            # Allocating memory for each block would take as long as the computation.
+            buffer = np.empty((blocks[0].stop - blocks[0].start, self.k), self._dtype)
+            return reduce(_added, (work(rows, buffer[: rows.stop - rows.start]) for rows in blocks))
+
+        return reduce(_added, in_threads(of_group, self._groups))
+
+    def at(self, fit: RidgeFit) -> _Point:
+        """Return the objective at a fit, and its derivatives there."""
+        p, shape = len(self._sources), (self.n_features, self.k)
+        biases = fit.biases.astype(self._dtype)
+
+        def work(rows: slice, buffer: Floats) -> tuple[Floats, ...]:
+            sources, labels = [self._finite(source[rows]) for source in self._sources], self._labels[rows]
+            nll = self._fill(rows, sources, fit.weights, biases, buffer)
+            terms, scales, columns = self._terms[rows], self._scales[rows], self._columns(rows)
+            means = np.array([np.vecdot(terms, source) * scales for source in sources])
+            of_labels = np.array([source[np.arange(len(labels)), labels] for source in sources])
+            left, within, crossed = columns * scales, np.empty((p, p)), np.empty((p, *shape))
+            lefts = np.concatenate([left, *(left * mean for mean in means)])
+            of_biases, *of_means = (lefts @ terms).astype(np.float64).reshape(p + 1, *shape)
+            for i, source in enumerate(sources):
+                weighted = np.multiply(terms, source, out=buffer)
+                crossed[i] = left @ weighted - of_means[i]
+                for j in range(i, p):
+                    second = (np.vecdot(weighted, sources[j]) * scales).sum(dtype=np.float64)
+                    within[i, j] = within[j, i] = second - np.vdot(means[i].astype(np.float64), means[j])
+            expected = of_biases if self._features is None else ((columns * left) @ terms).astype(np.float64)
+            spread = expected
+            if len(left):
+                spread = (left**2 @ np.multiply(terms, terms, out=buffer)).astype(np.float64)
+            of_weights = (means - of_labels).sum(axis=1, dtype=np.float64)
+            return np.array(nll), of_weights, within, crossed, of_biases, expected, spread
+
+        nll, of_weights, within, crossed, of_biases, expected, spread = (part / self.n for part in self._summed(work))
+        return _Point(
+            fit,
+            float(nll) + self.strength / 2 * float((fit.biases**2).sum()),
+            of_weights,
+            of_biases - self._of_labels / self.n + self.strength * fit.biases,
+            within + 1e-12 * np.eye(p),
+            crossed,
+            expected + self.strength,
+            expected - spread + self.strength,
+        )
+
+    def _fill(self, rows: slice, sources: list[Floats], weights: Floats, biases: Floats, buffer: Floats) -> float:
+        """Compute the softmax of a block; return the negative log likelihood of its labels."""
+        terms, labels = self._terms[rows], self._labels[rows]
+        scores = np.multiply(sources[0], self._dtype.type(weights[0]), out=terms)
+        for weight, source in zip(weights[1:], sources[1:], strict=True):
+            scores += np.multiply(source, self._dtype.type(weight), out=buffer)
+        if self.n_features:
+            scores += biases[0] if self._features is None else np.matmul(self._features[rows], biases, out=buffer)
+        if self._is_ragged:
+            scores[np.isneginf(self._sources[0][rows])] = -np.inf
+        scores -= scores.max(axis=1, keepdims=True)
+        of_labels = scores[np.arange(len(labels)), labels].astype(np.float64)
+        np.exp(scores, out=terms)
+        sums = terms.sum(axis=1)
+        self._scales[rows] = 1 / sums
+        return float((np.log(sums, dtype=np.float64) - of_labels).sum())
+
+    def product(self, point: _Point, weights: Floats, biases: Floats) -> tuple[Floats, Floats]:
+        """Return the curvature at the point that was computed last, times a direction."""
+        narrow, features = biases.astype(self._dtype), self._features
+
+        def work(rows: slice, buffer: Floats) -> tuple[Floats]:
+            terms, scales = self._terms[rows], self._scales[rows]
+            if features is None:
+                return (((terms @ narrow[0] * scales**2) @ terms).astype(np.float64),)
+            of, along = np.multiply(terms, scales[:, None], out=buffer), features[rows] @ narrow
+            along -= np.vecdot(of, along)[:, None]
+            along *= of
+            return ((features[rows].T @ along).astype(np.float64),)
+
+        if not self.n_features:
+            of_biases = biases
+        elif features is None:
+            of_biases = point.expected * biases - self._summed(work)[0] / self.n
         else:
-            along = self.features @ narrow
-            along = of * (along - np.vecdot(of, along)[:, None])
-            of_biases = np.asarray(self.features.T @ along, dtype=np.float64) / n + self.strength * biases
-        of_weights = self.within @ weights + (self.crossed * biases).sum(axis=(1, 2))
-        return of_weights, of_biases + (weights[:, None, None] * self.crossed).sum(axis=0)
+            of_biases = self._summed(work)[0] / self.n + self.strength * biases
+        of_weights = point.within @ weights + (point.crossed * biases).sum(axis=(1, 2))
+        return of_weights, of_biases + (weights[:, None, None] * point.crossed).sum(axis=0)
+
+
+def _added(left: tuple[Floats, ...], right: tuple[Floats, ...]) -> tuple[Floats, ...]:
+    return tuple(one + other for one, other in zip(left, right, strict=True))
 
 
 def fit_multinomial(
@@ -162,6 +226,7 @@ def fit_multinomial(
     start: RidgeFit,
     *,
     ends: float = FINE,
+    held_out: slice = _NO_ROWS,
 ) -> RidgeFit:
     """Fit weights, at least 0, and biases by the likelihood and a normal prior of every bias.
 
@@ -170,22 +235,22 @@ def fit_multinomial(
         labels: Index of the right option, int (N,).
         features: What biases are linear in, float (N, F), a constant among them; None for a constant alone.
         penalty: Precision of the prior, above 0.
-        start: Where to begin.
+        start: Where to begin; with biases (0, K) there are none, and features are None.
         ends: Predicted decrease of the mean negative log likelihood at which to stop.
+        held_out: Rows to leave out.
     """
-    problem = _Problem(sources, labels, features, penalty)
+    problem = _Problem(sources, labels, features, penalty, len(start.biases), held_out)
     if sources[0].dtype == np.float32:
         ends = max(ends, _FLOAT32_ENDS)
     point = problem.at(RidgeFit(np.clip(start.weights, problem.lowest, problem.highest), start.biases))
     for _ in range(_MOST_STEPS):
         step, decrease = _newton_step(problem, point)
-        if decrease < ends:
-            return point.fit
+        if decrease**2 < _LAST_STEP * ends:
+            return _moved(problem, point.fit, step, 1.0)
         size, trial = 1.0, point
         for _ in range(_MOST_HALVINGS):
-            weights = np.clip(point.fit.weights + size * step.weights, problem.lowest, problem.highest)
-            trial = problem.at(RidgeFit(weights, point.fit.biases + size * step.biases))
-            if trial.value <= point.value - 1e-4 * size * decrease + _rounding(point):
+            trial = problem.at(_moved(problem, point.fit, step, size))
+            if trial.value <= point.value - 1e-4 * size * decrease + problem.rounding * abs(point.value):
                 break
             size /= 2
         if trial.value >= point.value:
@@ -194,21 +259,22 @@ def fit_multinomial(
     return point.fit
 
 
-def _rounding(point: _Point) -> float:
-    return 1e-8 * abs(point.value) if point.probabilities.dtype == np.float32 else 0.0
+def _moved(problem: _Problem, fit: RidgeFit, step: RidgeFit, size: float) -> RidgeFit:
+    weights = np.clip(fit.weights + size * step.weights, problem.lowest, problem.highest)
+    return RidgeFit(weights, fit.biases + size * step.biases)
 
 
 def _newton_step(problem: _Problem, point: _Point) -> tuple[RidgeFit, float]:
     """Return a step by conjugate gradients, and by how much the gradient predicts that it lowers the objective."""
-    of_weights, of_biases, curvature = problem.derivatives(point)
+    of_weights, of_biases = point.of_weights, point.of_biases
     held = (point.fit.weights <= problem.lowest) & (of_weights > 0)
-    scales = np.maximum(np.diag(curvature.within), 1e-300), curvature.diagonal
+    scales = np.maximum(np.diag(point.within), 1e-300), point.diagonal
     left = np.where(held, 0.0, -of_weights), -of_biases
     x = np.zeros_like(of_weights), np.zeros_like(of_biases)
     towards = left[0] / scales[0], left[1] / scales[1]
     size = first = _dot(left, towards)
     for _ in range(_MOST_PRODUCTS if first > 0 else 0):
-        product = curvature.product(*towards)
+        product = problem.product(point, *towards)
         product = np.where(held, 0.0, product[0]), product[1]
         bend = _dot(towards, product)
         if bend <= 0:

@@ -45,7 +45,7 @@ def _recalibration(calibration: Examples) -> tuple[Recalibration, Examples]:
     for model, stage in enumerate(entries):
         (fit,) = stacking.chain([model], PENALTIES)
         stages.append(StackedStage(**dict(stage), **fit.numbers))
-        held_out.append(stacking.held_out_scores(fit))
+        held_out.append(stacking.held_out_scores([model], PENALTIES))
 
     def recalibrate(examples: Examples) -> Examples:
         by_model = zip(stages, examples.chain.logits, strict=True)
