@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from scipy.special import softmax
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import read_info, write_info, write_logits
+from jobs.paper.folders import convert
 from jobs.paper.public_sets import spread
 
 SPLITS = ("calibration", "validation", "test")
 N_LISTED = 5
 
 
-def main(arguments: Sequence[str]) -> None:
+def write_best_five(source: Path, output: Path) -> None:
     """Write the table of a folder with five options a row into another folder."""
-    source, output = arguments
     table, info = LogitTable(source), read_info(source)
     for split in SPLITS:
         chain = table.read_chain(table.models, split)
@@ -34,5 +35,10 @@ def main(arguments: Sequence[str]) -> None:
         write_info(output, info.model_copy(update={"logit_kind": "log-probabilities"}))
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Write a folder's table with five options a row. Returns an exit code as the command does."""
+    return convert("jobs.paper.best_five", __doc__, arguments, write_best_five)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

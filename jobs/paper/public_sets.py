@@ -24,7 +24,9 @@ import numpy as np
 
 from cauc_ray.data.splits import split_shares
 from cauc_ray.data.writing import PoolModel, TableInfo, write_info, write_logits
+from cauc_ray.errors import DataError
 from cauc_ray.numbers.types import Floats, Ints
+from jobs.paper.folders import convert
 
 SHARES = {"calibration": 0.25, "validation": 0.25, "test": 0.5}
 PROMPTS = ("task_icl0", "base_icl1", "task_icl1")
@@ -186,21 +188,28 @@ def write_priced(clone: Path, output: Path) -> None:
         write_set(output / f"priced_{task}", "USD per 1,000 questions", "surrogate", labels, models)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Write the tables of those clones that are in a folder."""
-    clones, output = map(Path, arguments)
+def write_sets(clones: Path, output: Path) -> None:
+    """Write the tables of those clones that are in a folder. Raises DataError where there are none."""
     writers = {
         "LLM-Uncertainty-Bench": write_emotions,
         "calibration-framework": write_cifar100,
         "early-abstention-in-llm-cascades": write_priced,
         "benchmarking-keras-pytorch": write_imagenet,
     }
+    present = [name for name in writers if (clones / name).is_dir()]
+    if not present:
+        raise DataError(f"{clones} has none of the clones {', '.join(writers)}")
     for name, write in writers.items():
-        if (clones / name).is_dir():
+        if name in present:
             write(clones / name, output)
         else:
             print(f"{clones / name} is missing: its tables are not written", file=sys.stderr)
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Write the tables of the clones in a folder. Returns an exit code as the command does."""
+    return convert("jobs.paper.public_sets", __doc__, arguments, write_sets)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -9,7 +9,7 @@ import pytest
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import write_logits
-from jobs.paper import best_five
+from jobs.paper import best_five, public_sets
 from jobs.paper.public_sets import IMAGENET, main
 
 N = 40
@@ -102,3 +102,18 @@ def test_a_table_with_five_options_a_row_has_the_five_best_of_another(tmp_path):
         best = np.argsort(-expected)[:5]
         assert got[best] == pytest.approx(expected[best], rel=1e-5)
         assert len(np.unique(np.delete(got, best))) == 1
+
+
+@pytest.mark.parametrize("module", [best_five, public_sets])
+@pytest.mark.parametrize("fault", ["one folder", "no such folder", "nothing in it", "into itself"])
+def test_wrong_folders_are_one_line_and_exit_code_2(module, fault, tmp_path, capsys):
+    source, output = tmp_path / "source", tmp_path / "output"
+    if fault != "no such folder":
+        source.mkdir()
+    arguments = [source] if fault == "one folder" else [source, source if fault == "into itself" else output]
+    try:
+        code = module.main([str(argument) for argument in arguments])
+    except SystemExit as ended:
+        code = ended.code
+    assert (code, capsys.readouterr().err.count("\n")) == (2, 1)
+    assert not output.exists()
