@@ -171,11 +171,15 @@ class Family:
 
     def answers(self, examples: Examples, setting: float) -> Answers:
         """Answer examples at a setting."""
+        return self._answers(examples, setting, lambda index: self._trace(self.members[index], examples))
+
+    def _answers(self, examples: Examples, setting: float, trace_of: Callable[[int], Trace]) -> Answers:
+        """Answer examples at a setting.   trace_of: a member's answers at every step, by its index."""
         if not self.is_numbered:
-            return self._trace(self.members[0], examples).answers(setting)
+            return trace_of(0).answers(setting)
         index = int(self._owners[int(setting)])
         member, place = self.members[index], int(setting) - int(self._starts[index])
-        trace, schedule = self._trace(member, examples), self._schedule(index)
+        trace, schedule = trace_of(index), self._schedule(index)
         if solutions_of(member):
             return trace.answers_after(self._route(member, examples)(solutions_of(member)[place]))
         if schedule is not None:
@@ -270,16 +274,25 @@ class Family:
         halves = random_halves(len(right))
         for rows, rest in zip(halves, halves[::-1], strict=True):
             half, later = (self.validation.of_rows(part) for part in (rows, rest))
-            is_searched = bool(solutions_of(self.members[0]))
-            family = self.refit(half) if is_searched and self.refit is not None else replace(self, validation=half)
+            if solutions_of(self.members[0]) and self.refit is not None:
+                family = self.refit(half)
+                answered = family.answers
+            else:
+                family = replace(self, validation=half)
+                vars(family)["traces"] = [self._trace_of_rows(rows, index) for index in range(len(self.members))]
+                answered = partial(family._answers, trace_of=partial(self._trace_of_rows, rest))
             points = family._points_by(objective)
             try:
                 point = points.index_of_best(budget)
             except BudgetError:
                 point = int(points.cost.argmin())
             setting = float(points.settings[point])
-            right[rest] = family.answers(later, setting).predictions == later.chain.labels
+            right[rest] = answered(later, setting).predictions == later.chain.labels
         return right
+
+    def _trace_of_rows(self, rows: Ints, index: int) -> Trace:
+        """Return a member's answers on some validation rows, all of which have been answered once."""
+        return self.traces[index].of_rows(rows)
 
     def _points_by(self, objective: Objective) -> OperatingPoints:
         """Return the results on validation at every setting, their quality being that of an objective."""
