@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from synthetic import planted, seeds
 
+from cauc_ray.numbers.calibration import fit_temperatures
 from cauc_ray.numbers.logits import log_softmax
 from cauc_ray.numbers.multinomial import RidgeFit, fit_classifier, fit_multinomial
 
@@ -56,3 +57,20 @@ def test_a_classifier_is_of_use_where_features_tell_labels_of_rows_that_it_has_n
         accuracies = [np.mean(s.argmax(axis=1) == y) for s, y in ((of_new, labels[300:]), (fit.held_out, labels[:300]))]
         assert min(accuracies) > 0.6
         assert accuracies[0] == pytest.approx(accuracies[1], abs=0.1)  # held-out rows are as new ones
+
+
+@settings(max_examples=8)
+@given(seed=seeds, kind=st.sampled_from(["weights", "biases", "matrix"]), fold=st.integers(0, 4))
+def test_rows_that_are_held_out_have_no_part_in_a_fit(seed, kind, fold):
+    labels, logits = planted(np.random.default_rng(seed), 200, 4, (1.0, 2.0))
+    sources, rows = [log_softmax(z) for z in logits], slice(40 * fold, 40 * fold + 40)
+    features = np.column_stack([np.ones(200), sources[1]]) if kind == "matrix" else None
+    start = start_of(2, {"weights": 0, "biases": 1, "matrix": 5}[kind], 4)
+    fit = fit_multinomial(sources, labels, features, 3.0, start, held_out=rows)
+    *others, rest = (np.delete(of, rows, axis=0) for of in (*sources, labels))
+    features = None if features is None else np.delete(features, rows, axis=0)
+    alone = fit_multinomial(others, rest, features, 3.0, start)
+    assert fit.weights == pytest.approx(alone.weights, abs=1e-7)
+    assert fit.biases == pytest.approx(alone.biases, abs=1e-7)
+    if kind == "weights":  # those of CAUC-RF
+        assert fit.weights == pytest.approx(fit_temperatures(others, rest).weights, rel=1e-3)
