@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from operator import is_
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -75,6 +76,23 @@ class Curve:
     accuracy: Floats
     macro_f1: Floats
     last_share: Floats
+
+
+@dataclass(slots=True)
+class _Latest:
+    """Members' answers to the examples that came last, which a curve and several settings are read from.
+
+    Attributes:
+        arrays: What members read of the examples.
+        traces: The answers by the member's id.
+    """
+
+    arrays: tuple[Any, ...] = ()
+    traces: dict[int, Trace] = field(default_factory=dict)
+
+    def are(self, arrays: tuple[Any, ...]) -> bool:
+        """Return whether these are the same arrays."""
+        return len(arrays) == len(self.arrays) and all(map(is_, arrays, self.arrays))
 
 
 @dataclass(frozen=True)
@@ -417,9 +435,18 @@ class Family:
         return None if gains is None else gains.between(self.frontiers[index].settings, self.traces[index].confidences)
 
     def _trace(self, member: Member, examples: Examples) -> Trace:
-        """Answer examples, whose labels only members see that may."""
-        trace = member.trace if isinstance(member, Control) else cascade_of(member)
-        return trace(self._seen(examples))
+        """Answer examples, whose labels only members see that may; each member answers those that came last once."""
+        arrays = (*examples.chain.logits, examples.embeddings, examples.chain.labels if self.sees_labels else None)
+        if not self._latest.are(arrays):
+            self._latest.arrays, self._latest.traces = arrays, {}
+        if id(member) not in self._latest.traces:
+            trace = member.trace if isinstance(member, Control) else cascade_of(member)
+            self._latest.traces[id(member)] = trace(self._seen(examples))
+        return self._latest.traces[id(member)]
+
+    @cached_property
+    def _latest(self) -> _Latest:
+        return _Latest()
 
     def _route(self, member: Member, examples: Examples) -> Route:
         """Return what decides for examples by a solution's numbers."""
