@@ -58,8 +58,8 @@ class StageClient(Protocol):
     why: str | None
     load_s: float
 
-    async def replicas(self) -> dict[str, ModelFacts] | None:
-        """Return the model facts of the replicas that take calls, by name, None if some do not answer."""
+    async def replicas(self) -> dict[str, ModelFacts]:
+        """Return the model facts of the replicas that take calls, by name."""
 
     async def answer(self, call: StageCall, on_begin: Callable[[], None] | None = None) -> Answer:
         """Have the call's replica answer and decide.

@@ -310,6 +310,19 @@ class StageCall:
     needed_replicas: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class FactsCall:
+    """Asks a replica for its model's facts.
+
+    Attributes:
+        life: The version of the router that asks.
+        replica: Name of the replica.
+    """
+
+    life: str
+    replica: str
+
+
 # What is asked of rows that are logged.
 _GIVEN: frozenset[Vector] = frozenset({"given"})
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import ray
 from ray import serve
@@ -57,6 +58,8 @@ _SOON_DOWN: dict[str, Any] = {"large": {"down_after_s": 4.0}}
 DOWN_S, HELD_S = 6.0, 4.0
 # The budget of the next version's policy; the first one's is 8.
 NEXT_BUDGET = 12.0
+# A busy machine: for this long, the service's processes run for the second of these times after each of the first.
+BUSY_S, PAUSED_S, RUNS_S = 15.0, 0.5, 0.05
 # Hostile clients: so many with a body of this many bytes, with one that does not go on, and without a byte. They wait
 # this long for an answer.
 N_LARGE, LARGE_BYTES, N_SLOW, N_SILENT, HOSTILE_S = 3, 52_000_000, 100, 300, 30.0
@@ -329,13 +332,33 @@ def input_damaged(scene: Scene) -> bool:
 
 
 def next_version(scene: Scene) -> bool:
-    """Deploy other models and another policy in place of those that answer, and wait until they do."""
+    """Deploy other models and another policy in place of those that answer, and wait until they do.
+
+    The machine may be busy while one version takes over from the other.
+    """
     options = {"on_failure": "degrade", "shift": 1, "load_s": scene.rng.choice((0.0, 5.0)), **_ALONE}
     pool = load_pool(pool_file(scene.folder / "next.yaml", scene.notes, **options))
     policy = Policy.load(scene.cascade.policy).with_budget(NEXT_BUDGET)
     scene.of_next = answers_of(scene.cascade.next_table, policy)
-    serve.run_many([serve.RunTarget(application(pool, policy), name=pool.name, route_prefix="/", logging_config=None)])
+    target = serve.RunTarget(application(pool, policy), name=pool.name, route_prefix="/", logging_config=None)
+    with ThreadPoolExecutor(1) as threads:
+        slowed = threads.submit(_slow_down, scene, scene.rng.choice((0.0, BUSY_S)))
+        serve.run_many([target])
+        slowed.result()
     return True
+
+
+def _slow_down(scene: Scene, seconds: float) -> None:
+    """Have the replicas of the service run for a share of the time only, once the next models have loaded."""
+    wait_until(lambda: all(len(replicas(scene.notes, stage)) > 1 for stage in range(3)), DEADLINE_S)
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        victims = processes("ServeReplica:faults")
+        for act, pause_s in ((psutil.Process.suspend, PAUSED_S), (psutil.Process.resume, RUNS_S)):
+            for process in victims:
+                with suppress(psutil.Error):
+                    act(process)
+            time.sleep(pause_s)
 
 
 def hostile_bodies(scene: Scene) -> bool:
