@@ -1,4 +1,4 @@
-"""Which replicas of stages Serve runs and stops, as the handles of this process are told.
+"""Which replicas of stages Serve runs and stops, as the handles of this process have learnt.
 
 It is a module of its own because Serve gives each handle a copy of the class of its request router, and of all values
 of that class's module.

@@ -51,6 +51,8 @@ SESSIONS: dict[str, dict[str, Any]] = {
 _MANY: dict[str, Any] = {"large": {"replicas": {"min": 6, "max": 6}, "resources": {"num_cpus": 0.1}, "batch_size": 4}}
 _ANSWERS: dict[str, Any] = {"n_options": WIDE, "batch_size": 64}
 _IMPATIENT: dict[str, Any] = {"call_timeout_s": 2.0}
+# A request waits for two replicas that start one after the other, however long that takes.
+_PATIENT: dict[str, Any] = {"serving": {"timeout_s": 50.0}}
 _ALONE: dict[str, Any] = {"replicas": {"min": 1}}
 # The last stage is down after this many seconds without a replica.
 _SOON_DOWN: dict[str, Any] = {"large": {"down_after_s": 4.0}}
@@ -407,7 +409,7 @@ KINDS = (
     Kind("shape", "every stage", model_fault("shape", 0, 1, 2, calls=3)),
     Kind("raises", "every stage", model_fault("raises", 0, 1, 2, calls=3)),
     Kind("row-raises", "3 rows, stage 2", guilty_rows("raises", 3), when="before"),
-    Kind("row-kills", "a row, stage 2", guilty_rows("dies", 1), when="before"),
+    Kind("row-kills", "a row, stage 2", guilty_rows("dies", 1), when="before", pool=_PATIENT),
     Kind("dies-loading", "last stage", dies_loading),
     Kind("stage-down", "last stage", stage_down, pool=_SOON_DOWN | {"on_failure": "degrade"}),
     Kind("stage-down-resumed", "last stage", stage_down, ("run",), pool=_SOON_DOWN, ends="has had no live replica for"),
