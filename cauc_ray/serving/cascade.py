@@ -375,8 +375,7 @@ class Cascade:
         if fault.kind in ("died", "gone"):
             self._lost(call.stage, call.replica, fault.message, own_fault=fault.kind == "died")
         else:
-            trouble = fault.kind if fault.kind in ("down", "overloaded") else "error"
-            self.scheduler.call_failed(call, trouble, fault.message, self._loop.time())
+            self.scheduler.call_failed(call, fault.message, self._loop.time())
 
 
 def _ids(columns: Batch, n: int) -> list[str]:

@@ -18,12 +18,7 @@ from typing import Any, TypeVar
 from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
-from ray.serve.exceptions import (
-    BackPressureError,
-    DeploymentUnavailableError,
-    RayServeException,
-    ReplicaUnavailableError,
-)
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.util.metrics import Counter, Gauge, Histogram
@@ -295,8 +290,6 @@ def _fault(error: Exception) -> StageError:
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, GoneError):
         return StageError("gone", str(cause))
-    if isinstance(cause, BackPressureError):
-        return StageError("overloaded", "it is overloaded")
     if isinstance(cause, DeploymentUnavailableError):
         return StageError("gone", "it has no replica at this moment")
     if isinstance(cause, RayActorError) and _NODE_DIED in str(cause):

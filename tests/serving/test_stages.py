@@ -76,7 +76,7 @@ def test_a_replica_goes_on_for_the_routers_of_its_version_until_they_release_it(
         await asyncio.sleep(0)
         assert await server.hold("another version", "a", []) is None
         await asyncio.sleep(0.05)
-        assert not (first.done() or second.done())
+        assert not any(task.done() for task in (first, second))
         again = asyncio.create_task(server.hold("life", "a", ["one"]))  # replaces the first
         await asyncio.wait_for(first, 1.0)
         await server.hold("life", "b", ["another"])
