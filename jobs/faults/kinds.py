@@ -24,6 +24,7 @@ from ray import serve
 from ray.exceptions import RayError
 
 from cauc_ray.errors import ExecutionError
+from cauc_ray.execution.commits import CLAIMS
 from cauc_ray.execution.ledger import ATTEMPT_REPLICAS
 from cauc_ray.files.parquet import parquet_files
 from cauc_ray.files.paths import AnyPath
@@ -283,12 +284,25 @@ def reader_node_killed(scene: Scene) -> bool:
 
 
 def second_driver(scene: Scene) -> bool:
-    """Have a second process resume the run while the first is at work, which is then to end."""
-    first = scene.child
-    if first is None or not (scene.folder / "out" / "run.json").exists():
+    """Have a second process resume the run while the first is at work, which is then to end.
+
+    Its models pause until the second has begun, which on a busy machine takes longer than the run.
+    """
+    first, claims = scene.child, scene.folder / "out" / CLAIMS
+    if first is None or not claims.is_dir():
         return False
+    models = [process for stage in range(3) for process in replicas(scene.notes, stage)]
+    _signal(models, psutil.Process.suspend)
     scene.start(resumed=True)
+    wait_until(lambda: scene.is_over or len(list(claims.iterdir())) > 1, DEADLINE_S)
+    _signal(models, psutil.Process.resume)
     return first.wait(DEADLINE_S) != 0
+
+
+def _signal(victims: Sequence[psutil.Process], signal: Callable[[psutil.Process], None]) -> None:
+    for process in victims:
+        with suppress(psutil.Error):
+            signal(process)
 
 
 def _stages(scene: Scene) -> set[int]:
@@ -356,11 +370,10 @@ def _slow_down(scene: Scene, seconds: float) -> None:
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         victims = processes("ServeReplica:faults")
-        for act, pause_s in ((psutil.Process.suspend, PAUSED_S), (psutil.Process.resume, RUNS_S)):
-            for process in victims:
-                with suppress(psutil.Error):
-                    act(process)
-            time.sleep(pause_s)
+        _signal(victims, psutil.Process.suspend)
+        time.sleep(PAUSED_S)
+        _signal(victims, psutil.Process.resume)
+        time.sleep(RUNS_S)
 
 
 def hostile_bodies(scene: Scene) -> bool:
