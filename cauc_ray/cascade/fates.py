@@ -10,7 +10,7 @@ from cauc_ray.cascade.rows import Call, Fault, Rows, Trouble
 
 # How a call has failed: the model names rows that it cannot answer; it raises on a row while it answers others; no row
 # was answered, by whose fault; or nothing came back.
-Failure: TypeAlias = Literal["named", "raised"] | Fault | Literal["down", "overloaded", "error"]
+Failure: TypeAlias = Literal["named", "raised"] | Fault | Literal["error"]
 
 
 @dataclass(frozen=True, slots=True)

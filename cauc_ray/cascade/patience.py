@@ -202,13 +202,13 @@ class RequestPatience:
                 for rows in call.rows:
                     prefix = f"row {rows.indices[0]}: " if rows.owner.n > 1 else ""
                     yield GiveUp([rows], "refused", f"{prefix}{reason} (stage {at.limits.name!r})")
-            case "down" | "overloaded" | "error":
-                yield CountFailure(reason, call.rows, for_good=failure == "down" or costly)
+            case "error":
+                yield CountFailure(reason, call.rows, for_good=costly)
                 for piece in call.by_owner():
-                    if failure == "error" and call.attempt < MOST_ATTEMPTS and not at.health.paused:
+                    if call.attempt < MOST_ATTEMPTS and not at.health.paused:
                         yield Again(call.again(now, rows=piece))
                     else:
-                        yield GiveUp(piece, failure, at.because(reason))
+                        yield GiveUp(piece, "error", at.because(reason))
             case _:
                 tried = {*call.failed_on, call.replica}
                 has_other = len(tried) < MOST_ATTEMPTS and at.replicas.has_other(tried)

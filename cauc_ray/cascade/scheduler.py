@@ -233,13 +233,13 @@ class Scheduler:
         elif at.health.paused or fault == "stage":
             at.postpone_probe(call.replica, now + PROBE_PAUSE_S)
 
-    def call_failed(self, call: Call, failure: Failure, reason: str, now: float) -> None:
+    def call_failed(self, call: Call, reason: str, now: float) -> None:
         """Take a call that came to nothing, for no fault of its replica."""
         at = self._taken_back(call, now)
         if call.probe:
             at.postpone_probe(call.replica, now + PROBE_PAUSE_S)
         else:
-            self._failed(at, call, failure, reason, now)
+            self._failed(at, call, "error", reason, now)
 
     def call_postponed(self, call: Call, pause_s: float, now: float) -> None:
         """Try a call again after a pause that could not be computed for no fault of its own."""

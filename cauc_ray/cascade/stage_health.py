@@ -26,7 +26,7 @@ class StageHealth:
         succeeded_at: When it last answered a call.
     """
 
-    def __init__(self, down_after_s: float = DOWN_AFTER_S, *, pauses: bool = True) -> None:
+    def __init__(self, down_after_s: float, *, pauses: bool) -> None:
         """Take how long rows wait for a replica, and whether failed calls pause the stage."""
         self._down_after_s, self._pauses = down_after_s, pauses
         self.is_down = False

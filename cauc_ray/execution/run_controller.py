@@ -243,7 +243,7 @@ class RunController:
             if self._scheduler.stages[call.stage].never_succeeds:
                 self._stage_fails(call.stage, ExecutionError(f"all replicas of stage {name!r} die: {fault}"))
             return
-        broken = self._note_broken(call, str(fault), now)
+        broken = self._note_broken(call, str(fault))
         if kind == "full":
             self._note_full(now, fault)
             self._scheduler.call_postponed(call, FULL_PAUSE_S, now)
@@ -262,7 +262,7 @@ class RunController:
         if replica.number not in self._replicas.by_number:  # what it had answered has shown that it is bad
             return
         for call in calls_at(replica.number):
-            self._note_broken(call, why, now)
+            self._note_broken(call, why)
         self._scheduler.replica_lost(replica.stage, replica.number, why, now, own_fault=own_fault)
         self._replicas.lost(replica, why, now)
 
@@ -274,7 +274,7 @@ class RunController:
             else:
                 self._replicas.let_go(replica, now)
 
-    def _note_broken(self, call: Call, why: str, now: float) -> CallResult:
+    def _note_broken(self, call: Call, why: str) -> CallResult:
         """Forget a call of which nothing will come, and have it written down."""
         del self._sent[call.handle[0]]
         broken = CallResult.broken(time.time(), self._replicas.by_number[call.replica].node, why)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cauc_ray.serving.app import ServingArgs, build_app
 
 __all__ = ["ServingArgs", "build_app"]
+
+# When this process began to import what serves, which takes longer than to load a small model.
+IMPORTED_AT = time.monotonic()
 
 
 def __getattr__(name: str) -> Any:

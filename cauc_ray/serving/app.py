@@ -28,7 +28,7 @@ from cauc_ray.execution.session import ray_session
 from cauc_ray.models.pool import Pool, Replicas, StageSpec, load_pool, pool_of
 from cauc_ray.models.resources import Resources
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.on_serve import ROUTER, STOP_S, AppVersion, NamedReplica, Router, StageServer, stage_deployment
+from cauc_ray.serving.on_serve import ROUTER, AppVersion, NamedReplica, Router, StageServer, stage_deployment
 from cauc_ray.serving.scaling import replicas_for
 from cauc_ray.serving.service import environment, policies_at_start, require_name, require_servable
 
@@ -41,6 +41,9 @@ SENT_S = 0.1
 ADD_TO_PROXY = "cauc_ray.serving.over_grpc:add_to_proxy"
 # Each line of a replica's log is JSON; that of a request has its fields under `cauc`.
 LOGGING = {"encoding": "JSON"}
+# Within this, requests come to the routers of a new version; then those that are open have their time to end; and a
+# replica has this for its own end.
+UPDATE_S, END_S = 60.0, 5.0
 # The router refuses early by itself; these only keep Serve from refusing before it.
 ROUTER_REQUESTS = 10_000
 
@@ -90,12 +93,16 @@ def application(pool: Pool, policy: Policy, name: str | None = None, *, surge: b
             _require_room(pool, stages)
     degrades = pool.on_failure == "degrade"
     # A policy that was set in an earlier version of this application is not this one's.
-    version = AppVersion(uuid.uuid4().hex, len(stages))
+    version = AppVersion(uuid.uuid4().hex, (ROUTER, *(stage_deployment(spec.name) for spec in stages)))
+    router_stops_s = max(spec.serving.timeout_s for spec in stages) + END_S
+    # Without a surge, replicas of the next version have room only once these have ended.
+    stage_stops_s = router_stops_s + (UPDATE_S if surge else 0.0)
     deployments = [
-        _stage(spec, surge).bind(spec, stage, version, can_wait=degrades and stage > 0)
+        _stage(spec, surge, stage_stops_s).bind(spec, stage, version, can_wait=degrades and stage > 0)
         for stage, spec in enumerate(stages)
     ]
-    return _router(pool, surge).bind(model, pool, policies_at_start(pool, policy), deployments, version)
+    router = _router(pool, surge, router_stops_s)
+    return router.bind(model, pool, policies_at_start(pool, policy), deployments, version)
 
 
 def _require_room(pool: Pool, stages: Sequence[StageSpec]) -> None:
@@ -114,7 +121,7 @@ def _require_room(pool: Pool, stages: Sequence[StageSpec]) -> None:
         require_room(asked, "add nodes, or set surge: false (old replicas stop first)")
 
 
-def _stage(spec: StageSpec, surge: bool) -> Any:
+def _stage(spec: StageSpec, surge: bool, stops_s: float) -> Any:
     scale = _scale(
         spec.replicas,
         policy=AutoscalingPolicy(policy_function=replicas_for),
@@ -129,15 +136,15 @@ def _stage(spec: StageSpec, surge: bool) -> Any:
         # The routers' schedulers decide which replica takes a call, and how many; beyond that it only needs room.
         request_router_config=RequestRouterConfig(request_router_class=NamedReplica),
         max_ongoing_requests=1000,
-        graceful_shutdown_timeout_s=STOP_S,
+        graceful_shutdown_timeout_s=stops_s,
         **scale,
     )
 
 
-def _router(pool: Pool, surge: bool) -> Any:
+def _router(pool: Pool, surge: bool, stops_s: float) -> Any:
     router = pool.serving.router
     scale = _scale(router.replicas, target_ongoing_requests=100, upscale_delay_s=10.0, downscale_delay_s=300.0)
-    options = {"max_ongoing_requests": ROUTER_REQUESTS, "graceful_shutdown_timeout_s": 10.0, **scale}
+    options = {"max_ongoing_requests": ROUTER_REQUESTS, "graceful_shutdown_timeout_s": stops_s, **scale}
     return _deployment(serve.ingress()(Router), ROUTER, router.resources, surge, **options)
 
 

@@ -58,8 +58,8 @@ class StageClient(Protocol):
     why: str | None
     load_s: float
 
-    async def replicas(self) -> dict[str, ModelFacts] | None:
-        """Return the model facts of the replicas that take calls, by name, None if some do not answer."""
+    async def replicas(self) -> dict[str, ModelFacts]:
+        """Return the model facts of the replicas that take calls, by name."""
 
     async def answer(self, call: StageCall, on_begin: Callable[[], None] | None = None) -> Answer:
         """Have the call's replica answer and decide.
@@ -375,8 +375,7 @@ class Cascade:
         if fault.kind in ("died", "gone"):
             self._lost(call.stage, call.replica, fault.message, own_fault=fault.kind == "died")
         else:
-            trouble = fault.kind if fault.kind in ("down", "overloaded") else "error"
-            self.scheduler.call_failed(call, trouble, fault.message, self._loop.time())
+            self.scheduler.call_failed(call, fault.message, self._loop.time())
 
 
 def _ids(columns: Batch, n: int) -> list[str]:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
-from ray.serve.exceptions import (
-    BackPressureError,
-    DeploymentUnavailableError,
-    RayServeException,
-    ReplicaUnavailableError,
-)
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.util.metrics import Counter, Gauge, Histogram
@@ -33,12 +30,13 @@ from cauc_ray.errors import printable
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.protocol.grpc_messages import CALLS
+from cauc_ray.serving import IMPORTED_AT, membership
 from cauc_ray.serving.http_app import http_app
 from cauc_ray.serving.observers.service_metrics import ACTS, Kind, Metric
 from cauc_ray.serving.over_grpc import GrpcCalls, ProxyResponse
 from cauc_ray.serving.policies_live import InForce
 from cauc_ray.serving.replica import Replica
-from cauc_ray.serving.request_state import Answer, StageCall, StageError
+from cauc_ray.serving.request_state import Answer, FactsCall, StageCall, StageError
 from cauc_ray.serving.scaling import NEEDED, Needs
 from cauc_ray.serving.service import LEASE_S, Service
 from cauc_ray.serving.stored import Store, StoreError
@@ -59,9 +57,9 @@ SENT_S = 0.02
 LEAVES_S = 0.2
 # How often a replica looks whether the other stages have loaded.
 LOOK_S = 0.2
-# Seconds that a replica which Serve stops goes on for a router of its own version that has no other, each time that the
-# router asks; and the most that Serve lets it.
-HOLD_S, STOP_S = 3.0, 15.0
+# Seconds that a replica which Serve stops goes on for a router of its own version, each time that the router asks; a
+# router asks again after the others.
+HOLD_S, HOLD_AGAIN_S = 15.0, 5.0
 
 logger = logging.getLogger("ray.serve")
 
@@ -75,7 +73,7 @@ class GoneError(Exception):
 class StageServer:
     """A replica of a stage as Serve has it.
 
-    It runs once all stages have loaded: until then the version before answers.
+    It runs once all stages have loaded and a router has started: until then the version before answers.
 
     Args:
         spec: Settings of the stage.
@@ -86,29 +84,32 @@ class StageServer:
 
     def __init__(self, spec: StageSpec, stage: int, version: AppVersion, *, can_wait: bool = False) -> None:
         prepare_process(spec)
-        self._spec, self._stage, self._version = spec, stage, version
+        self._spec, self._version = spec, version
+        self._imports_s = time.monotonic() - IMPORTED_AT
         self._needs = Needs()
+        self._holds: dict[str, asyncio.Event] = {}
         self._replica = Replica(spec, stage, serve.get_replica_context().replica_id.unique_id)
         if (failed := self._replica.facts.exception()) is not None and not can_wait:
             raise failed
-        version.note_loaded(stage)
+        version.note_loaded(stage_deployment(spec.name))
         while not version.has_loaded():
             time.sleep(LOOK_S)
 
-    async def facts(self, life: str) -> tuple[str, ModelFacts | str, float] | None:
-        """Return the replica's name, its model's facts or why there are none yet, and how long it took to load.
+    async def facts(self, call: FactsCall) -> tuple[ModelFacts | str, float] | None:
+        """Return the model's facts or why there are none yet, and how long the process took to import and load it.
 
         None for a router of another version.
         """
-        if life != self._version.life:
+        self._require_meant(call)
+        if call.life != self._version.life:
             return None
-        replica, loading = self._replica, self._replica.facts
+        loading = self._replica.facts
         if not loading.done():
-            return replica.name, LOADING, 0.0
+            return LOADING, 0.0
         if (failed := loading.exception()) is None:
-            return replica.name, loading.result(), replica.load_s
-        replica.load()
-        return replica.name, f"its model cannot be loaded: {reason_of(failed)}", 0.0
+            return loading.result(), self._imports_s + self._replica.load_s
+        self._replica.load()
+        return f"its model cannot be loaded: {reason_of(failed)}", 0.0
 
     def __del__(self) -> None:
         """End, as Serve asks a replica to: close the model."""
@@ -120,12 +121,12 @@ class StageServer:
         Returns:
             The result, and the states of deferred rows.
         """
-        self._require_meant(call)
+        self._take(call)
         return await self._answer(call)
 
     async def answer_watched(self, call: StageCall) -> AsyncIterator[Answer | None]:
         """Yield None once the model begins, whatever it then does to the process, and what answer returns."""
-        self._require_meant(call)
+        self._take(call)
         loop, begins, sent = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
         def begin() -> None:
@@ -143,10 +144,22 @@ class StageServer:
             sent.set()
             answering.cancel()
 
-    async def hold(self, life: str) -> None:
-        """Go on for a while for a router of this version, also if Serve stops the replica."""
-        if life == self._version.life:
-            await asyncio.sleep(HOLD_S)
+    async def hold(self, life: str, router: str, replicas: Collection[str]) -> None:
+        """Go on for HOLD_S for a router of this version, also if Serve stops the replica.
+
+        Args:
+            life: The router's version.
+            router: The router, whose last hold this one replaces.
+            replicas: Those that it holds: others go on no longer for it.
+        """
+        if life != self._version.life:
+            return
+        if (before := self._holds.pop(router, None)) is not None:
+            before.set()
+        if self._replica.name in replicas:
+            released = self._holds[router] = asyncio.Event()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(released.wait(), HOLD_S)
 
     async def leave(self, replica: str) -> None:
         """End this replica if it is the one meant: it is broken, and Serve starts another."""
@@ -155,9 +168,12 @@ class StageServer:
             logger.error("this replica fails on what others answer; it ends, and another is started")
             asyncio.get_running_loop().call_later(LEAVES_S, os._exit, 1)
 
-    def _require_meant(self, call: StageCall) -> None:
+    def _require_meant(self, call: StageCall | FactsCall) -> None:
         if call.replica not in ("", self._replica.name):
             raise GoneError(f"replica {call.replica} no longer exists")
+
+    def _take(self, call: StageCall) -> None:
+        self._require_meant(call)
         self._needs.note(call.router, call.needed_replicas)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -185,30 +201,54 @@ class ServeClient:
         self._handle, self._life = handle, life
         self.why: str | None = None
         self.load_s = 0.0
+        self._id = uuid.uuid4().hex
+        # What replicas have answered, by name; None for those of other versions.
+        self._facts: dict[str, ModelFacts | str | None] = {}
+        self._held: frozenset[str] | None = None
+        self._held_at = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def replicas(self) -> dict[str, ModelFacts] | None:
-        """Return the model facts of the replicas that take calls, by name, None if some do not answer."""
-        try:
-            asked = self._handle.broadcast("facts", self._life)
-            answers = await asked.results_async(timeout_s=ASK_S, return_exceptions=True)
-        except DeploymentUnavailableError:  # no replica at this moment: Serve starts another
-            self.why = None
-            return {}
-        except TimeoutError:
-            return None
-        of_replicas: dict[str, ModelFacts | str] = {}
-        for name, facts, load_s in (answer for answer in answers if isinstance(answer, tuple)):
-            of_replicas[name] = facts
-            self.load_s = max(self.load_s, load_s)
+    async def replicas(self) -> dict[str, ModelFacts]:
+        """Return the model facts of the replicas that take calls, by name.
+
+        A replica is asked until it has loaded, and again once Serve stops it. One that does not answer is as it was.
+        """
+        running = membership.replicas_of(self._handle.deployment_name)
+        self._facts = {name: facts for name, facts in self._facts.items() if name in running}
+        asked = [name for name in running if isinstance(self._facts.get(name, ""), str)]
+        asked += [name for name, runs in running.items() if not runs and isinstance(self._facts.get(name), ModelFacts)]
+        await asyncio.gather(*(self._ask(name) for name in asked))
         # One whose model is loaded again will soon answer, unless that fails.
-        reasons = (facts for facts in of_replicas.values() if isinstance(facts, str))
+        reasons = (facts for facts in self._facts.values() if isinstance(facts, str))
         self.why = next((why for why in reasons if why != LOADING or not self.load_s), None)
-        loaded = {name: facts for name, facts in of_replicas.items() if not isinstance(facts, str)}
-        running = {name: facts for name, facts in loaded.items() if name not in NamedReplica.stopping}
-        if loaded and not running:  # another version takes over
-            self._in_background(self._handle.broadcast("hold", self._life), HOLD_S + ASK_S)
-        return running or loaded
+        loaded = {name: facts for name, facts in self._facts.items() if isinstance(facts, ModelFacts)}
+        # Where Serve stops all of them, another version takes over.
+        takes_calls = {name: facts for name, facts in loaded.items() if running[name]} or loaded
+        self._hold(frozenset(takes_calls))
+        return takes_calls
+
+    async def _ask(self, name: str) -> None:
+        """Learn a replica's facts, or that it has ended."""
+        response = self._handle.facts.remote(FactsCall(self._life, name))
+        try:
+            answer = await asyncio.wait_for(response, ASK_S)
+        except TimeoutError:
+            response.cancel()
+        except (RayError, RayServeException):
+            self._facts.pop(name, None)
+        else:
+            self._facts[name], load_s = (None, 0.0) if answer is None else answer
+            self.load_s = max(self.load_s, load_s)
+
+    def _hold(self, replicas: frozenset[str]) -> None:
+        """Have replicas go on if Serve stops them, long before it does: a busy router may learn of that too late."""
+        if replicas != self._held or time.monotonic() - self._held_at > HOLD_AGAIN_S:
+            self._held, self._held_at = replicas, time.monotonic()
+            self._in_background(self._handle.broadcast("hold", self._life, self._id, replicas), HOLD_S + ASK_S)
+
+    def close(self) -> None:
+        """Have the replicas go on no longer if Serve stops them."""
+        self._in_background(self._handle.broadcast("hold", self._life, self._id, frozenset()), ASK_S)
 
     async def answer(self, call: StageCall, on_begin: Callable[[], None] | None = None) -> Answer:
         """Have the call's replica answer. Raises StageError; if the caller is cancelled, so is the call."""
@@ -250,8 +290,6 @@ def _fault(error: Exception) -> StageError:
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, GoneError):
         return StageError("gone", str(cause))
-    if isinstance(cause, BackPressureError):
-        return StageError("overloaded", "it is overloaded")
     if isinstance(cause, DeploymentUnavailableError):
         return StageError("gone", "it has no replica at this moment")
     if isinstance(cause, RayActorError) and _NODE_DIED in str(cause):
@@ -262,35 +300,27 @@ def _fault(error: Exception) -> StageError:
 
 
 class NamedReplica(RequestRouter):  # type: ignore[misc]  # Ray's classes have no types
-    """Routes a call to the replica that it names, also while Serve stops it. If that is gone, another one reports it.
-
-    Attributes:
-        stopping: Names of replicas that Serve stops, for all handles of this process.
-    """
-
-    stopping: ClassVar[set[str]] = set()
+    """Routes a call to the replica that it names, also while Serve stops it. If that is gone, another reports it."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take the replicas that run, and keep those that have just been stopped."""
+        """Take the replicas that run, and keep those that are being stopped."""
         running = {replica.replica_id for replica in replicas}
-        self.stopping.difference_update(replica_id.unique_id for replica_id in running)
         stopped = [replica for replica_id, replica in self.curr_replicas.items() if replica_id not in running]
-        for name in {replica.replica_id.unique_id for replica in stopped} - self.stopping:
-            self.stopping.add(name)
-            self._event_loop.call_later(STOP_S, self._forget, name)
-        super().update_replicas([*replicas, *(one for one in stopped if one.replica_id.unique_id in self.stopping)])
+        for one in [*running, *(replica.replica_id for replica in stopped)]:
+            membership.note(one.deployment_id.name, one.unique_id, runs=one in running)
+        super().update_replicas([*replicas, *stopped])
 
-    def _forget(self, name: str) -> None:
-        if name in self.stopping:
-            self.stopping.remove(name)
-            super().update_replicas([one for one in self.curr_replicas.values() if one.replica_id.unique_id != name])
+    def on_replica_actor_died(self, replica_id: Any) -> None:
+        """Forget a replica that has ended."""
+        membership.forget(replica_id.deployment_id.name, replica_id.unique_id)
+        super().on_replica_actor_died(replica_id)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return the replicas that may take a call."""
         call = pending_request.args[0] if pending_request is not None and pending_request.args else None
-        if not isinstance(call, StageCall):
+        if not isinstance(call, StageCall | FactsCall):
             return [candidate_replicas]
         assert pending_request is not None
         pending_request.routing_context.should_backoff = True  # else what cannot be routed is tried without a pause
@@ -340,20 +370,20 @@ class AppVersion:
 
     Attributes:
         life: Its id.
-        n_stages: Number of stages of its chain.
+        deployments: Names of its deployments, the router's included.
     """
 
     life: str
-    n_stages: int
+    deployments: tuple[str, ...]
 
-    def note_loaded(self, stage: int) -> None:
-        """Note that a replica of a stage has loaded. Raises StoreError."""
-        RayStore().put(f"loaded:{self.life}:{stage}", b"1")
+    def note_loaded(self, deployment: str) -> None:
+        """Note that a replica of a deployment has loaded. Raises StoreError."""
+        RayStore().put(f"loaded:{self.life}:{deployment}", b"1")
 
     def has_loaded(self) -> bool:
-        """Return whether a replica of each stage has ever loaded; False where that cannot be known now."""
+        """Return whether a replica of each deployment has ever loaded; False where that cannot be known now."""
         try:
-            return all(RayStore().get(f"loaded:{self.life}:{stage}") for stage in range(self.n_stages))
+            return all(RayStore().get(f"loaded:{self.life}:{deployment}") for deployment in self.deployments)
         except StoreError as error:
             logger.warning(f"it is unknown whether the other stages have loaded: {error}")
             return False
@@ -374,15 +404,21 @@ class Router(Service):
         logging.getLogger("cauc_ray").parent = logging.getLogger("ray.serve")
         self._app = serve.get_replica_context().app_name
         self._version = version
-        clients = [ServeClient(handle, version.life) for handle in stages]
+        self._stages = [ServeClient(handle, version.life) for handle in stages]
         shell: dict[str, Any] = {"store": RayStore(), "new_metric": ray_metric, "name": self._app}
-        super().__init__(model, pool, policies, clients, **shell, life=version.life)
+        imports_s = time.monotonic() - IMPORTED_AT
+        super().__init__(model, pool, policies, self._stages, **shell, life=version.life, imports_s=imports_s)
         for spec in self.specs:
             find_user_code(spec)
         self.grpc_calls = GrpcCalls(self)
+        version.note_loaded(ROUTER)
 
     def __del__(self) -> None:
-        """End, as Serve asks a replica to: write what is left of the log."""
+        """End, as Serve asks a replica to: release the stages, and write what is left of the log."""
+        with suppress(RuntimeError):  # no event loop runs any more
+            asyncio.get_running_loop()
+            for stage in self._stages:
+                stage.close()
         self.close()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -412,7 +448,7 @@ class Router(Service):
         return answers
 
     async def has_loaded(self) -> bool:
-        """Return whether all stages have loaded once in this life."""
+        """Return whether all deployments have loaded once in this life."""
         return await asyncio.to_thread(self._version.has_loaded)
 
 

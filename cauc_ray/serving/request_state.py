@@ -35,12 +35,12 @@ class StageError(Exception):
     """A failed call of a stage.
 
     Attributes:
-        kind: "died" (its replica ended, so another may do it), "gone" (its replica no longer existed), "down" (no
-            replica takes calls), "overloaded", or "failed" (the model or the code around it raised).
+        kind: "died" (its replica ended, so another may do it), "gone" (its replica no longer existed), or "failed" (the
+            model or the code around it raised).
         message: The reason.
     """
 
-    def __init__(self, kind: Literal["died", "gone", "down", "overloaded", "failed"], message: str) -> None:
+    def __init__(self, kind: Literal["died", "gone", "failed"], message: str) -> None:
         super().__init__(message)
         self.kind = kind
         self.message = message
@@ -308,6 +308,19 @@ class StageCall:
     replica: str = ""
     router: str = ""
     needed_replicas: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FactsCall:
+    """Asks a replica for its model's facts.
+
+    Attributes:
+        life: The version of the router that asks.
+        replica: Name of the replica.
+    """
+
+    life: str
+    replica: str
 
 
 # What is asked of rows that are logged.

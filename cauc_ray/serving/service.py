@@ -135,6 +135,7 @@ class Service(ABC):
         store: Store that all replicas see.
         new_metric: Makes a metric, as ServingMetrics takes it.
         life: Id of the service's life; values of another life are not read.
+        imports_s: How long this process has imported; what others do takes longer where that does.
         name: Name of the service in all of its lives.
     """
 
@@ -149,6 +150,7 @@ class Service(ABC):
         new_metric: NewMetric,
         life: str,
         name: str,
+        imports_s: float = 0.0,
     ) -> None:
         self.model, self.pool = model, pool
         policy = policies.policy
@@ -156,6 +158,7 @@ class Service(ABC):
         self.facts: list[ModelFacts | None] = [None] * len(self.specs)
         self.metrics = ServingMetrics(new_metric, model, policy.models, policy.cost_unit)
         self._clients = clients
+        self._imports_s = imports_s
         self._life, self._log = life, Log(store, f"policy:{life}:")
         self._adopting = threading.Lock()
         self._looked_at = time.monotonic()
@@ -251,7 +254,7 @@ class Service(ABC):
             is_enough = not any(stage in self._needed for stage in awaited)
             self._has_begun = is_enough and not any(self._clients[stage].why is None for stage in awaited)
             if not self._has_begun:
-                wait_s = LISTED_S if is_enough else BEGIN_S
+                wait_s = (LISTED_S if is_enough else BEGIN_S) + self._imports_s
                 until = min(until, time.monotonic() + wait_s) if await self.has_loaded() else math.inf
                 await asyncio.sleep(0.1)
         self._has_begun = True
@@ -492,7 +495,7 @@ class Service(ABC):
             if isinstance(replicas, BaseException):
                 name = self.specs[stage].name
                 logger.warning(f"stage {name!r}: its state is unknown: {type(replicas).__name__}: {replicas}")
-            elif replicas is not None:
+            else:
                 for facts in replicas.values():
                     self.cascade.scheduler.stages[stage].take_facts(facts)
                 client = self._clients[stage]

@@ -27,7 +27,7 @@ made again, an attempt that goes on.
 | reader-node-killed: a node with a task that reads from a store at a distance | yes | – |
 | answers-node-killed, collection-controller-killed: with large logits on their way to a far store | collection | – |
 | router-killed, proxy-killed | – | yes |
-| version-next: other models and another policy are deployed; each answer is of one of the two, whole | – | yes |
+| version-next: another pool and policy are deployed, on a busy machine, too; each answer is of one, whole | – | yes |
 | bodies-hostile: large and slow bodies, connections without a byte; no other client may notice | – | yes |
 
 The network kinds have every node in a Linux network namespace of its own and take its link off their bridge: both

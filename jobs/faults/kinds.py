@@ -17,12 +17,14 @@ from typing import Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import ray
 from ray import serve
 from ray.exceptions import RayError
 
 from cauc_ray.errors import ExecutionError
+from cauc_ray.execution.commits import CLAIMS
 from cauc_ray.execution.ledger import ATTEMPT_REPLICAS
 from cauc_ray.files.parquet import parquet_files
 from cauc_ray.files.paths import AnyPath
@@ -50,6 +52,8 @@ SESSIONS: dict[str, dict[str, Any]] = {
 _MANY: dict[str, Any] = {"large": {"replicas": {"min": 6, "max": 6}, "resources": {"num_cpus": 0.1}, "batch_size": 4}}
 _ANSWERS: dict[str, Any] = {"n_options": WIDE, "batch_size": 64}
 _IMPATIENT: dict[str, Any] = {"call_timeout_s": 2.0}
+# A request waits for two replicas that start one after the other, however long that takes.
+_PATIENT: dict[str, Any] = {"serving": {"timeout_s": 50.0}}
 _ALONE: dict[str, Any] = {"replicas": {"min": 1}}
 # The last stage is down after this many seconds without a replica.
 _SOON_DOWN: dict[str, Any] = {"large": {"down_after_s": 4.0}}
@@ -57,6 +61,8 @@ _SOON_DOWN: dict[str, Any] = {"large": {"down_after_s": 4.0}}
 DOWN_S, HELD_S = 6.0, 4.0
 # The budget of the next version's policy; the first one's is 8.
 NEXT_BUDGET = 12.0
+# A busy machine: for this long, the service's processes run for the second of these times after each of the first.
+BUSY_S, PAUSED_S, RUNS_S = 15.0, 0.5, 0.05
 # Hostile clients: so many with a body of this many bytes, with one that does not go on, and without a byte. They wait
 # this long for an answer.
 N_LARGE, LARGE_BYTES, N_SLOW, N_SILENT, HOSTILE_S = 3, 52_000_000, 100, 300, 30.0
@@ -278,12 +284,25 @@ def reader_node_killed(scene: Scene) -> bool:
 
 
 def second_driver(scene: Scene) -> bool:
-    """Have a second process resume the run while the first is at work, which is then to end."""
-    first = scene.child
-    if first is None or not (scene.folder / "out" / "run.json").exists():
+    """Have a second process resume the run while the first is at work, which is then to end.
+
+    Its models pause until the second has begun, which on a busy machine takes longer than the run.
+    """
+    first, claims = scene.child, scene.folder / "out" / CLAIMS
+    if first is None or not claims.is_dir():
         return False
+    models = [process for stage in range(3) for process in replicas(scene.notes, stage)]
+    _signal(models, psutil.Process.suspend)
     scene.start(resumed=True)
+    wait_until(lambda: scene.is_over or len(list(claims.iterdir())) > 1, DEADLINE_S)
+    _signal(models, psutil.Process.resume)
     return first.wait(DEADLINE_S) != 0
+
+
+def _signal(victims: Sequence[psutil.Process], signal: Callable[[psutil.Process], None]) -> None:
+    for process in victims:
+        with suppress(psutil.Error):
+            signal(process)
 
 
 def _stages(scene: Scene) -> set[int]:
@@ -329,13 +348,32 @@ def input_damaged(scene: Scene) -> bool:
 
 
 def next_version(scene: Scene) -> bool:
-    """Deploy other models and another policy in place of those that answer, and wait until they do."""
+    """Deploy other models and another policy in place of those that answer, and wait until they do.
+
+    The machine may be busy while one version takes over from the other.
+    """
     options = {"on_failure": "degrade", "shift": 1, "load_s": scene.rng.choice((0.0, 5.0)), **_ALONE}
     pool = load_pool(pool_file(scene.folder / "next.yaml", scene.notes, **options))
     policy = Policy.load(scene.cascade.policy).with_budget(NEXT_BUDGET)
     scene.of_next = answers_of(scene.cascade.next_table, policy)
-    serve.run_many([serve.RunTarget(application(pool, policy), name=pool.name, route_prefix="/", logging_config=None)])
+    target = serve.RunTarget(application(pool, policy), name=pool.name, route_prefix="/", logging_config=None)
+    with ThreadPoolExecutor(1) as threads:
+        slowed = threads.submit(_slow_down, scene, scene.rng.choice((0.0, BUSY_S)))
+        serve.run_many([target])
+        slowed.result()
     return True
+
+
+def _slow_down(scene: Scene, seconds: float) -> None:
+    """Have the replicas of the service run for a share of the time only, once the next models have loaded."""
+    wait_until(lambda: all(len(replicas(scene.notes, stage)) > 1 for stage in range(3)), DEADLINE_S)
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        victims = processes("ServeReplica:faults")
+        _signal(victims, psutil.Process.suspend)
+        time.sleep(PAUSED_S)
+        _signal(victims, psutil.Process.resume)
+        time.sleep(RUNS_S)
 
 
 def hostile_bodies(scene: Scene) -> bool:
@@ -384,7 +422,7 @@ KINDS = (
     Kind("shape", "every stage", model_fault("shape", 0, 1, 2, calls=3)),
     Kind("raises", "every stage", model_fault("raises", 0, 1, 2, calls=3)),
     Kind("row-raises", "3 rows, stage 2", guilty_rows("raises", 3), when="before"),
-    Kind("row-kills", "a row, stage 2", guilty_rows("dies", 1), when="before"),
+    Kind("row-kills", "a row, stage 2", guilty_rows("dies", 1), when="before", pool=_PATIENT),
     Kind("dies-loading", "last stage", dies_loading),
     Kind("stage-down", "last stage", stage_down, pool=_SOON_DOWN | {"on_failure": "degrade"}),
     Kind("stage-down-resumed", "last stage", stage_down, ("run",), pool=_SOON_DOWN, ends="has had no live replica for"),

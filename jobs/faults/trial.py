@@ -50,7 +50,7 @@ N_SERVED = 150
 # The titles of what a run or a service must not leave behind.
 LEFT_OVER = ("StageWorker", "RunController", "read_blocks", "ServeReplica", "ProxyActor", "ServeController")
 N_CLIENTS = 16
-# How long a client waits for an answer, and how long a load is; a service is well where one meets no trouble.
+# How long a client waits for an answer, and how long a load is.
 PATIENCE_S, LOAD_S = 60.0, 3.0
 HEALING_S = 180.0
 OUTPUTS = ("prediction", "confidence", "stage", "cost", "degraded")
@@ -75,23 +75,32 @@ class Answers:
     why: Counter[str] = field(default_factory=Counter)
 
     def ask_until_well(self, struck: threading.Event) -> float:
-        """Make loads until one after the fault meets no trouble. Returns how long the trouble lasted, in seconds.
+        """Make loads until every row has been asked for after the fault without trouble.
 
-        Raises ExecutionError where it does not end.
+        Returns how long the trouble lasted, in seconds. Raises ExecutionError where it does not end.
         """
         bodies = [body_of({"payload": [self.scene.cascade.heads[example]]}, OUTPUTS) for example in self.scene.asked]
-        load = Load(self.url, bodies, LOAD_S, N_CLIENTS, warm_up_s=0.0, timeout_s=PATIENCE_S, judge=self._judge)
-        began = time.monotonic()
+        began = well_since = time.monotonic()
+        n_asked = n_well = 0
         while time.monotonic() - began < HEALING_S:
-            was_struck, since = struck.is_set(), time.monotonic()
-            self.results.append(run_load(load))
-            if was_struck and np.isin(self.results[-1].kinds, (WHOLE, GUILTY)).all():
-                return since - began
+            was_struck, since, first = struck.is_set(), time.monotonic(), n_asked % len(bodies)
+            judge = partial(self._judge, first)
+            shifted = [*bodies[first:], *bodies[:first]]
+            load = Load(self.url, shifted, LOAD_S, N_CLIENTS, warm_up_s=0.0, timeout_s=PATIENCE_S, judge=judge)
+            self.results.append(result := run_load(load))
+            n_asked += len(result)
+            if not (was_struck and np.isin(result.kinds, (WHOLE, GUILTY)).all()):
+                n_well = 0
+                continue
+            well_since = well_since if n_well else since
+            n_well += len(result)
+            if n_well >= len(bodies):
+                return well_since - began
         raise ExecutionError(f"the service was not well after {HEALING_S:g} s: {dict(self.why)}")
 
-    def _judge(self, row: int, status: int, body: bytes) -> str:
-        """Take an answer, and return what became of the request."""
-        example = self.scene.asked[row]
+    def _judge(self, first: int, row: int, status: int, body: bytes) -> str:
+        """Take an answer, and return what became of the request.   first: the row that its load began with."""
+        example = self.scene.asked[(first + row) % len(self.scene.asked)]
         guilty = example in self.scene.must_fail
         try:
             answer = json.loads(body)

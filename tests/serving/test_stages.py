@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,8 @@ from asking import until
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.serving import scaling
-from cauc_ray.serving.on_serve import AppVersion, StageServer
+from cauc_ray.serving.on_serve import ROUTER, AppVersion, StageServer, stage_deployment
+from cauc_ray.serving.request_state import FactsCall
 from cauc_ray.serving.stored import MemoryStore
 
 
@@ -22,22 +25,74 @@ def replica(monkeypatch):
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
 
 
-def test_a_model_that_can_wait_is_loaded_again_until_it_can_be(tmp_path, monkeypatch):
-    version, store = AppVersion("life", 1), MemoryStore()
+VERSION = AppVersion("life", (ROUTER, stage_deployment("one")))
+
+
+@pytest.fixture
+def version(monkeypatch):
+    """Return a version whose router has started, in a store of this process."""
+    store = MemoryStore()
     monkeypatch.setattr("cauc_ray.serving.on_serve.RayStore", lambda: store)
+    VERSION.note_loaded(ROUTER)
+    return VERSION
+
+
+def stage_of(factory, **kwargs):
+    model = {"kind": "python", "factory": f"user_models:{factory}", "kwargs": kwargs}
+    return StageSpec.model_validate({"name": "one", "model": model})
+
+
+def test_a_model_that_can_wait_is_loaded_again_until_it_can_be(tmp_path, version):
     gone = tmp_path / "gone"
     gone.touch()
-    model = {"kind": "python", "factory": "user_models:loads_unless", "kwargs": {"path": str(gone)}}
-    spec = StageSpec.model_validate({"name": "one", "model": model})
+    spec = stage_of("loads_unless", path=str(gone))
     with pytest.raises(OSError, match="not now"):
         StageServer(spec, 0, version)
     server = StageServer(spec, 0, version, can_wait=True)
-    name, why, _ = asyncio.run(server.facts("life"))
+    why, _ = asyncio.run(server.facts(FactsCall("life", "one")))
     assert "not now" in why
     gone.unlink()
-    until(lambda: isinstance(asyncio.run(server.facts("life"))[1], ModelFacts))
-    assert asyncio.run(server.facts("life"))[0] == name
-    assert asyncio.run(server.facts("another version")) is None
+    until(lambda: isinstance(asyncio.run(server.facts(FactsCall("life", "one")))[0], ModelFacts))
+    assert asyncio.run(server.facts(FactsCall("another version", "one"))) is None
+
+
+def test_a_replica_runs_once_a_router_of_its_version_has_started(monkeypatch):
+    store = MemoryStore()
+    monkeypatch.setattr("cauc_ray.serving.on_serve.RayStore", lambda: store)
+    with ThreadPoolExecutor(1) as threads:
+        started = threads.submit(StageServer, stage_of("by_x"), 0, VERSION)
+        until(lambda: store.get(f"loaded:life:{stage_deployment('one')}"))
+        with pytest.raises(TimeoutError):
+            started.result(0.5)
+        VERSION.note_loaded(ROUTER)
+        started.result(10.0)
+
+
+def test_a_replica_goes_on_for_the_routers_of_its_version_until_they_release_it(version):
+    server = StageServer(stage_of("by_x"), 0, version)
+
+    async def holds():
+        first, second = (asyncio.create_task(server.hold("life", router, ["one"])) for router in "ab")
+        await asyncio.sleep(0)
+        assert await server.hold("another version", "a", []) is None
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in (first, second))
+        again = asyncio.create_task(server.hold("life", "a", ["one"]))  # replaces the first
+        await asyncio.wait_for(first, 1.0)
+        await server.hold("life", "b", ["another"])
+        await asyncio.wait_for(second, 1.0)
+        assert not again.done()
+        await server.hold("life", "a", [])
+        await asyncio.wait_for(again, 1.0)
+
+    asyncio.run(holds())
+
+
+def test_the_time_to_load_is_that_of_the_whole_process(version, monkeypatch):
+    """On a busy machine, a replica takes longer to import what it needs than to load its model."""
+    monkeypatch.setattr("cauc_ray.serving.on_serve.IMPORTED_AT", time.monotonic() - 20.0)
+    _, load_s = asyncio.run(StageServer(stage_of("by_x"), 0, version).facts(FactsCall("life", "one")))
+    assert load_s > 20.0
 
 
 def test_a_stage_gets_the_replicas_that_its_routers_need_together(monkeypatch):

@@ -133,7 +133,7 @@ def test_a_log_takes_rows_of_idle_hours_wherever_they_stopped_and_none_of_busy_o
 
 def test_what_fails_or_is_too_much_is_dropped_and_nobody_hears_of_it(monkeypatch):
     async def fail(call, batch):
-        raise StageError("down", "gone")
+        raise StageError("failed", "gone")
 
     async def main():
         mine = [Stage("logits0"), Stage("logits1", before=fail), Stage("logits2")]
@@ -197,7 +197,7 @@ def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_ane
 
     async def before(call, batch):
         if fails:
-            raise StageError("down", "gone")
+            raise StageError("failed", "gone")
 
     async def main():
         nonlocal fails
@@ -249,7 +249,7 @@ def test_an_outage_of_a_stage_is_no_drift(fault):
             if trouble == "hangs":
                 await asyncio.sleep(1e6)
             if trouble == "down":
-                raise StageError("down", "no route to host")
+                raise StageError("failed", "no route to host")
             await asyncio.sleep(0.5)
 
         mine = [Stage("logits0"), Stage("logits1"), Stage("logits2", before=before)]
