@@ -15,7 +15,9 @@ from cauc_ray.cascade.bundles import Bundle, Part, joined
 from cauc_ray.cascade.worker import Worker
 from cauc_ray.errors import BudgetError, ConfigError
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts
-from cauc_ray.numbers.chain import ChainLogits, Costs
+from cauc_ray.numbers.answer_keys import NO_ANSWER, answer_vectors
+from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainLogits, Costs
+from cauc_ray.numbers.logits import ANSWERS, VECTOR_KINDS, top_option
 from cauc_ray.numbers.sweep import most_within
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.by_method import method_of
@@ -28,6 +30,8 @@ from cauc_ray.policies.trace import Answered, Examples, measure_replay, replay, 
 
 MODELS = ("m0", "m1", "m2")
 N_FITTED, N_TEST, N_OPTIONS, N_FEATURES = 80, 60, 4, 8
+# The share of rows on which a model in words says nothing.
+_SILENT = 0.1
 
 
 def check_method(name: str, *, embedding: bool | None = None, seed: int = 0) -> None:
@@ -56,6 +60,8 @@ def check_method(name: str, *, embedding: bool | None = None, seed: int = 0) -> 
         raise ConfigError(f"method {name!r} trains on texts, which the check's chain does not have")
     embedded = method.needs == "embedding" if embedding is None else embedding
     splits = [_examples(seed, split, embedded=embedded, hidden=method.needs == "hidden states") for split in range(3)]
+    if method.reads == "answers":
+        splits = [_in_words(examples) for examples in splits]
     fitting, test = Fitting(splits[0], splits[1], seed=seed), splits[2]
     family, again = method.family(fitting), method.family(fitting)
     _require(np.array_equal(family.points.cost, again.points.cost), "two fits with one seed are alike")
@@ -105,6 +111,20 @@ def _examples(seed: int, split: int, *, embedded: bool, hidden: bool) -> Example
     )
     states = dict.fromkeys(MODELS, vectors) if hidden else {}
     return Examples(chain, vectors if embedded else None, hidden=states)
+
+
+def _in_words(examples: Examples) -> Examples:
+    """Return the examples as of models that name their likeliest option in words, some with no answer."""
+    chain, vectors = examples.chain, []
+    for model, logits in enumerate(chain.logits):
+        rng = np.random.default_rng([model, len(chain)])
+        options, confidences = top_option(logits)
+        keys = np.where(rng.random(len(chain)) < _SILENT, NO_ANSWER, 100 + options)
+        lengths = np.where(rng.random(len(chain)) < _SILENT, np.nan, np.log(confidences))
+        vectors.append(answer_vectors(keys, np.column_stack([confidences, lengths])))
+    labels = np.where(chain.labels == UNKNOWN_LABEL, UNKNOWN_LABEL, 100 + chain.labels).astype(np.int32)
+    kinds = (ANSWERS,) * len(chain.models)
+    return replace(examples, chain=replace(chain, logits=tuple(vectors), labels=labels, logit_kind=kinds))
 
 
 def _seen(method: Method, examples: Examples) -> Examples:
@@ -231,7 +251,7 @@ def _workers(policy: Policy, chain: ChainLogits, padding: int) -> Sequence[Worke
     per_call = np.broadcast_to(chain.costs.per_call, (len(chain), len(chain.models)))
     workers = []
     for stage, kind in enumerate(chain.logit_kinds):
-        width = 0 if kind == "embedding" else padding
+        width = 0 if kind in VECTOR_KINDS else padding
         logits = np.pad(chain.logits[stage], ((0, 0), (0, width)), constant_values=-np.inf)
         facts = ModelFacts(chain.models[stage], logit_kind=kind)
         model = _Recorded(logits, per_call[:, stage], policy.cost_unit, facts)

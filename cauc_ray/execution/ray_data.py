@@ -64,8 +64,9 @@ class DatasetInput:
             DataError: The columns are known and have no ids, or it is empty.
         """
         self._dataset = dataset
-        settings = {"task": task, "renamed": columns or {}, "labels": labels, "model_columns": model_columns}
-        self._planned = partial(_planned, **settings, rule=rule)
+        self._planned = partial(
+            _planned, task=task, renamed=columns or {}, labels=labels, model_columns=model_columns, rule=rule
+        )
         self.identity = {"ray dataset": 0}
         self.n_rows: int | None = None
         self.row_bytes = 0.0

@@ -24,7 +24,8 @@ MANY = {"rf": 200, "margin": 200, "random": 200, "frugalgpt": 100, "benchmark-ro
 MANY |= {"cascade-routing": 40, "stacked": 40, "base": 100, "max-probability": 100}
 MANY |= dict.fromkeys(["routellm-sw", "routellm-mf", "graphrouter", "embedllm", "routerdc", "post-hoc-embed"], 20)
 # Base and RF are not fitted by what also has a validation split.
-CHOOSING = [name for name, of in METHODS.items() if not of.unpublished and name not in ("base", "rf", "auto", "duo")]
+ELSEWHERE = ("base", "rf", "auto", "duo", "answers")
+CHOOSING = [name for name, of in METHODS.items() if not of.unpublished and name not in ELSEWHERE]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -21,7 +21,7 @@ from cauc_ray.policies.trace import EmbeddingCall
 from cauc_ray.testing import check_method
 
 SINGLE = "single:m1"
-NAMES = [*(name for name, method in METHODS.items() if method.needs != "texts"), SINGLE]
+NAMES = [*(name for name, method in METHODS.items() if method.needs != "texts" and method.reads != "answers"), SINGLE]
 ROUTERS = [name for name in NAMES if name in METHODS and METHODS[name].paradigm == "router"]
 HIDDEN = "post-hoc-embed-hidden"
 # Methods that read an embedding where there is one, and the first model's outputs elsewhere.
@@ -82,6 +82,11 @@ def fit_few(method, m=3, *, embedded=True):
 @of_cases(CASES)
 def test_a_method_keeps_its_promises(method, embedded):
     check_method(method, embedding=embedded)
+
+
+@pytest.mark.parametrize("method", [name for name, of in METHODS.items() if of.reads == "answers"])
+def test_a_method_of_answers_in_words_keeps_its_promises(method):
+    check_method(method)
 
 
 @of_cases(CASES)

@@ -1,0 +1,104 @@
+"""Tables of answers in words: by which rule answers are the same, who is right, and what is refused."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import cauc_ray
+from cauc_ray.data.answer_rules import rule_of
+from cauc_ray.data.answer_table import AnswerTable, write_answers
+from cauc_ray.errors import CaucError, ConfigError, DataError
+from cauc_ray.numbers.answer_keys import NONE_RIGHT, agreement_keys, said_keys
+from cauc_ray.numbers.chain import UNKNOWN_LABEL
+
+
+def written(folder, model, answers, correct, *, split="test", rule="exact", cost=1.0, **confidences):
+    n = len(answers)
+    confidences = confidences or {"self": np.full(n, 0.5)}
+    ids = [f"q{row}" for row in range(n)]
+    return write_answers(
+        folder, model, split, ids, answers, confidences, correct, cost=cost, cost_unit="USD", rule=rule
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "same", "other"),
+    [
+        ("exact", [" The  Cat.", "the cat", "THE CAT!"], ["a cat", "the cats"]),
+        ("number", ["It is 1,234.50", "1234.5", "= 1.2345e3 EUR"], ["-1234.5", "1234.5 %"]),
+        ("number", ["5 %", "0.05", "first 7, then .05"], ["5"]),
+        ("json:city", ['{"city": "Paris", "why": 1}', 'so: {"city": " paris"}'], ['{"city": "Rome"}']),
+        (r"regex:answer is \(?([A-J])", ["The answer is (B).", "answer is A? No: answer is b"], ["answer is C"]),
+    ],
+)
+def test_answers_are_the_same_by_a_rule_and_right_where_they_equal_the_reference(rule, same, other):
+    forms = rule_of(rule).forms(same)
+    if rule.startswith("regex"):
+        same, forms = same[:1], forms[:1]
+    assert len(set(forms)) == 1
+    assert forms[0] is not None
+    assert forms[0] not in rule_of(rule).forms(other)
+    assert all(rule_of(rule).is_right(answer, same[0], {}) for answer in same)
+    assert not any(rule_of(rule).is_right(answer, same[0], {}) for answer in [*other, None])
+    assert rule_of(rule).is_right(same[0], None, {}) is None
+
+
+@pytest.mark.parametrize("rule", ["", "exactly", "json:", "regex:(", "no_such_module:f", "math:pi"])
+def test_what_is_no_rule_is_refused(rule):
+    with pytest.raises(ConfigError):
+        rule_of(rule)
+
+
+def test_answers_that_are_both_right_count_as_right_whatever_their_words_and_agree_by_their_words(tmp_path):
+    written(tmp_path, "a", ["Paris", "Rome", None, "x", "Oslo"], [True, False, False, None, True])
+    written(tmp_path, "b", ["Paris, France", "rome!", "Bern", "y", "OSLO"], [True, True, True, True, None], cost=9.0)
+    chain = AnswerTable(tmp_path).read_chain(["a", "b"], "test")
+    said = np.stack([said_keys(vectors) for vectors in chain.logits])
+    agreement = np.stack([agreement_keys(vectors) for vectors in chain.logits])
+    right = said == chain.labels
+    np.testing.assert_array_equal(right[:, [0, 1, 2, 4]].T, [[True, True], [False, True], [False, True], [True, True]])
+    np.testing.assert_array_equal(agreement[0] == agreement[1], [False, True, False, False, True])
+    assert chain.labels[3] == UNKNOWN_LABEL
+
+    written(tmp_path, "b", ["Bonn"] * 5, [False] * 5, cost=9.0)
+    labels = AnswerTable(tmp_path).read_chain(["a", "b"], "test").labels
+    np.testing.assert_array_equal(labels == NONE_RIGHT, [False, True, True, False, False])
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "said"),
+    [
+        ("confidence_self", [0.5, np.inf], "q1"),
+        ("cost", [1.0, -1.0], "q1"),
+        ("cost", [1.0, None], "q1"),
+        ("example_id", ["q0", "q0"], "q0"),
+        ("example_id", ["q0", None], "row 1"),
+        ("answer", [None, "x"], "q0"),
+        ("answer", [1.5, 2.5], None),
+        ("correct", ["yes", "no"], "correct"),
+    ],
+)
+def test_bad_tables_are_refused_in_one_line_that_names_the_example(tmp_path, column, values, said):
+    file = written(tmp_path, "a", ["x", "y"], [True, False])
+    table = pq.read_table(file)
+    columns = dict(zip(table.column_names, table.columns, strict=True)) | {column: pa.array(values)}
+    pq.write_table(pa.table(columns), file)
+    if said is None:
+        AnswerTable(tmp_path).read_chain(["a"], "test")  # numbers are words, too
+        return
+    with pytest.raises(DataError, match=said) as refused:
+        AnswerTable(tmp_path).read_chain(["a"], "test")
+    assert "\n" not in str(refused.value)
+
+
+def test_each_method_is_refused_on_the_table_that_it_cannot_read(tmp_path, capsys):
+    for split in ("calibration", "validation"):
+        for model, cost in (("a", 1.0), ("b", 9.0)):
+            written(tmp_path, model, ["x", "y"] * 30, [True, False] * 30, split=split, cost=cost)
+    with pytest.raises(CaucError, match="base reads models' logits"):
+        cauc_ray.fit(tmp_path, method="base")
+    with pytest.raises(CaucError, match="answers reads answers in words"):
+        cauc_ray.fit(cauc_ray.sample_logits(), method="answers")
+    with pytest.raises(CaucError, match="leave the kind of logits out"):
+        cauc_ray.fit(tmp_path, logit_kind="raw")

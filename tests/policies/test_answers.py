@@ -1,0 +1,127 @@
+"""Cascades of models that answer in words."""
+
+import numpy as np
+import pytest
+from scipy.special import expit, logit
+from sklearn.ensemble import GradientBoostingClassifier
+from sklearn.isotonic import IsotonicRegression
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import log_loss
+
+import cauc_ray
+from cauc_ray.data.answer_table import write_answers
+from cauc_ray.errors import PolicyError
+from cauc_ray.numbers.correctness import fit_correctness
+
+STRENGTHS = {"small": 0.0, "medium": 0.9, "large": 1.8}
+COSTS = {"small": 1.0, "medium": 4.0, "large": 16.0}
+
+
+def answered(rng, n):
+    """Return what three models say of n rows: answers, confidences, whether they are right."""
+    ease = rng.normal(0, 1.2, n)
+    says = {}
+    for name, strength in STRENGTHS.items():
+        chance = expit(strength + ease + rng.normal(0, 0.5, n))
+        right = rng.random(n) < chance
+        wrong = rng.integers(1, 4, n)
+        texts = [f"The answer is {0 if is_right else number}." for is_right, number in zip(right, wrong, strict=True)]
+        verbal = np.round(np.clip(0.6 + 0.4 * chance + rng.normal(0, 0.1, n), 0, 1), 1)
+        verbal[rng.random(n) < 0.1] = np.nan
+        says[name] = texts, {"sequence": np.log(chance), "verbal": verbal}, right
+    return says
+
+
+def table_of(folder, seed=0, **sizes):
+    rng = np.random.default_rng(seed)
+    for split, n in (sizes or {"calibration": 600, "validation": 600, "test": 4000}).items():
+        for name, (texts, confidences, right) in answered(rng, n).items():
+            ids = [f"{split}{row}" for row in range(n)]
+            costs = {"cost": COSTS[name], "cost_unit": "USD"}
+            write_answers(folder, name, split, ids, texts, confidences, right, rule="number", **costs)
+    return folder
+
+
+@pytest.mark.parametrize("n", [500, 4000])
+def test_its_probabilities_are_as_good_as_the_best_of_scikit_learn(n):
+    rng = np.random.default_rng(n)
+    says = answered(rng, n + 20_000)
+    texts, confidences, right = says["medium"]
+    agrees = np.array(texts) == np.array(says["small"][0])
+    signals = np.column_stack([*confidences.values(), *says["small"][1].values()])
+    train, test = slice(None, n), slice(n, None)
+    ours = expit(fit_correctness(signals[train], agrees[train, None], right[train]).log_odds(signals, agrees[:, None]))
+    features = np.column_stack([np.nan_to_num(signals, nan=0.8), agrees])
+    in_odds = features.copy()
+    in_odds[:, [0, 2]] = logit(np.clip(np.exp(features[:, [0, 2]]), 1e-3, 0.999))
+    rivals = [
+        LogisticRegression(C=c).fit(x[train], right[train]).predict_proba(x)[:, 1]
+        for x in (features, in_odds)
+        for c in (0.1, 1.0, 10.0)
+    ]
+    rivals += [
+        GradientBoostingClassifier(learning_rate=0.05, n_estimators=trees, max_depth=depth, random_state=0)
+        .fit(features[train], right[train])
+        .predict_proba(features)[:, 1]
+        for trees in (50, 100)
+        for depth in (2, 3)
+    ]
+    isotonic = IsotonicRegression(y_min=1e-3, y_max=0.999, out_of_bounds="clip")
+    rivals += [isotonic.fit(column[train], right[train]).predict(column) for column in features.T]
+    best = min(log_loss(right[test], rival[test]) for rival in rivals)
+    assert log_loss(right[test], ours[test]) <= 1.01 * best
+
+
+def test_probabilities_rise_with_each_confidence_and_no_model_is_infallible():
+    rng = np.random.default_rng(0)
+    signals = rng.random((300, 2))
+    right = rng.random(300) < 1 - signals[:, 1] / 2  # the second is worse than useless
+    none = np.zeros((300, 0), dtype=bool)
+    fitted = fit_correctness(signals, none, right)
+    grid = np.linspace(0, 1, 101)
+    for column in range(2):
+        rows = np.full((101, 2), 0.5)
+        rows[:, column] = grid
+        assert (np.diff(fitted.log_odds(rows, np.zeros((101, 0), dtype=bool))) >= 0).all()
+    certain = expit(fit_correctness(signals[:100], none[:100], np.ones(100, dtype=bool)).log_odds(signals, none))
+    assert 0.97 < certain[:100].mean() < 1 - 1 / 1000
+
+
+def test_a_cascade_keeps_its_budget_and_beats_raw_confidences_and_random_routing(tmp_path):
+    policy = cauc_ray.fit(table_of(tmp_path), budget=10.0)
+    assert policy.method == "answers"
+    assert [stage.rule for stage in policy.stages] == ["number"] * 3
+    evaluation = cauc_ray.evaluate(tmp_path, policy, split="test")
+    measured = evaluation.measures
+    assert measured.cost < 10.5
+    assert abs(measured.accuracy.value - policy.expected.accuracy.value) < 0.04
+    rows = cauc_ray.compare(tmp_path, methods=["answers", "confidence", "random", "oracle"], budget=8.0, split="test")
+    accuracies = {row["method"]: row["accuracy"] for row in rows.as_json()["rows"]}
+    assert accuracies["oracle"] > accuracies["answers"] > max(accuracies["confidence"], accuracies["random"]) + 0.005
+
+
+def test_a_hundred_rows_are_enough(tmp_path):
+    policy = cauc_ray.fit(table_of(tmp_path, calibration=100, validation=100, test=4000), rule="confidence")
+    evaluation = cauc_ray.evaluate(tmp_path, policy, split="test")
+    assert evaluation.measures.accuracy.value > evaluation.models[0].accuracy.value + 0.1
+
+
+def test_certificates_of_answers_hold_at_their_level(tmp_path):
+    broken = 0
+    for seed in range(12):
+        folder = table_of(tmp_path / str(seed), seed, calibration=500, validation=2500, test=4000)
+        policy = cauc_ray.fit(folder, models=["small", "large"], certify="risk<=0.25@0.9")
+        early = cauc_ray.evaluate(folder, policy, split="test").measures.stages[0]
+        broken += bool(early.answered) and early.accepted_accuracy.value < 0.75
+    assert broken <= 3  # of 12 at 10 %: more have a chance of 3 %
+
+
+def test_other_rules_and_confidences_than_those_of_the_fit_are_refused(tmp_path):
+    from cauc_ray.numbers.answer_keys import Said
+
+    policy = cauc_ray.fit(table_of(tmp_path), models=["small", "large"])
+    stage = policy.stages[0]
+    stage.require_said(Said("number", ("sequence", "verbal")))
+    for said in (Said("exact", ("sequence", "verbal")), Said("number", ("verbal",))):
+        with pytest.raises(PolicyError, match="small"):
+            stage.require_said(said)
