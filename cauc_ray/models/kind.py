@@ -147,6 +147,8 @@ class KindSpec(Section):
         ENFORCES_OWN_TIMEOUT: Whether a call ends by itself and must be awaited until then: another replica would ask
             the same server.
         REMOTE: Whether calls measure their network traffic.
+        TAKES_LONG: Whether it is a person: rows may be left without an answer that is yet to come, and what other
+            stages have said of a row is shown.
     """
 
     LOADER: ClassVar[str]
@@ -158,6 +160,7 @@ class KindSpec(Section):
     SPANS_GPUS: ClassVar[bool] = False
     ENFORCES_OWN_TIMEOUT: ClassVar[bool] = False
     REMOTE: ClassVar[bool] = False
+    TAKES_LONG: ClassVar[bool] = False
     kind: str
 
     @property

@@ -13,7 +13,7 @@ from runs import write_pool
 import cauc_ray
 from cauc_ray.data.answer_table import AnswerTable
 
-N_ROWS = 240
+N_ROWS = 160
 PRICES = {"small": {"input": 1.0, "output": 4.0}, "large": {"input": 10.0, "output": 40.0}}
 
 
@@ -119,7 +119,7 @@ def test_generated_answers_are_collected_fitted_and_run_as_replayed_and_billed_b
         np.testing.assert_allclose(np.exp(rows.logits[:, 4]), rows.logits[:, 5], rtol=1e-4)
 
         policy = cauc_ray.fit(sums / "ANSWERS", rule="confidence")
-        summary = cauc_ray.run(pool, policy, sums / "rows.csv", sums / "out")
+        cauc_ray.run(pool, policy, sums / "rows.csv", sums / "out")
         live = assert_as_replayed(sums / "out", cauc_ray.evaluate(sums / "ANSWERS", policy, split="test"))
     stages = [row["stage"] for row in live.values()]
     assert 20 < sum(stages) < N_ROWS - 20
@@ -131,4 +131,3 @@ def test_generated_answers_are_collected_fitted_and_run_as_replayed_and_billed_b
         assert row["answer"] in says
         if len(says) == 1:
             assert row["answer"] == says.pop(), model
-    assert summary.n_rows == N_ROWS
