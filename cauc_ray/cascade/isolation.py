@@ -139,6 +139,7 @@ def _halves(rows: Ints) -> list[Ints]:
 def _joined(n: int, answered: Sequence[tuple[Ints, Answers]], raised: Mapping[int, str]) -> Answers:
     """Return the answers to parts of n rows as one, with those that raised as failures."""
     logits, as_returned, costs = dict[int, Floats](), dict[int, Floats](), None
+    texts: list[str | None] | None = None
     failures, counts = dict(raised), Counter[str]()
     for rows, answers in answered:
         counts.update(answers.counts)
@@ -146,6 +147,10 @@ def _joined(n: int, answered: Sequence[tuple[Ints, Answers]], raised: Mapping[in
             n_options = None if answers.n_options is None else answers.n_options[position]
             logits[row] = answers.logits[position, :n_options]
             as_returned[row] = answers.as_returned[position, :n_options]
+        if answers.texts is not None:
+            texts = [None] * n if texts is None else texts
+            for row, text in zip(rows.tolist(), answers.texts, strict=True):
+                texts[row] = text
         if answers.costs is not None:
             costs = np.zeros(n) if costs is None else costs
             costs[rows] = answers.costs
@@ -160,4 +165,5 @@ def _joined(n: int, answered: Sequence[tuple[Ints, Answers]], raised: Mapping[in
         next((answers.cost_unit for _, answers in answered if answers.cost_unit), None),
         wires(answers.wire for _, answers in answered),
         ragged(n, as_returned)[0],
+        texts=texts,
     )

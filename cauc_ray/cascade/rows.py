@@ -51,6 +51,7 @@ class CallResult:
         fault: Who is at fault where no row was answered.
         raised: Failed rows on which the model raised, or gave no finite number, while it answered others.
         replica: The replica that computed it.
+        waiting: Failed rows whose answer is yet to come: nobody's fault.
         carried: The rows whose state is returned next to it, in their order, bool (n,).
         vectors: Those that parts want, float64 (n, K).
         own_costs: Costs that the model reported of this call, float64 (n,); None where it reports none or no part wants
@@ -77,6 +78,7 @@ class CallResult:
     state_bytes: float = 0.0
     fault: Fault | None = None
     raised: frozenset[int] = frozenset()
+    waiting: frozenset[int] = frozenset()
     replica: str = ""
     carried: Bools | None = None
     vectors: Mapping[Vector, Floats] = field(default_factory=dict)
@@ -110,6 +112,7 @@ class CallResult:
             device_s=sum(device_s) if device_s else None,
             failures={start + row: why for start, result in placed for row, why in result.failures.items()},
             raised=frozenset(start + row for start, result in placed for row in result.raised),
+            waiting=frozenset(start + row for start, result in placed for row in result.waiting),
             state_bytes=max(result.state_bytes for result in results),
             vectors={},
             own_costs=None,

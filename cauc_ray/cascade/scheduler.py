@@ -200,7 +200,7 @@ class Scheduler:
         at.answered(call, result, now)
         answered = np.full(len(call), True)
         answered[list(result.failures)] = False
-        if not answered.any() and (at.known_good is None or call.probe):
+        if not (answered.any() or result.waiting) and (at.known_good is None or call.probe):
             reason = next(iter(result.failures.values()))
             if not call.probe:
                 self._failed(at, call, "named", reason, now)
@@ -215,7 +215,9 @@ class Scheduler:
         self._flow.advance(call, result, answered, goes_on, now)
         for position, reason in sorted(result.failures.items()):
             (row,) = call.where(np.arange(len(call)) == position)
-            if row.owner.live:
+            if position in result.waiting:
+                self._flow.leave_out(at, [row], "error", reason)
+            elif row.owner.live:
                 single = Call(at.number, [row], now, call.attempt, failed_on=call.failed_on, replica=call.replica)
                 self._failed(at, single, "raised" if position in result.raised else "named", reason, now)
 

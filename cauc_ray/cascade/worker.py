@@ -18,12 +18,14 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from cauc_ray.cascade.bundles import Bundle, Part, chosen, gathered, states_of
 from cauc_ray.cascade.isolation import Isolated, answer_isolated, reason_of, row_of
 from cauc_ray.cascade.rows import CallResult, Fault, Vector
 from cauc_ray.errors import ConfigError, DataError, ExecutionError, PolicyError
 from cauc_ray.models.answers import (
+    SAID,
     Answers,
     AsDeclared,
     Batch,
@@ -36,7 +38,7 @@ from cauc_ray.models.answers import (
 from cauc_ray.models.costs import measured
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.models.python import PythonSpec
-from cauc_ray.numbers.answer_keys import said_keys
+from cauc_ray.numbers.answer_keys import confidences_in, said_keys
 from cauc_ray.numbers.chain import UNNAMED_UNIT
 from cauc_ray.numbers.logits import VECTOR_KINDS
 from cauc_ray.numbers.types import Bools, Floats, Ints
@@ -187,7 +189,7 @@ class Worker:
         if not self.prepares:
             return None
         try:
-            return self._prepared(gathered(parts, bundles))
+            return self._prepared(self._rows(parts, bundles))
         except BaseException:  # a model may raise what it likes
             return None
 
@@ -259,7 +261,7 @@ class Worker:
         when = self._when(began)
         if self._gflops is None and answers.costs is None and answers.wire is None:
             assert self._model is not None
-            batch = gathered(parts, bundles)
+            batch = self._rows(parts, bundles)
             gflops, self._noise = measured(self._model, batch, answers)
             self._gflops = gflops or 0.0
         n = len(answers.logits)
@@ -271,6 +273,7 @@ class Worker:
             device_s=answers.device_s,
             failures=answers.failures,
             raised=isolated.raised,
+            waiting=answers.waiting,
             wire=answers.wire,
             **when,
         )
@@ -293,7 +296,7 @@ class Worker:
         stopped: Callable[[], bool] = lambda: False,
     ) -> Isolated:
         """Have the model answer a call's rows, and keep the first row that it answers.   taken: reads its answers."""
-        batch = partial(gathered, parts, bundles)
+        batch = partial(self._rows, parts, bundles)
         self._good_row = self._good_row or good_row
 
         def ask(rows: Batch) -> Answers:
@@ -378,6 +381,8 @@ class Worker:
         goes_on = Bundle({})
         if carried.any():
             columns = chosen(parts, bundles, carried) if carries_columns else {}
+            if columns and answers.texts is not None:
+                columns[SAID] = self._with_said(columns.get(SAID), answers, carried)
             goes_on = Bundle(columns, _laid_out(states, carried))
         vectors = _vectors(parts, steps, answers)
         result = replace(
@@ -385,6 +390,7 @@ class Worker:
             policy_s=policy_s,
             device_s=answers.device_s,
             failures=failures,
+            waiting=answers.waiting,
             state_bytes=max((state.shape[1] * state.itemsize for _, state in states), default=0.0),
             raised=isolated.raised,
             carried=carried,
@@ -394,6 +400,27 @@ class Worker:
             **self._when(began),
         )
         return result, goes_on
+
+    def _with_said(self, before: Any, answers: Answers, carried: Bools) -> npt.NDArray[Any]:
+        """Return what stages up to this one have said of the rows that go on, object (m,), for people."""
+        rows = np.flatnonzero(carried).tolist()
+        names = self._spec.model.said.confidences if self._spec.model.said else ()
+        numbers, texts = confidences_in(answers.logits[rows]), answers.texts or ()
+        said = np.empty(len(rows), dtype=object)
+        for place, row in enumerate(rows):
+            sure = {
+                name: None if value != value else value
+                for name, value in zip(names, numbers[place].tolist(), strict=True)
+            }
+            own = {"stage": self._spec.name, "answer": texts[row], "confidences": sure}
+            said[place] = [*(() if before is None else before[place]), own]
+        return said
+
+    def _rows(self, parts: Sequence[Part], bundles: Sequence[Bundle]) -> Batch:
+        """Return a call's rows as the model may see them."""
+        batch = gathered(parts, bundles)
+        hides = not self._spec.model.TAKES_LONG
+        return {name: column for name, column in batch.items() if not (hides and name == SAID)}
 
     def _decisions(self, steps: Sequence[PolicyStep], answers: Answers) -> CallResult:
         """Return what steps decide on the rows of a call: the arrays of its result.

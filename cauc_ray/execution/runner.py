@@ -142,14 +142,17 @@ class FailureLimit:
     """How many rows models may fail on before a run ends.   share: of all rows, and never fewer than MIN_FAILED.
 
     While a run goes on, it is also held against the rows that are done so far, once MANY_FAILED have failed, so
-    that a long one does not compute for days what will fail in the end.
+    that a long one does not compute for days what will fail in the end. Rows that wait for patient stages, those of
+    people, do not count.
     """
 
     share: float
     n_rows: int | None
+    patient: frozenset[str] = frozenset()
 
     def check(self, failed: Mapping[str, int], n_done: int, why: Callable[[], str], *, at_end: bool = False) -> None:
         """Raise ExecutionError where it is exceeded.   failed: rows by stage.   why: asked for the common reason."""
+        failed = {name: n for name, n in failed.items() if name not in self.patient}
         n_failed = sum(failed.values())
         limits = [max(MIN_FAILED if at_end else MANY_FAILED, self.share * n_done)]
         if self.n_rows is not None:
@@ -226,7 +229,8 @@ class CascadeRun:
         start = partial(LiveRun, self.stages, self.policy, partial(self._plan, attempts))
         live = None if before.n_done else start()
         inputs, _ = self.opened()
-        limit, failed_before = FailureLimit(self.max_failed, inputs.n_rows), before.failed
+        patient = frozenset(stage.name for stage in self.stages if stage.model.TAKES_LONG)
+        limit, failed_before = FailureLimit(self.max_failed, inputs.n_rows, patient), before.failed
 
         def watch(progress: RunProgress) -> None:
             on_progress(progress)

@@ -19,6 +19,8 @@ from cauc_ray.numbers.types import Floats, Ints
 # The input's columns, each (n, ...): numbers as arrays, text, bytes and ragged lists as arrays of objects.
 Batch: TypeAlias = Mapping[str, npt.NDArray[Any]]
 Row = TypeVar("Row")
+# The column of what stages before have said of a row, of people only: mappings of stage, answer and confidences.
+SAID = "\0said"
 
 
 class Wire(NamedTuple):
@@ -54,6 +56,7 @@ class Answers:
         not_finite: Rows that failed since a number of theirs is NaN or infinite; asked again, they may be answered.
         texts: What a model that says something has answered (n,), None for a row without an answer; its logits are
             the answers' vectors (numbers.answer_keys). None of models that score options.
+        waiting: Failed rows whose answer is yet to come, as that of a person: not the model's fault.
     """
 
     logits: Floats
@@ -68,6 +71,7 @@ class Answers:
     labels: Sequence[object] | None = None
     not_finite: frozenset[int] = frozenset()
     texts: Sequence[str | None] | None = None
+    waiting: frozenset[int] = frozenset()
 
     @property
     def as_returned(self) -> Floats:

@@ -32,6 +32,17 @@ def open_thought(text: str) -> str | None:
     return next((marker for marker, end in _THOUGHTS.items() if text.rfind(marker) > text.rfind(end)), None)
 
 
+def without_thoughts(text: str) -> str:
+    """Return a text without the thoughts before its answer; nothing of one that is still open.
+
+    >>> without_thoughts("<think>Well.</think> Seven")
+    ' Seven'
+    """
+    if open_thought(text) is not None:
+        return ""
+    return text[max((text.rfind(end) + len(end) for end in _THOUGHTS.values() if end in text), default=0) :]
+
+
 def special_tokens(tokenizer: Any, template: str = "") -> re.Pattern[str]:
     """Return the pattern of a tokenizer's special tokens, and of the added tokens that a template writes."""
     added = tokenizer.added_tokens_decoder.values()

@@ -25,6 +25,7 @@ from cauc_ray.models.http_client import all_until_error, value_at
 from cauc_ray.models.kind import Placement
 from cauc_ray.models.openai import OpenAISpec
 from cauc_ray.models.prompts import LETTERS
+from cauc_ray.models.sampling import GeneratingModel
 from cauc_ray.models.tokens import (
     Continuations,
     RememberedOptions,
@@ -59,6 +60,8 @@ _SHOWN_TOKENS = 5
 
 def load(spec: OpenAISpec, placement: Placement) -> EndpointModel:
     """Return a model that asks the server; nothing is sent before the first question. Raises ConfigError as check."""
+    if spec.generate is not None:
+        return GeneratingModel(spec, placement)
     return (CompletionsModel if spec.votes is None else VotesModel)(spec, placement)
 
 
@@ -66,7 +69,6 @@ class CompletionsModel(EndpointModel):
     """A served model that answers with the log-probabilities of the options."""
 
     _spec: OpenAISpec
-    _limit = "max_tokens"  # until a server refuses it in favour of max_completion_tokens
     _has_logprobs = False
 
     def __init__(self, spec: OpenAISpec, placement: Placement) -> None:
@@ -92,16 +94,10 @@ class CompletionsModel(EndpointModel):
 
     async def _likeliest(self, prompt: Prompt, inquiry: Inquiry) -> Alternatives:
         """Return the likeliest first tokens of an answer with their log-probabilities."""
-        spec, limit, n = self._spec, self._limit, self._spec.top_logprobs
+        spec, n = self._spec, self._spec.top_logprobs
         listed = {"logprobs": True, "top_logprobs": n} if spec.is_chat else {"logprobs": n}
         path = "/chat/completions" if spec.is_chat else "/completions"
-        try:
-            answer = await self.post(path, {"temperature": 0, limit: 1, **prompt, **listed}, inquiry)
-        except (ConfigError, DataError) as error:  # as OpenAI's reasoning models do
-            if limit != "max_tokens" or "max_completion_tokens" not in str(error):
-                raise
-            self._limit = "max_completion_tokens"
-            return await self._likeliest(prompt, inquiry)
+        answer = await self.post_limited(path, {"temperature": 0, **prompt, **listed}, 1, inquiry)
         if thinks(answer):
             error_class = DataError if self._has_logprobs else ConfigError
             raise error_class(f"{self.facts.source}: the model thinks before it answers; {THINKING}")

@@ -18,7 +18,7 @@ import httpx2
 import numpy as np
 from pydantic_core import to_json
 
-from cauc_ray.errors import CaucError, DataError, SpendingError
+from cauc_ray.errors import CaucError, ConfigError, DataError, SpendingError
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, answered, batch_size, little
 from cauc_ray.models.http_client import HttpClient, all_until_error, json_of, value_at
 from cauc_ray.models.kind import IN_TIME, Placement
@@ -48,7 +48,8 @@ class Inquiry:
         deadline: When its call ends, by the monotonic clock.
         usd: Costs of its requests so far.
         counts: What Answers.counts has of it.
-        logits: Of the model's kind, float (K,), None without an answer.
+        logits: Of the model's kind, float (K,), None without an answer; the confidences of an answer in words.
+        text: Of an answer in words.
         failure: Reason for missing logits.
     """
 
@@ -57,6 +58,7 @@ class Inquiry:
     usd: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     logits: Floats | None = None
+    text: str | None = None
     failure: str | None = None
 
 
@@ -127,6 +129,7 @@ class EndpointModel(Model):
         self._spec = spec
         self._prompts = Prompts(spec, spec.is_chat)
         self._answered_at = -np.inf
+        self._limit = "max_tokens"  # until the server refuses it in favour of max_completion_tokens
         longest_s = (spec.max_retries + 1) * spec.timeout_s + spec.max_retries * _LONGEST_WAIT_S
         self._deadline_s = min(longest_s, IN_TIME * placement.call_timeout_s)
         self._budget = Budget(spec.max_usd, spec.prices.input / 1e6 if spec.prices else 0.0)
@@ -163,6 +166,18 @@ class EndpointModel(Model):
             costs = np.zeros(n)
             costs[list(inquiries)] = [inquiry.usd for inquiry in inquiries.values()]
         faults |= {row: inquiry.failure for row, inquiry in inquiries.items() if inquiry.failure is not None}
+        inquiries = {row: inquiry for row, inquiry in inquiries.items() if inquiry.logits is not None}
+        return self.answers(n, inquiries, faults, costs)
+
+    def answers(self, n: int, inquiries: dict[int, Inquiry], faults: dict[int, str], costs: Floats | None) -> Answers:
+        """Return what has come of the questions of n rows.
+
+        Args:
+            n: Number of rows.
+            inquiries: Questions that are answered, by row.
+            faults: Why the other rows have no answer.
+            costs: Of each row, float64 (n,).
+        """
         logits = {row: inquiry.logits for row, inquiry in inquiries.items() if inquiry.logits is not None}
         counts = sum((inquiry.counts for inquiry in inquiries.values()), Counter[str]())
         if self._spec.answers_with != "text" and self._spec.answers_kind != "probabilities":
@@ -223,6 +238,17 @@ class EndpointModel(Model):
             finally:
                 inquiry.usd += sum(bill)
         return answer
+
+    async def post_limited(self, path: str, body: dict[str, Any], max_tokens: int | None, inquiry: Inquiry) -> object:
+        """Return the server's answer to a request for an answer of so many tokens; None for no limit. As post."""
+        limit = self._limit
+        try:
+            return await self.post(path, body | ({limit: max_tokens} if max_tokens else {}), inquiry)
+        except (ConfigError, DataError) as error:  # as OpenAI's reasoning models do
+            if limit != "max_tokens" or not max_tokens or "max_completion_tokens" not in str(error):
+                raise
+        self._limit = "max_completion_tokens"
+        return await self.post_limited(path, body, max_tokens, inquiry)
 
     async def send(
         self, path: str, content: bytes, inquiry: Inquiry, on_lost: Callable[[], None] = lambda: None

@@ -147,6 +147,8 @@ class KindSpec(Section):
         ENFORCES_OWN_TIMEOUT: Whether a call ends by itself and must be awaited until then: another replica would ask
             the same server.
         REMOTE: Whether calls measure their network traffic.
+        TAKES_LONG: Whether it is a person: rows may be left without an answer that is yet to come, and what other
+            stages have said of a row is shown.
     """
 
     LOADER: ClassVar[str]
@@ -158,6 +160,7 @@ class KindSpec(Section):
     SPANS_GPUS: ClassVar[bool] = False
     ENFORCES_OWN_TIMEOUT: ClassVar[bool] = False
     REMOTE: ClassVar[bool] = False
+    TAKES_LONG: ClassVar[bool] = False
     kind: str
 
     @property
@@ -178,7 +181,8 @@ class KindSpec(Section):
     @property
     def identity(self) -> str:
         """Return a hash of all settings that its answers depend on, with the content of local files, not their path."""
-        settings = self.model_dump(mode="json", exclude=set(self.EXCLUDED_FROM_IDENTITY))
+        unset = {name for name in _LATER if getattr(self, name, None) is None}
+        settings = self.model_dump(mode="json", exclude={*self.EXCLUDED_FROM_IDENTITY, *unset})
         for name in _NAMES_OF_FILES & settings.keys():
             path = settings[name]
             if isinstance(path, str) and Path(path).is_absolute():
@@ -234,6 +238,8 @@ class KindSpec(Section):
         return model
 
 
+# Settings that came later: a model without them is what it was before.
+_LATER = ("words", "generate")
 # Settings of any kind that may be local files or folders of a model.
 _NAMES_OF_FILES = frozenset({"model", "weights", "tokenizer", "lora", "path"})
 # Bytes that are read at the start, in the middle and at the end of each file for its digest: a moment for weights of

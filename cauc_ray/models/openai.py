@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from cauc_ray.models.credentials import Access, ServerSpec, ServerUrl, environment_secret, required_secret
+from cauc_ray.models.generating import GeneratingSpec
 from cauc_ray.models.kind import Section
 from cauc_ray.models.prompts import ImagePromptSpec, OptionsAs, Prompts
 from cauc_ray.numbers.logits import LogitKind
@@ -106,8 +107,10 @@ class EndpointSpec(ImagePromptSpec, ServerSpec):
         return self.access(self.url, settings, secret(self.api_key_env, f"model {self.model!r}"))
 
 
-class OpenAISpec(EndpointSpec):
+class OpenAISpec(GeneratingSpec, EndpointSpec):
     """`{kind: openai, model: gpt-4o-mini, prices: {input: 0.15, output: 0.60}}`: a server with log-probabilities.
+
+    With `generate`, it answers in words.
 
     Attributes:
         top_logprobs: Number of the likeliest first tokens to ask for, if the server does not score given tokens.
@@ -127,10 +130,16 @@ class OpenAISpec(EndpointSpec):
     @model_validator(mode="after")
     def _can_be_asked(self) -> OpenAISpec:
         if self.endpoint == "completions":
-            chat_only = ("system", "image", "chat_template_kwargs", "votes")
+            chat_only = ("system", "image", "chat_template_kwargs", "votes", "generate")
             if unused := next((name for name in chat_only if getattr(self, name)), None):
                 raise ValueError(f"{unused} is for endpoint: chat, where the server makes the prompt of a conversation")
         limits = self.extra_body.keys() & {"max_tokens", "max_completion_tokens"}
+        if self.generate is not None:
+            if limits:
+                raise ValueError(f"extra_body: {min(limits)} is max_tokens of generate")
+            if wrong := {"votes", "top_logprobs"} & self.model_fields_set:
+                raise ValueError(f"{min(wrong)} is for models that choose among options, not with generate")
+            return self
         if limits and self.votes is None:
             raise ValueError(f"extra_body: {min(limits)} is for votes; else a single token is read")
         if self.votes is not None:
@@ -154,7 +163,7 @@ class OpenAISpec(EndpointSpec):
     @property
     def answers_kind(self) -> LogitKind:
         """Return the kind of its logits."""
-        return "log-probabilities" if self.votes is None else "probabilities"
+        return super().answers_kind if self.votes is None else "probabilities"
 
 
 class DecisionsSpec(EndpointSpec):

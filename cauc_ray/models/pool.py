@@ -345,7 +345,7 @@ class Pool(PromptSettings):
             raise ValueError(f"two stages are named {repeated[0]!r}")
         for stage in self.stages:
             spec = stage.model
-            if isinstance(spec, LanguageSpec) and self.task != "multiple-choice" and spec.labels is None:
+            if isinstance(spec, LanguageSpec) and self.task != "multiple-choice" and not (spec.labels or spec.said):
                 raise ValueError(f"stage {stage.name!r} is a language model: it needs labels to choose from")
             if unused := stage.model_fields_set & PromptSettings.model_fields.keys():
                 raise ValueError(f"stage {stage.name!r}: a model of kind {spec.kind!r} takes no {min(unused)}")

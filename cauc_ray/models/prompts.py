@@ -223,7 +223,8 @@ class LanguageSpec(PromptSettings, KindSpec):
             missing = sorted((self.columns_read.required - self.image_columns | {"label"}) - example.keys())
             if missing:
                 raise ValueError(f"example {index} has no {missing[0]!r}; it has {', '.join(sorted(example))}")
-            self.label_of(index, example)
+            if self.said is None:
+                self.label_of(index, example)
         return self
 
     @property
@@ -239,10 +240,15 @@ class LanguageSpec(PromptSettings, KindSpec):
     @property
     def columns_read(self) -> InputColumns:
         """Return the columns of the prompt, those that it tests for being optional, and that of images."""
-        names = _variables(self.template) - {"options"} | (frozenset() if self.labels is not None else {"choices"})
+        names = _variables(self.template) - {"options"} | ({"choices"} if self.offers_choices else frozenset())
         names |= self.image_columns
         required = names - (_optional(self.template) - self.image_columns)
         return InputColumns(required, names - required, texts=required - self.image_columns - {"choices"})
+
+    @property
+    def offers_choices(self) -> bool:
+        """Return whether a row's own choices are the options."""
+        return self.labels is None and self.said is None
 
     @property
     def image_columns(self) -> frozenset[str]:
@@ -320,6 +326,8 @@ class Prompts:
         """Return what is asked as one text, with columns by their names, and with all that tells labels apart."""
         names, text = self._spec.label_names or (), self._with == "text"
         asked = f"{self.head}{self._spec.template.rstrip()}"
+        if self._spec.said is not None:
+            return asked
         answer = f"<{' | '.join(names) if text and names else self._with}>"
         rows = "" if names or text else "\n{{ choices }}"
         if self._whole:
@@ -329,8 +337,8 @@ class Prompts:
 
     def _asked(self, values: Mapping[str, Any]) -> Asked | Unusable:
         """Return a row as a question, or why it cannot be asked."""
-        options = self._spec.label_names
-        if options is None:
+        options = self._spec.label_names or ()
+        if self._spec.offers_choices:
             choices = values["choices"]
             if choices is None or len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
                 return Unusable("it has no list of at least two choices")
@@ -361,7 +369,9 @@ class Prompts:
             text = self._template.render({**values, "options": self._listing(options).rstrip()}).rstrip()
             return text if answer is None else f"{text} {answer}\n\n"
         text = f"{self._template.render(values).rstrip()}\n"
-        if self._spec.labels is None:
+        if self._spec.said is not None and answer is None:
+            return text.rstrip()
+        if self._spec.offers_choices:
             text += self._listing(options)
         if answer is not None:
             return f"{text}Answer: {answer}\n\n"
@@ -382,9 +392,11 @@ class Prompts:
         if names is not None and self._with != "text" and not self._whole:
             head = f"Options:\n{self._listing(names)}\n"
         for index, example in enumerate(spec.examples):
-            options = [option.strip() for option in names or example["choices"]]
-            right = spec.label_of(index, example)
-            answer = LETTERS[right] if self._with == "letter" else options[right]
+            options, answer = list[str](), str(example["label"])
+            if spec.said is None:
+                options = [option.strip() for option in names or example["choices"]]
+                right = spec.label_of(index, example)
+                answer = LETTERS[right] if self._with == "letter" else options[right]
             head += self._text({name: _plain(value) for name, value in example.items()}, options, answer)
         return head
 

@@ -7,20 +7,17 @@ none has probability 0.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import chain
 
 import numpy as np
 
 from cauc_ray.errors import DataError
-from cauc_ray.models.endpoint import EndpointModel, Inquiry, conversation
-from cauc_ray.models.http_client import all_until_error, value_at
-from cauc_ray.models.openai import OpenAISpec
+from cauc_ray.models.endpoint import Inquiry
+from cauc_ray.models.http_client import value_at
+from cauc_ray.models.sampling import SamplingModel, described
 from cauc_ray.numbers.types import Floats
 
 TEMPERATURE = 1.0
@@ -30,52 +27,25 @@ PRIOR_VOTES = 1.0
 INVALID_VOTES = "sampled answers that are none of the options"
 
 
-class VotesModel(EndpointModel):
+class VotesModel(SamplingModel):
     """A served model whose sampled answers are votes."""
-
-    _spec: OpenAISpec
-    # Whether a request may sample several answers; unknown before the first.
-    _samples_several: bool | None = None
 
     async def ask(self, inquiry: Inquiry) -> Floats:
         """Sample answers until there are enough votes."""
-        n, samples = self._spec.votes or 0, list[str]()
-        if self._samples_several is not False:
-            try:
-                samples = await self._sampled(inquiry, n)
-                self._samples_several = len(samples) > 1
-            except DataError:  # some servers reject n, others ignore it
-                if self._samples_several:
-                    raise
-        jobs = [partial(self._sampled, inquiry, 1)] * (n - len(samples))
-        samples += chain.from_iterable(await all_until_error(jobs, asyncio.Semaphore(self._spec.max_concurrency)))
-        self._samples_several = bool(self._samples_several)
-        options = inquiry.question.options
+        n, options = self._spec.votes or 0, inquiry.question.options
+        schema = {
+            "type": "object",
+            "properties": {"answer": {"type": "string", "enum": list(dict.fromkeys(options))}},
+            "required": ["answer"],
+            "additionalProperties": False,
+        }
+        choices = await self.sampled(inquiry, n, {"temperature": TEMPERATURE, **described(schema)}, None)
+        samples = [str(value_at(choice, "message", "content") or "") for choice in choices]
         votes = Counter(vote for sample in samples if (vote := _vote(sample, options)) is not None)
         if not votes:
             raise DataError(f"none of its {n} sampled answers is one of its options")
         inquiry.counts[INVALID_VOTES] = n - votes.total()
         return shares(votes, options)
-
-    async def _sampled(self, inquiry: Inquiry, n: int) -> list[str]:
-        """Return the texts of sampled answers."""
-        answer = {"type": "string", "enum": list(dict.fromkeys(inquiry.question.options))}
-        schema = {
-            "type": "object",
-            "properties": {"answer": answer},
-            "required": ["answer"],
-            "additionalProperties": False,
-        }
-        described = {"name": "answer", "strict": True, "schema": schema}
-        body = conversation(self._spec, inquiry.question) | {
-            "temperature": TEMPERATURE,
-            "response_format": {"type": "json_schema", "json_schema": described},
-        }
-        answers = await self.post("/chat/completions", body | ({"n": n} if n > 1 else {}), inquiry)
-        choices = value_at(answers, "choices")
-        if not choices or not isinstance(choices, list):
-            raise DataError("the server's answer has no choices")
-        return [str(value_at(choice, "message", "content") or "") for choice in choices[:n]]
 
 
 def shares(votes: Counter[str], options: Sequence[str]) -> Floats:

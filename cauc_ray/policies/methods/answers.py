@@ -56,15 +56,17 @@ class AnswersStage(Stage):
         alone: How probable it is that its answer is right, by its confidences alone.
         informed: The same with what the answers before it say; null for the first.
         held: How probable it is that the answer held is right where this model says something else; null for the first.
+        abstains: Whether it never answers: rows that reach it have no answer, whatever those before have said.
     """
 
-    DECIDES: ClassVar[frozenset[str]] = Stage.DECIDES | {"rule", "confidences", "alone", "informed", "held"}
+    DECIDES: ClassVar[frozenset[str]] = Stage.DECIDES | {"rule", "confidences", "alone", "informed", "held", "abstains"}
 
     rule: str | None = None
     confidences: tuple[str, ...] | None = None
     alone: Correctness
     informed: Correctness | None = None
     held: Correctness | None = None
+    abstains: bool = False
 
     def require_said(self, said: Said | None) -> None:
         """Raise PolicyError where a model answers by another rule, or with other confidences, than was fitted on."""
@@ -184,7 +186,7 @@ def state_after(numbers: AnswersStage, stage: int, vectors: Floats, state: Float
     reading = _Reading.of(stage, vectors, state)
     own_odds = np.where(odds == _NEVER, _NEVER, numbers.informed.log_odds(*reading.own_signals()))
     held_odds = np.where(reading.odds == _NEVER, _NEVER, numbers.held.log_odds(*reading.held_signals(odds)))
-    takes = reading.agrees | (own_odds >= held_odds)
+    takes = reading.agrees | (own_odds >= held_odds) | numbers.abstains
     held = np.where(takes[:, None], own, reading.held)
     return np.column_stack([held, np.where(takes, own_odds, held_odds), state[:, _N_HELD:], vectors[:, 2:4]])
 
@@ -212,7 +214,7 @@ def fit_stages(chain: ChainLogits, like: Sequence[AnswersStage] = ()) -> list[An
         alone = fit_correctness(
             confidences_in(vectors)[own], none[own], right[own], None if template is None else template.alone
         )
-        entry: dict[str, Any] = _entry(chain, index) | {"alone": alone}
+        entry: dict[str, Any] = _entry(chain, index) | {"alone": alone, "abstains": not own.any()}
         stage = AnswersStage(**entry)
         if state is not None:
             reading = _Reading.of(index, vectors, state)
