@@ -160,6 +160,7 @@ class Owner:
         stages: That stage, int8 (n,), -1 where none has answered.
         costs: float64 (n,).
         texts: Answers in words, object (n,); None of models that score options.
+        sources: The stage that has given that answer, int8 (n,), -1 where none has.
         visited: A bit for each stage that was called, int64 (n,).
         degraded: Rows answered without a stage that should have, bool (n,).
         failures: The stage and the reason, by position; stage -1 where the row could not be read.
@@ -180,6 +181,7 @@ class Owner:
         self.stages: Ints = NO_STAGE.repeat(n)
         self.costs: Floats = np.zeros(n)
         self.texts: Texts | None = None
+        self.sources: Ints = NO_STAGE.repeat(n)
         self.visited: Ints = np.zeros(n, dtype=np.int64)
         self.degraded: Bools = np.zeros(n, dtype=bool)
         self.failures: dict[int, tuple[int, str]] = {}
@@ -210,21 +212,22 @@ class Owner:
         if predictions.min(initial=0) < 0:  # an encoder gives no answers
             mask = predictions >= 0
             indices, predictions, confidences = indices[mask], predictions[mask], confidences[mask]
-        self._note_texts(rows.indices, result, positions)
+        self._note_texts(rows.indices, ended, positions)
         self.predictions[indices] = predictions
         self.confidences[indices] = confidences
         self.stages[indices] = ended.stage
         goes_on: Bools = ~result.accepted[positions]
         return goes_on
 
-    def _note_texts(self, indices: Ints, result: CallResult, positions: Positions) -> None:
+    def _note_texts(self, indices: Ints, ended: Ended, positions: Positions) -> None:
         """Take what a model has said where it is the answer held now."""
-        if result.texts is None:
+        if ended.result.texts is None:
             return
-        texts = result.texts[positions]
+        texts = ended.result.texts[positions]
         is_own = np.array([text is not None for text in texts], dtype=bool)
         self.texts = np.full(self.n, None) if self.texts is None else self.texts
         self.texts[indices[is_own]] = texts[is_own]
+        self.sources[indices[is_own]] = ended.stage
 
     def left_out(self, indices: Ints, stage: int, trouble: Trouble, reason: str) -> int:
         """Note rows that a stage has not answered: where it is down, the answer before is theirs, if there is one.

@@ -266,7 +266,7 @@ class CascadeRun:
             self.policy.models,
             degrade=self.degrade,
             names=self.names,
-            in_words=self.policy.logit_kind == ANSWERS,
+            sources=[at.source for at in self.policy.stages] if self.policy.logit_kind == ANSWERS else None,
             claim=claim,
             retried=before.again,
         )
