@@ -548,7 +548,9 @@ def adder(most, price=0.0):
         noise = [np.random.default_rng([sum_, int(most)]).uniform(-0.2, 0.2) for sum_ in sums]
         return {
             "answer": [f"It is\n{total if total <= most else total - 1}." for total in sums],
-            "confidence_self": [(0.75 if total <= most else 0.35) + part for total, part in zip(sums, noise)],
+            "confidence_self": [
+                (0.75 if total <= most else 0.35) + part for total, part in zip(sums, noise, strict=True)
+            ],
             "cost": [price] * len(sums),
         }
 

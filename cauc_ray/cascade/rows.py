@@ -17,9 +17,9 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 # Who is at fault where no row of a call was answered: the replica (it fails on a row known to be good, too), the stage
 # (a wrong key, a server that is down), the caller (the worker does not have a policy), or unknown.
 Fault: TypeAlias = Literal["replica", "stage", "policy", "unknown"]
-# Why a stage has not answered rows: it cannot answer any, not in time, has too much to do, failed; or it is the rows'
-# own fault.
-Trouble: TypeAlias = Literal["down", "timeout", "overloaded", "error", "refused"]
+# Why a stage has not answered rows: it cannot answer any, not in time, has too much to do, failed; it is the rows' own
+# fault; or the pool's limits of deferral or money are reached.
+Trouble: TypeAlias = Literal["down", "timeout", "overloaded", "error", "refused", "limited"]
 # What a row may be asked for besides its answer: calibrated logits after its last stage, and that model's own.
 Vector: TypeAlias = Literal["scores", "logits", "given"]
 # Answers in words, object (n,), None where there is none.
@@ -230,12 +230,15 @@ class Owner:
         self.sources[indices[is_own]] = ended.stage
 
     def left_out(self, indices: Ints, stage: int, trouble: Trouble, reason: str) -> int:
-        """Note rows that a stage has not answered: where it is down, the answer before is theirs, if there is one.
+        """Note rows that a stage has not answered.
+
+        Where it is down, or the limits of a pool that degrades are reached, the answer before is theirs, if there is
+        one.
 
         Returns for how many it is.
         """
         self.at[indices] = -1
-        answered = (self.stages[indices] >= 0) & (trouble == "down")
+        answered = (self.stages[indices] >= 0) & (trouble in ("down", "limited"))
         self.degraded[indices[answered]] = True
         failed = indices[~answered]
         self.stages[failed] = -1
