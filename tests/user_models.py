@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -535,5 +536,22 @@ def planted(strength, seed, k=4):
         rows = [np.random.default_rng([int(x), seed]).normal(0, 2, k) for x in batch["x"]]
         logits = np.array(rows) + strength * (np.arange(k) == (np.asarray(batch["x"]) % k)[:, None])
         return logits.astype(np.float32)
+
+    return answer
+
+
+def adder(most, price=0.0):
+    """Answer the sum that a question asks for, wrongly and less surely if it is above a number; price: USD a call."""
+
+    def answer(batch):
+        sums = [sum(map(int, re.findall(r"\d+", text))) for text in batch["question"]]
+        noise = [np.random.default_rng([sum_, int(most)]).uniform(-0.2, 0.2) for sum_ in sums]
+        return {
+            "answer": [f"It is\n{total if total <= most else total - 1}." for total in sums],
+            "confidence_self": [
+                (0.75 if total <= most else 0.35) + part for total, part in zip(sums, noise, strict=True)
+            ],
+            "cost": [price] * len(sums),
+        }
 
     return answer

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from cauc_ray.api.options import Common, OnRay, Options, Pairs, options_of, takes
 from cauc_ray.api.summaries import RunSummary
+from cauc_ray.cascade.allowance import Allowance
 from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.data.datasets import DatasetSpec, RunInput, open_input
 from cauc_ray.errors import ConfigError, DataError, warn
@@ -93,6 +94,7 @@ def run(
     stages = pool.chain(policy.models)
     model_columns = pool.columns_read(stages)
     require_agreement(stages, policy)
+    allowance = Allowance.of(pool, policy)
     _warn_of_other_costs(stages, policy)
     is_here, folder = runs_here(address), absolute(out)
     costs = tuple(stage.cost for stage in policy.stages) if policy.costs == "per-model" else None
@@ -131,6 +133,7 @@ def run(
             columns=model_columns,
             degrade=pool.on_failure == "degrade",
             max_failed=pool.max_failed,
+            allowance=allowance,
             retry_failed=retry_failed,
             names=pool.label_names,
         ).run(on_progress)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cauc_ray.cascade.allowance import Allowance
 from cauc_ray.cascade.blame import guilty
 from cauc_ray.cascade.deadlines import Deadlines
 from cauc_ray.cascade.patience import Patience
@@ -17,6 +18,7 @@ from cauc_ray.numbers.types import Bools, Ints
 
 # The most restarts of an owner whose objects are lost with their nodes.
 RESTARTS = 5
+LIMITED = "the pool's limits of deferral or money are reached"
 
 
 class RowFlow:
@@ -31,15 +33,15 @@ class RowFlow:
         deadlines: Of the owners at their stages.
     """
 
-    def __init__(self, stages: list[Stage], patience: Patience) -> None:
-        """Take the stages, and the rules of when one has too much to do."""
+    def __init__(self, stages: list[Stage], patience: Patience, allowance: Allowance | None = None) -> None:
+        """Take the stages, the rules of when one has too much to do, and the limits of deferral, None without any."""
         self.done: list[Owner] = []
         self.lost: list[Owner] = []
         self.open: set[Owner] = set()
         self.n_open = 0
         self.has_leavers = False
         self.deadlines = Deadlines()
-        self._stages, self._patience = stages, patience
+        self._stages, self._patience, self._allowance = stages, patience, allowance
 
     # Owners
 
@@ -88,8 +90,20 @@ class RowFlow:
         pieces = {stages: rows} if isinstance(stages, int) else _by_stage(rows, stages)
         for stage, piece in pieces.items():
             if sender is not None:
+                piece = self._within_limits(self._stages[stage], piece)
                 sender.sent[stage] += len(piece)
-            self._wait(self._stages[stage], piece, now)
+            if len(piece):
+                self._wait(self._stages[stage], piece, now)
+
+    def _within_limits(self, at: Stage, rows: Rows) -> Rows:
+        """Return those of a stage's deferred rows that may go to another; the others end here."""
+        if self._allowance is None:
+            return rows
+        admitted = self._allowance.admitted(rows, at.number, self._stages)
+        if admitted.all():
+            return rows
+        self.leave_out(at, [rows.part(~admitted)], self._allowance.trouble, LIMITED)
+        return rows.part(admitted)
 
     def advance(self, call: Call, result: CallResult, answered: Bools, goes_on: Any, now: float) -> None:
         """Note the answers of a call, and have deferred rows wait for the next stage.   answered: bool (n,)."""
@@ -103,6 +117,9 @@ class RowFlow:
             if not is_whole:
                 mask = answered[positions]
                 rows, positions = rows.part(mask), np.flatnonzero(mask) + positions.start
+            if self._allowance is not None:
+                n_first = int(np.count_nonzero(rows.owner.visited[rows.indices] == 0))
+                self._allowance.note(n_first, self._stages)
             on = rows.owner.note(ended, rows, positions)
             n_on = int(np.count_nonzero(on))
             rows.owner.at[rows.indices[~on]] = -1

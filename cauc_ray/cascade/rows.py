@@ -17,9 +17,9 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 # Who is at fault where no row of a call was answered: the replica (it fails on a row known to be good, too), the stage
 # (a wrong key, a server that is down), the caller (the worker does not have a policy), or unknown.
 Fault: TypeAlias = Literal["replica", "stage", "policy", "unknown"]
-# Why a stage has not answered rows: it cannot answer any, not in time, has too much to do, failed; or it is the rows'
-# own fault.
-Trouble: TypeAlias = Literal["down", "timeout", "overloaded", "error", "refused"]
+# Why a stage has not answered rows: it cannot answer any, not in time, has too much to do, failed; it is the rows' own
+# fault; or the pool's limits of deferral or money are reached.
+Trouble: TypeAlias = Literal["down", "timeout", "overloaded", "error", "refused", "limited"]
 # What a row may be asked for besides its answer: calibrated logits after its last stage, and that model's own.
 Vector: TypeAlias = Literal["scores", "logits", "given"]
 # Answers in words, object (n,), None where there is none.
@@ -163,6 +163,7 @@ class Owner:
         stages: That stage, int8 (n,), -1 where none has answered.
         costs: float64 (n,).
         texts: Answers in words, object (n,); None of models that score options.
+        sources: The stage that has given that answer, int8 (n,), -1 where none has.
         visited: A bit for each stage that was called, int64 (n,).
         degraded: Rows answered without a stage that should have, bool (n,).
         failures: The stage and the reason, by position; stage -1 where the row could not be read.
@@ -183,6 +184,7 @@ class Owner:
         self.stages: Ints = NO_STAGE.repeat(n)
         self.costs: Floats = np.zeros(n)
         self.texts: Texts | None = None
+        self.sources: Ints = NO_STAGE.repeat(n)
         self.visited: Ints = np.zeros(n, dtype=np.int64)
         self.degraded: Bools = np.zeros(n, dtype=bool)
         self.failures: dict[int, tuple[int, str]] = {}
@@ -213,29 +215,33 @@ class Owner:
         if predictions.min(initial=0) < 0:  # an encoder gives no answers
             mask = predictions >= 0
             indices, predictions, confidences = indices[mask], predictions[mask], confidences[mask]
-        self._note_texts(rows.indices, result, positions)
+        self._note_texts(rows.indices, ended, positions)
         self.predictions[indices] = predictions
         self.confidences[indices] = confidences
         self.stages[indices] = ended.stage
         goes_on: Bools = ~result.accepted[positions]
         return goes_on
 
-    def _note_texts(self, indices: Ints, result: CallResult, positions: Positions) -> None:
+    def _note_texts(self, indices: Ints, ended: Ended, positions: Positions) -> None:
         """Take what a model has said where it is the answer held now."""
-        if result.texts is None:
+        if ended.result.texts is None:
             return
-        texts = result.texts[positions]
+        texts = ended.result.texts[positions]
         is_own = np.array([text is not None for text in texts], dtype=bool)
         self.texts = np.full(self.n, None) if self.texts is None else self.texts
         self.texts[indices[is_own]] = texts[is_own]
+        self.sources[indices[is_own]] = ended.stage
 
     def left_out(self, indices: Ints, stage: int, trouble: Trouble, reason: str) -> int:
-        """Note rows that a stage has not answered: where it is down, the answer before is theirs, if there is one.
+        """Note rows that a stage has not answered.
+
+        Where it is down, or the limits of a pool that degrades are reached, the answer before is theirs, if there is
+        one.
 
         Returns for how many it is.
         """
         self.at[indices] = -1
-        answered = (self.stages[indices] >= 0) & (trouble == "down")
+        answered = (self.stages[indices] >= 0) & (trouble in ("down", "limited"))
         self.degraded[indices[answered]] = True
         failed = indices[~answered]
         self.stages[failed] = -1

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from cauc_ray.cascade.allowance import Allowance
 from cauc_ray.cascade.blame import Blame
 from cauc_ray.cascade.dispatch import Dispatch
 from cauc_ray.cascade.fates import Again, CountFailure, Failure, Fate, GiveUp
@@ -63,14 +64,29 @@ class Scheduler:
         n_reads: Blocks that are being read, which the shell sets.
     """
 
-    def __init__(self, stages: Sequence[StageLimits], patience: Patience, blame: Blame, open_rows: float = inf) -> None:
-        """Take the stages' limits, the rules, and how many rows may have no answer yet before reading pauses."""
+    def __init__(
+        self,
+        stages: Sequence[StageLimits],
+        patience: Patience,
+        blame: Blame,
+        open_rows: float = inf,
+        allowance: Allowance | None = None,
+    ) -> None:
+        """Take the rules.
+
+        Args:
+            stages: The stages' limits.
+            patience: How long rows wait.
+            blame: Who is at fault.
+            open_rows: How many rows may have no answer yet before reading pauses.
+            allowance: The limits of deferral and of money, None without any.
+        """
         self.stages = [Stage(number, limits) for number, limits in enumerate(stages)]
         self.withdrawn: list[Call] = []
         self.n_reads = 0
         self._patience, self._blame = patience, blame
         self._dispatch = Dispatch(patience, blame, self._more_can_come)
-        self._flow = RowFlow(self.stages, patience)
+        self._flow = RowFlow(self.stages, patience, allowance)
         self.done, self.lost = self._flow.done, self._flow.lost
         self._most_open_rows = open_rows
         self._row_bytes = 0.0

@@ -146,6 +146,11 @@ class Stage:
         return self.waiting.n_rows + sum(map(len, self.again)) if self.again else self.waiting.n_rows
 
     @property
+    def n_open(self) -> int:
+        """Return the rows that wait or are at replicas."""
+        return self.waiting.n_rows + sum(map(len, self.again)) + self.in_flight
+
+    @property
     def in_work(self) -> bool:
         """Return whether any row waits or is at a replica."""
         return bool(self.waiting.n_rows or self.again or self.in_flight)

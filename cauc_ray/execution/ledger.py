@@ -125,7 +125,7 @@ class RunTables(Sink):
         *,
         degrade: bool,
         names: Sequence[str] | None = None,
-        in_words: bool = False,
+        sources: Sequence[str] | None = None,
         claim: Claim | None = None,
         retried: Mapping[int, FailedBlock] | None = None,
     ) -> None:
@@ -137,13 +137,13 @@ class RunTables(Sink):
             stages: The names of its stages.
             degrade: Whether predictions have a column `degraded`.
             names: Names of the options, None if unknown.
-            in_words: Whether the stages answer in words.
+            sources: What the confidences of each stage are based on, where stages answer in words; else None.
             claim: The attempt's; None for that of a new run.
             retried: Blocks that are committed, of which only failed rows are done again.
         """
         self.commit_s = commits.COMMIT_S
         self._out, self._record, self._stages, self._degrade = out, record, tuple(stages), degrade
-        self._names, self._in_words = names, in_words
+        self._names, self._sources = names, sources
         self._retried = retried or {}
         self._claim = claim or new_claim(out)
         self._new, self._again = (PartWriter(parts_of(out), self._claim, retries=again) for again in (False, True))
@@ -197,9 +197,11 @@ class RunTables(Sink):
             answered_labels,
             self._names,
         )
-        if self._in_words:
+        if self._sources is not None:
             texts = np.full(block.n, None) if block.texts is None else block.texts
+            sources = np.array([*self._sources, None], dtype=object)[block.sources]  # None of stage -1
             table = table.append_column("answer", pa.array(texts[answered], pa.string()))
+            table = table.append_column("source", pa.array(sources[answered], pa.string()))
         if self._degrade:
             table = table.append_column("degraded", pa.array(block.degraded[answered]))
         names = example_ids.to_pylist()

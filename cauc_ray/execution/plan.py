@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cauc_ray.cascade.allowance import Allowance
 from cauc_ray.cascade.stage import StageLimits, fed_rows, queue_rows
 from cauc_ray.data.blocks import BlockSource, Seen
 from cauc_ray.execution.commits import FailedBlock, Sink
@@ -40,6 +41,7 @@ class RunPlan:
         done: Blocks that are committed.
         again: Those of which failed rows are done again.
         degrade: Answer without a stage that is down.
+        allowance: The limits of deferral and of money, None without any.
     """
 
     run_id: str
@@ -53,6 +55,7 @@ class RunPlan:
     done: Seen
     again: Mapping[int, FailedBlock] = field(default_factory=dict)
     degrade: bool = False
+    allowance: Allowance | None = None
 
     @property
     def chunk_rows(self) -> int:

@@ -86,7 +86,7 @@ class RunController:
             return 0.0
         self._plan = plan
         limits, open_rows = plan.limits(store_bytes())
-        self._scheduler = Scheduler(limits, RunPatience(), Blame("row"), open_rows)
+        self._scheduler = Scheduler(limits, RunPatience(), Blame("row"), open_rows, plan.allowance)
         self._reading = Reading(plan, self._node_label)
         self._committer = Committer(plan.sink)
         self._n_finished = plan.n_done

@@ -6,13 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
 import ray
 from ray.exceptions import RayError
 
+from cauc_ray.cascade.allowance import Allowance
 from cauc_ray.data.datasets import RunInput
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, explained, kind_of, result_of
@@ -202,6 +203,7 @@ class CascadeRun:
         columns: Those of the input that are read, None for all.
         degrade: Answer without a stage that is down.
         max_failed: The share of rows that models may fail on.
+        allowance: The limits of deferral and of money, None without any.
         retry_failed: Do rows again that failed.
         names: Names of the options, for predictions.
     """
@@ -213,6 +215,7 @@ class CascadeRun:
     columns: frozenset[str] | None
     degrade: bool
     max_failed: float
+    allowance: Allowance | None = None
     retry_failed: bool = False
     names: Sequence[str] | None = None
 
@@ -270,7 +273,7 @@ class CascadeRun:
             self.policy.models,
             degrade=self.degrade,
             names=self.names,
-            in_words=self.policy.logit_kind == ANSWERS,
+            sources=[at.source for at in self.policy.stages] if self.policy.logit_kind == ANSWERS else None,
             claim=claim,
             retried=before.again,
         )
@@ -286,4 +289,18 @@ class CascadeRun:
             n_done=before.n_done,
             block_rows=record.block_rows,
             degrade=self.degrade,
+            allowance=self._allowance_after(before),
+        )
+
+    def _allowance_after(self, before: _Before) -> Allowance | None:
+        """Return what a run may still take after what is committed."""
+        if self.allowance is None or self.allowance.period == "hour":
+            return self.allowance
+        totals, (first, *later) = before.committed.totals, self.policy.models
+        called = totals.get("called", Counter())
+        return replace(
+            self.allowance,
+            n_rows=int(called[first]),
+            n_deferred=int(max((called[name] for name in later), default=0)),
+            spent_before=totals.get("cost", Counter())["sum"],
         )

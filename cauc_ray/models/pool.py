@@ -293,6 +293,30 @@ class StageSpec(PromptSettings):
         return name
 
 
+Period: TypeAlias = Literal["hour", "run"]
+
+
+class Limits(Section):
+    """What the stages after a row's first may take; beyond it rows keep their best answer so far, or fail.
+
+    Attributes:
+        max_usd: Most money in a period, for policies with costs in USD. Calls of a row's first stage count, but are
+            always made.
+        max_deferral_rate: Largest share of a period's rows that go on to a second stage.
+        per: A clock hour, or a whole run.
+    """
+
+    max_usd: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    max_deferral_rate: float | None = Field(default=None, ge=0, le=1)
+    per: Period = "hour"
+
+    @model_validator(mode="after")
+    def _limits_something(self) -> Limits:
+        if self.max_usd is None and self.max_deferral_rate is None:
+            raise ValueError("limits need max_usd or max_deferral_rate")
+        return self
+
+
 class Pool(PromptSettings):
     """A set of models for one task.
 
@@ -308,6 +332,7 @@ class Pool(PromptSettings):
         options: What its language models answer with.
         on_failure: What happens to rows whose next stage is down: "fail" ends the run with what is committed,
             "degrade" answers them as the stages before would have, and marks the rows.
+        limits: Money and deferrals in an hour or a run, beyond which rows are treated as if the next stage was down.
         max_failed: Share of a run's rows that models may fail on before the run ends with an error.
         serving: How it is served.
         stages: Its models, cheapest first.
@@ -316,6 +341,7 @@ class Pool(PromptSettings):
     name: str
     task: Literal["image-classification", "multiple-choice", "classification", "generation"]
     on_failure: Literal["fail", "degrade"] = "fail"
+    limits: Limits | None = None
     max_failed: float = Field(default=0.01, ge=0, le=1)
     inputs: dict[str, InputSpec] = Field(default_factory=dict)
     serving: PoolServing = PoolServing()

@@ -111,6 +111,11 @@ class Stage(FrozenModel):
         plain = self.offsets is None and self.floor is None and logits.dtype == np.float32
         return row_argmax(real_options(logits, self.logit_kind) if plain else self.scores(logits))[0]
 
+    @property
+    def source(self) -> str:
+        """Return what its confidences are based on, next to its name."""
+        return self.name if self.logit_kind == ANSWERS else f"{self.name}: logits"
+
     def require_said(self, said: Said | None) -> None:
         """Raise PolicyError where a model answers in words by another rule, or with other confidences."""
 

@@ -15,7 +15,16 @@ from cauc_ray.errors import explain, printable
 from cauc_ray.protocol.tensors import Datatype, RequestError, Tensor, shown
 
 Output: TypeAlias = Literal[
-    "prediction", "prediction_label", "answer", "confidence", "probabilities", "logits", "stage", "cost", "degraded"
+    "prediction",
+    "prediction_label",
+    "answer",
+    "confidence",
+    "source",
+    "probabilities",
+    "logits",
+    "stage",
+    "cost",
+    "degraded",
 ]
 # numpy has no arrays of more dimensions.
 _Shape: TypeAlias = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64, fail_fast=True)]

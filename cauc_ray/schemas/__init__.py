@@ -18,6 +18,7 @@ from cauc_ray.policies.by_method import SINGLE
 from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.policy import POLICY_CLASSES
 from cauc_ray.protocol.messages import InferenceRequest
+from cauc_ray.serving.chat import ChatRequest
 from cauc_ray.serving.decisions import DecisionRequest
 from cauc_ray.serving.feedback import FeedbackMessage
 from cauc_ray.serving.http_app import OPENAPI
@@ -41,7 +42,7 @@ def _openapi() -> dict[str, Any]:
     described: dict[str, Any] = json.loads(OPENAPI.read_text(encoding="utf-8"))
     adapters: list[Any] = [
         (one, "validation", TypeAdapter(one))
-        for one in (InferenceRequest, PolicyChange, FeedbackMessage, DecisionRequest)
+        for one in (InferenceRequest, PolicyChange, FeedbackMessage, DecisionRequest, ChatRequest)
     ]
     _, schemas = TypeAdapter.json_schemas(adapters, ref_template="#/components/schemas/{model}")
     described["components"]["schemas"] |= schemas["$defs"]

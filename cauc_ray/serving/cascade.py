@@ -16,6 +16,7 @@ from typing import Protocol, cast
 
 from cachetools import LRUCache
 
+from cauc_ray.cascade.allowance import Allowance
 from cauc_ray.cascade.blame import Blame
 from cauc_ray.cascade.bundles import n_bytes
 from cauc_ray.cascade.patience import RequestPatience
@@ -93,6 +94,7 @@ class Cascade:
         pool: Pool,
         clients: Sequence[StageClient],
         observers: Sequence[Observer] = (),
+        allowance: Allowance | None = None,
     ) -> None:
         self.names = [spec.name for spec in stages]
         self._degrades = pool.on_failure == "degrade"
@@ -115,6 +117,7 @@ class Cascade:
             ],
             RequestPatience(self._open_requests.expects_more),
             Blame("input"),
+            allowance=allowance,
         )
         self.scheduler.end_input()
         self._demand = Demand(self.scheduler.stages)

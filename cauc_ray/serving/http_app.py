@@ -26,6 +26,7 @@ from cauc_ray.errors import printable
 from cauc_ray.protocol.messages import BINARY_DATA, decoded_body
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.bodies import CLIENT_GONE, read_as, read_body
+from cauc_ray.serving.chat import model_card
 from cauc_ray.serving.elsewhere import LONG_JSON
 from cauc_ray.serving.inference import HttpMessage, Inference
 from cauc_ray.serving.policies_live import PolicyChange
@@ -63,6 +64,9 @@ def http_app(service: Service, *routes_of_shell: Route) -> ASGIApp:
         Route("/v2/models/{name}/watch", handlers.watch),
         Route("/v2/models/{name}/feedback", handlers.feedback, methods=["POST"]),
         Route("/v1/decisions", handlers.decide, methods=["POST"]),
+        Route("/v1/chat/completions", handlers.chat, methods=["POST"]),
+        Route("/v1/models", handlers.models),
+        Route("/v1/models/{name}", handlers.models),
         Route("/openapi.json", handlers.openapi),
         *routes_of_shell,
     ]
@@ -154,6 +158,17 @@ class _Handlers:
         """Answer a request for decisions."""
         return await self._counted("decide", request, self._decide)
 
+    async def chat(self, request: Request) -> Response:
+        """Answer a message."""
+        return await self._counted("chat", request, self._chat)
+
+    async def models(self, request: Request) -> Response:
+        """List the cascade, or return it by its name."""
+        self._tokens.require_reader(request.headers)
+        self._require_model(request)
+        card = model_card(self._service.model)
+        return JSONResponse(card if "name" in request.path_params else {"object": "list", "data": [card]})
+
     async def _counted(
         self, event: str, request: Request, answer: Callable[[Request], Awaitable[Answered]]
     ) -> Response:
@@ -186,6 +201,13 @@ class _Handlers:
         async with self._body(request, MAX_DECISION_BYTES) as body:
             content, fields = await self._inference.decide(body, request.headers)
         return JSONResponse(content), fields
+
+    async def _chat(self, request: Request) -> Answered:
+        """Return the response and its fields for the log."""
+        self._tokens.require(request.headers, TOKEN)
+        async with self._body(request, MAX_DECISION_BYTES) as body:
+            content, is_streamed, fields = await self._inference.chat(body, request.headers)
+        return Response(content, media_type="text/event-stream" if is_streamed else "application/json"), fields
 
     async def _infer(self, request: Request) -> Answered:
         """Return the response and its fields for the log."""
@@ -318,6 +340,6 @@ def _refusal(request: Request, error: Exception) -> Response:
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     error_content: Any = printable(" ".join(message.split()))
-    if request.url.path.endswith("/v1/decisions"):  # as OpenAI's client reads it
+    if "/v1/" in request.url.path:  # as OpenAI's client reads it
         error_content = {"message": error_content, "type": "invalid_request_error" if status < 500 else "server_error"}
     return JSONResponse({"error": error_content}, status, headers=headers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Iterable, Mapping
@@ -26,6 +27,7 @@ from cauc_ray.protocol.messages import (
 from cauc_ray.protocol.tensors import Datatype, RequestError, Tensor
 from cauc_ray.serving.answer_ids import new_answer_id
 from cauc_ray.serving.bodies import read_as
+from cauc_ray.serving.chat import ChatRequest, completion, events
 from cauc_ray.serving.decisions import DecisionRequest, columns_of, require_decisions, response
 from cauc_ray.serving.elsewhere import LONG_JSON, LONG_OUTPUT
 from cauc_ray.serving.inputs import Inputs
@@ -42,6 +44,7 @@ OUTPUTS: Mapping[str, Datatype] = {
     "prediction_label": "BYTES",
     "answer": "BYTES",
     "confidence": "FP32",
+    "source": "BYTES",
     "probabilities": "FP32",
     "logits": "FP32",
     "stage": "INT8",
@@ -131,13 +134,30 @@ class Inference:
         labels = None if self._service.pool.task == "multiple-choice" else self._service.labels
         require_decisions(labels, texts)
         request = await self._service.elsewhere.call_if(len(body) > LONG_JSON, read_as, DecisionRequest, body)
-        if request.model != self._service.model:
-            raise RequestError(f"unknown model {request.model!r:.80}; this service has {self._service.model!r}", 404)
+        self._require_model(request.model)
         columns, orders = columns_of(request, labels, texts)
         self._inputs.require_rows(n := len(request.questions))
         answered = await self._answered(columns, n, {}, ["probabilities"], *asked)
         parameters = answered.parameters()
         return response(request, answered, orders, parameters), {"rows": n, **parameters}
+
+    async def chat(self, body: bytes, headers: Mapping[str, str]) -> tuple[bytes, bool, Mapping[str, Any]]:
+        """Answer a message: the response's body, whether it is streamed, and fields to log. Raises RequestError."""
+        asked = headers, time.time_ns()
+        if self._service.pool.task != "generation":
+            raise RequestError("the models of this service score options: ask it at /v1/decisions or /v2/models")
+        request = await self._service.elsewhere.call_if(len(body) > LONG_JSON, read_as, ChatRequest, body)
+        self._require_model(request.model)
+        answered = await self._answered(request.columns(self._inputs), 1, {}, (), *asked)
+        parameters = answered.parameters()
+        fields = {"rows": 1, **parameters}
+        if request.stream:
+            return events(request, answered, parameters), True, fields
+        return json.dumps(completion(request, answered, parameters)).encode(), False, fields
+
+    def _require_model(self, model: str) -> None:
+        if model != self._service.model:
+            raise RequestError(f"unknown model {model!r:.80}; this service has {self._service.model!r}", 404)
 
     async def _answered(
         self,
@@ -232,6 +252,8 @@ class Inference:
             if answered.texts is None:
                 raise RequestError("the service's models score options and say nothing: ask for prediction_label")
             return np.array([(text or "").encode() for text in answered.texts], dtype=object)
+        if name == "source":
+            return np.array([*(answered.source(row).encode() for row in range(answered.n)), None], dtype=object)[:-1]
         if name == "probabilities":
             return softmax(answered.vectors["scores"]).astype(np.float32)
         if name == "logits":

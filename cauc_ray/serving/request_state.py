@@ -262,6 +262,11 @@ class RequestState(Owner):
             **({} if self.reason is None else {"reason": self.reason}),
         }
 
+    def source(self, row: int) -> str:
+        """Return what a row's confidence is based on: the stage that has given the answer, and its confidences."""
+        stage = int(self.stages[row] if self.texts is None else self.sources[row])
+        return self.policy.stages[stage].source if stage >= 0 else ""
+
     def release(self, row: int) -> None:
         """Keep one row's input in the place of all: once all rows are answered, only probes read any."""
         self.columns = {

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from cauc_ray.cascade.allowance import FEWEST_ROWS, Allowance
 from cauc_ray.cascade.suspects import VerdictReached
 from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.errors import CaucError, ConfigError
@@ -40,6 +41,7 @@ from cauc_ray.serving.observers.shadow_sample import ShadowSample
 from cauc_ray.serving.observers.spans import Spans
 from cauc_ray.serving.observers.table_log import TableLog
 from cauc_ray.serving.policies_live import MOST_RECEIPTS, WHOLE, Decided, InForce, Member, PolicyChange
+from cauc_ray.serving.shared_allowance import SharedAllowance
 from cauc_ray.serving.stored import Log, OvertakenError, SeenOnce, Store, StoreError
 
 # How often a replica looks for a policy that was set at another, which asks it to, and for the replicas of stages;
@@ -118,6 +120,8 @@ def require_servable(pool: Pool, policy: Policy, *, local: bool) -> tuple[StageS
     """
     stages = pool.chain(policy.models)
     require_agreement(stages, policy)
+    if Allowance.of(pool, policy) is not None and pool.limits is not None and pool.limits.per == "run":
+        raise ConfigError("a service has no end: its limits are per: hour")
     for stage in stages:
         stage.model.check(local)
     policies_at_start(pool, policy)
@@ -175,6 +179,12 @@ class Service(ABC):
         self.observers: list[Observer] = [self.metrics, self.drift, self._shadows, self.canary]
         self.observers += [] if self.table_log is None else [self.table_log]
         self.observers += [] if pool.serving.tracing is None else [Spans(pool.serving.tracing)]
+        self._allowance = Allowance.of(pool, policy, fewest_rows=FEWEST_ROWS / n_replicas)
+        if self._allowance is not None and self._allowance.max_usd < math.inf:
+            spent = Log(store, f"spent:{name}:{model}:")
+            self.observers.append(
+                SharedAllowance(self._allowance, n_replicas, spent, lambda: self.cascade.scheduler.stages)
+            )
         self.metrics.on_policies(self.in_force)
         self._has_begun = False
         self.leaving = False
@@ -207,7 +217,9 @@ class Service(ABC):
     def cascade(self) -> Cascade:
         """Return the cascade, made at first use: it belongs to the loop that requests run on."""
         if self._cascade is None:
-            self._cascade = self._shadows.cascade = Cascade(self.specs, self.pool, self._clients, self.observers)
+            self._cascade = self._shadows.cascade = Cascade(
+                self.specs, self.pool, self._clients, self.observers, self._allowance
+            )
             self._cascade.on_news = self._pass_on
             follow = (self.current_policy, self._follow_stages, *(one.settle for one in self.observers), self._count)
             self._tasks = [asyncio.create_task(repeat(do, PERIOD_S)) for do in follow]

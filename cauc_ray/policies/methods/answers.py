@@ -68,6 +68,11 @@ class AnswersStage(Stage):
     held: Correctness | None = None
     abstains: bool = False
 
+    @property
+    def source(self) -> str:
+        """Return what its confidence is based on: its name, and the names of the model's confidences."""
+        return f"{self.name}: {', '.join(self.confidences or ())}" if self.confidences else self.name
+
     def require_said(self, said: Said | None) -> None:
         """Raise PolicyError where a model answers by another rule, or with other confidences, than was fitted on."""
         if said is None:

@@ -1,0 +1,52 @@
+"""A pool of two models that answer sums in words, and a policy for it."""
+
+import numpy as np
+import yaml
+from user_models import adder
+
+import cauc_ray
+from cauc_ray.data.answer_table import write_answers
+
+WORDS = {"rule": "number", "confidences": ["self"]}
+# Sums that the small model knows; USD of a call of either.
+MOST, PRICES = 60, {"small": 0.001, "large": 0.01}
+KNOWS = {"small": MOST, "large": 1000}
+
+
+def questions(n, seed=0):
+    """Return n questions, and the right answers."""
+    numbers = np.random.default_rng(seed).integers(1, 50, size=(n, 2))
+    return [f"What is {a} + {b}?" for a, b in numbers.tolist()], numbers.sum(axis=1).tolist()
+
+
+def pool(folder, **fields):
+    """Write the pool file."""
+    stages = [
+        {
+            "name": name,
+            "model": {"kind": "python", "factory": "user_models:adder", "words": WORDS}
+            | {"kwargs": {"most": KNOWS[name], "price": price}},
+            "cost": {"usd": price},
+            "batch_size": 8,
+            "serving": {"batch_wait_s": 0.0, "timeout_s": 30.0},
+        }
+        for name, price in PRICES.items()
+    ]
+    inputs = {"question": {"datatype": "BYTES"}}
+    path = folder / "sums.yaml"
+    path.write_text(yaml.safe_dump({"name": "sums", "task": "generation", "inputs": inputs, "stages": stages} | fields))
+    return path
+
+
+def policy(folder):
+    """Fit a policy to what both models answer."""
+    for seed, split in enumerate(("calibration", "validation")):
+        texts, right = questions(200, seed)
+        for name, price in PRICES.items():
+            said = adder(KNOWS[name])({"question": texts})
+            correct = [f"{total}." in answer for answer, total in zip(said["answer"], right, strict=True)]
+            confidences = {"self": np.array(said["confidence_self"])}
+            ids = [f"{split}-{row}" for row in range(len(texts))]
+            more = {"cost": price, "cost_unit": "USD", "rule": "number"}
+            write_answers(folder / "ANSWERS", name, split, ids, said["answer"], confidences, correct, **more)
+    return cauc_ray.fit(str(folder / "ANSWERS"), threshold=0.7)

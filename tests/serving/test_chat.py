@@ -1,0 +1,94 @@
+"""/v1/chat/completions, as OpenAI's client asks: the cascade's answer, in one piece or streamed, and refusals."""
+
+import openai
+import pytest
+import sums
+from asking import http, infer, outputs_of
+
+import cauc_ray
+
+QUESTIONS, RIGHT = sums.questions(40, seed=9)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sums")
+    with cauc_ray.serve(sums.pool(folder), sums.policy(folder), port=0, name="sums", local=True) as running:
+        yield running
+
+
+@pytest.fixture
+def client(service):
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def asked(text):
+    return [{"role": "user", "content": text}]
+
+
+def test_an_unmodified_client_gets_the_answers_of_the_cascade_whole_and_streamed(service, client):
+    outputs = ("answer", "stage", "confidence", "source", "cost")
+    status, content = infer(service.url, "sums", {"question": QUESTIONS}, outputs, {})
+    assert status == 200, content
+    expected = outputs_of(content)
+    assert set(expected["stage"]) == {0, 1}
+    for row, (question, right) in enumerate(zip(QUESTIONS, RIGHT, strict=True)):
+        whole = client.chat.completions.create(model="sums", messages=asked(question), temperature=0.5)
+        text, details = whole.choices[0].message.content, whole.cauc
+        assert text == expected["answer"][row] == f"It is\n{right}."
+        assert details["stage"] == ("small", "large")[expected["stage"][row]]
+        assert details["source"] == expected["source"][row] == f"{details['stage']}: self"
+        assert details["confidence"] == pytest.approx(expected["confidence"][row], abs=1e-6)
+        assert details["cost"] == pytest.approx(expected["cost"][row])
+        assert details["policy_id"]
+        assert not details["degraded"]
+    usage = {"include_usage": True}
+    stream = client.chat.completions.create(model="sums", messages=asked(question), stream=True, stream_options=usage)
+    *parts, last, counts = stream
+    assert "".join(part.choices[0].delta.content for part in parts) == text
+    assert len(parts) == 3
+    assert last.choices[0].finish_reason == "stop"
+    assert last.cauc["stage"] == details["stage"]
+    assert counts.usage.total_tokens == 0
+
+
+def test_a_system_message_precedes_the_question(client):
+    messages = [{"role": "system", "content": "Add 1 to"}, *asked([{"type": "text", "text": "2 + 3"}])]
+    assert client.chat.completions.create(model="sums", messages=messages).choices[0].message.content == "It is\n6."
+
+
+def test_the_models_are_listed(client):
+    assert [model.id for model in client.models.list()] == ["sums"]
+    assert client.models.retrieve("sums").id == "sums"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "names"),
+    [
+        ({"n": 2}, openai.BadRequestError, "n must be 1"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools"),
+        ({"messages": []}, openai.BadRequestError, "messages"),
+        ({"messages": [*asked("1 + 1"), {"role": "assistant", "content": "2"}]}, openai.BadRequestError, "one message"),
+        ({"messages": asked([{"type": "image_url", "image_url": {"url": "x"}}])}, openai.BadRequestError, "text"),
+        ({"model": "gpt"}, openai.NotFoundError, "sums"),
+    ],
+)
+def test_what_no_cascade_gives_is_refused_in_one_line(client, fields, error, names):
+    with pytest.raises(error) as raised:
+        client.chat.completions.create(**{"model": "sums", "messages": asked("1 + 1")} | fields)
+    assert names in raised.value.body["message"]
+    assert "\n" not in raised.value.body["message"]
+
+
+def test_it_asks_for_the_token_and_keeps_within_the_byte_budget(tmp_path, monkeypatch):
+    monkeypatch.setenv("CAUC_TOKEN", "secret")
+    path = sums.pool(tmp_path, serving={"max_body_mb": 0.001})
+    with cauc_ray.serve(path, sums.policy(tmp_path), port=0, name="sums", local=True) as running:
+        for key, text, status in (("wrong", "1 + 1", 401), ("secret", "1" * 1000, 413), ("secret", "1 + 1", 200)):
+            body = {"model": "sums", "messages": asked(text)}
+            answer = http("POST", f"{running.url}/v1/chat/completions", body, Authorization=f"Bearer {key}")
+            assert answer[0] == status, answer[1]
+        assert http("GET", f"{running.url}/v1/models")[0] == 401
