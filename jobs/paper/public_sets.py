@@ -1,9 +1,10 @@
-"""Write logit tables from files that are public, for jobs/paper/public.yaml.
+"""Write logit and answer tables from files that are public, for the configs of jobs/paper.
 
     git clone https://github.com/colts661/LLM-Uncertainty-Bench
     git clone https://github.com/EFS-OpenSource/calibration-framework
     git clone https://github.com/mzelling/early-abstention-in-llm-cascades
     git clone https://github.com/cgnorthcutt/benchmarking-keras-pytorch
+    git clone https://github.com/Linwei94/LLM-Calibration-Study
     python -m jobs.paper.public_sets . out/paper-logits
 
 The networks of CIFAR-10 are the exception: `cauc collect` runs four of them by examples/cifar10.yaml.
@@ -21,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+from pyarrow.csv import read_csv
 
+from cauc_ray.data.answer_table import write_answers
 from cauc_ray.data.splits import split_shares
 from cauc_ray.data.writing import PoolModel, TableInfo, write_info, write_logits
 from cauc_ray.errors import DataError
@@ -47,6 +51,22 @@ IMAGENET = {
     "resnet152": ("pytorch", 11.514),
     "nasnetlarge": ("keras", 23.8),
 }
+# Language models on MMLU-Pro: USD per million tokens of their answers, list prices of 2025. Prices of Qwen3 differ
+# between hosts: 0.02 USD per billion parameters, about what Llama 3.1 8B costs.
+MMLU_PRO = {
+    "gpt-4.1-nano": 0.4,
+    "gpt-4.1-mini": 1.6,
+    "gpt-4.1": 8.0,
+    "Meta-Llama-3.1-8B-Instruct-Turbo": 0.18,
+    "Meta-Llama-3.1-70B-Instruct-Turbo": 0.88,
+    "Meta-Llama-3.1-405B-Instruct-Turbo": 3.5,
+    "Qwen3-0.6B": 0.012,
+    "Qwen3-4B": 0.08,
+    "Qwen3-8B": 0.16,
+    "Qwen3-32B": 0.64,
+}
+# Confidences of each answer: what the model says, and the mean probability of its tokens.
+CONFIDENCES = {"verbal": "verbal_numerical_confidence", "sequence": "logit_perplexity_confidence"}
 N_CLASSES, IMAGES_PER_CLASS = 1000, 50
 # The least probability of an option that is written: some files have zeros.
 LEAST = 1e-10
@@ -188,6 +208,34 @@ def write_priced(clone: Path, output: Path) -> None:
         write_set(output / f"priced_{task}", "USD per 1,000 questions", "surrogate", labels, models)
 
 
+def write_mmlu_pro(clone: Path, output: Path) -> None:
+    """Write answers of language models to MMLU-Pro with one confidence or both (LLM-Calibration-Study).
+
+    A call costs the tokens of its answer at the model's price.
+    """
+    for name, chosen in {"mmlu_pro": ("verbal", "sequence"), **{f"mmlu_pro_{of}": (of,) for of in CONFIDENCES}}.items():
+        for model, price in MMLU_PRO.items():
+            rows = read_csv(clone / "results" / f"mmlu_pro_{model}_eval_all_None.csv")
+            answers, right = (
+                rows[f"{which}_answer"].to_numpy(zero_copy_only=False) for which in ("extracted", "correct")
+            )
+            confidences = {of: rows[CONFIDENCES[of]].cast(pa.float64()).to_numpy() for of in chosen}
+            costs = 1000 * price * 1e-6 * rows["token_length"].to_numpy()
+            for split, part in split_shares(len(rows), SHARES, 0).items():
+                write_answers(
+                    output / name,
+                    model,
+                    split,
+                    [f"mmlu_pro-{row}" for row in part],
+                    answers[part].tolist(),
+                    {of: values[part] for of, values in confidences.items()},
+                    (answers == right)[part].tolist(),
+                    costs[part],
+                    cost=float(costs.mean()),
+                    cost_unit="USD per 1,000 questions",
+                )
+
+
 def write_sets(clones: Path, output: Path) -> None:
     """Write the tables of those clones that are in a folder. Raises DataError where there are none."""
     writers = {
@@ -195,6 +243,7 @@ def write_sets(clones: Path, output: Path) -> None:
         "calibration-framework": write_cifar100,
         "early-abstention-in-llm-cascades": write_priced,
         "benchmarking-keras-pytorch": write_imagenet,
+        "LLM-Calibration-Study": write_mmlu_pro,
     }
     present = [name for name in writers if (clones / name).is_dir()]
     if not present:

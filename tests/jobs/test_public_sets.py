@@ -1,4 +1,4 @@
-"""Logit tables from files as public repositories have them: their numbers, and no code of pickle files."""
+"""Logit and answer tables from files as public repositories have them: their numbers, and no code of pickle files."""
 
 import json
 import os
@@ -7,10 +7,12 @@ import pickle
 import numpy as np
 import pytest
 
+from cauc_ray.data.answer_table import AnswerTable
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import write_logits
+from cauc_ray.numbers.answer_keys import NONE_RIGHT, confidences_in, said_keys
 from jobs.paper import best_five, public_sets
-from jobs.paper.public_sets import IMAGENET, main
+from jobs.paper.public_sets import IMAGENET, MMLU_PRO, main
 
 N = 40
 
@@ -62,6 +64,12 @@ def clones(tmp_path):
         probabilities = np.tile(np.float32([0.1, 0.5, 0.05, 0.2, 0.05]), (100, 1))
         np.save(folder / f"{name}_{framework}_imagenet_top5probs.npy", probabilities)
         np.save(folder / f"{name}_{framework}_imagenet_top5preds.npy", np.tile([7, 1, 9, 0, 3], (100, 1)))
+    (tmp_path / "LLM-Calibration-Study" / "results").mkdir(parents=True)
+    for model in MMLU_PRO:
+        lines = [f"{row},law,A,{'A' if row % 2 else ''},{'' if row % 3 else 0.5},0.75,0.9,{row}" for row in range(N)]
+        head = ",category,correct_answer,extracted_answer,verbal_numerical_confidence,logit_perplexity_confidence"
+        path = tmp_path / "LLM-Calibration-Study" / "results" / f"mmlu_pro_{model}_eval_all_None.csv"
+        path.write_text("\n".join([f"{head},verbal_linguistic_confidence,token_length", *lines]))
     return tmp_path
 
 
@@ -117,3 +125,19 @@ def test_wrong_folders_are_one_line_and_exit_code_2(module, fault, tmp_path, cap
         code = ended.code
     assert (code, capsys.readouterr().err.count("\n")) == (2, 1)
     assert not output.exists()
+
+
+def test_answer_tables_hold_answers_with_one_confidence_or_both_and_the_price_of_their_tokens(clones, tmp_path):
+    main([str(clones), str(tmp_path / "sets")])
+    for name, confidences in (("mmlu_pro", ("sequence", "verbal")), ("mmlu_pro_verbal", ("verbal",))):
+        table = AnswerTable(tmp_path / "sets" / name)
+        assert set(table.models) == set(MMLU_PRO)
+        assert table.confidences("gpt-4.1") == confidences
+    chain = AnswerTable(tmp_path / "sets" / "mmlu_pro").read_chain(["gpt-4.1-nano", "gpt-4.1"], "test")
+    number = np.array([int(example.removeprefix("mmlu_pro-")) for example in chain.example_ids])
+    right = np.array([said_keys(vectors) == chain.labels for vectors in chain.logits])
+    np.testing.assert_array_equal(right, np.tile(number % 2 == 1, (2, 1)))
+    np.testing.assert_allclose(chain.costs.per_call, np.outer(number, [0.4e-3, 8e-3]), rtol=1e-6)
+    assert (chain.labels[number % 2 == 0] == NONE_RIGHT).all()
+    verbal = confidences_in(chain.logits[0])[:, 1]
+    np.testing.assert_array_equal(np.isnan(verbal), number % 3 > 0)
