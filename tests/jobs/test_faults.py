@@ -38,7 +38,6 @@ GATE = {"run": ["reader-node-killed", "driver-doubled"], "service": ["replica-ki
 OF_BATCHES = {target: [kind.name for kind in KINDS if target in kind.on] for target in ("run", "collection")}
 SOAK = {
     **OF_BATCHES,
-    # On a machine that others keep busy, row-kills is not always sound: the stage has no replica for some seconds.
     "service": ["row-kills", "router-killed", "version-next", "bodies-hostile", "replica-killed", "replica-turns-bad"],
 }
 
