@@ -45,7 +45,7 @@ def collect(
     columns: Common[Pairs | None] = None,
     skip_unknown_labels: bool = False,
     embedding: EncoderName | None = None,
-    keep: Names = (),
+    segments: Names = (),
     seed: Seed = 0,
     address: OnRay[str | None] = None,
     on_progress: Callable[[Mapping[str, RunProgress]], None] = lambda progress: None,
@@ -64,7 +64,7 @@ def collect(
         skip_unknown_labels: Leave out rows whose label is not one of the pool's, with a warning.
         embedding: Encoder whose embeddings are collected instead of logits: a stage of the pool for the input of its
             last layer, or the hub id or folder of a sentence or vision encoder.
-        keep: Columns of the data that the table keeps, to evaluate, check and certify by their values.
+        segments: Columns whose values name segments of the data; the table keeps them for --by.
         seed: Seed of the splits.
         address: Address of a Ray cluster (default: RAY_ADDRESS, else a session of this machine).
         on_progress: Called with the state of the collection as it goes on.
@@ -89,7 +89,7 @@ def collect(
         pool.label_names,
         pool.columns_read(pool.stages),
         skip_unknown_labels,
-        options.keep,
+        options.segments,
         pool.rule,
     )
     rows = open_dataset(spec, split)
@@ -98,7 +98,7 @@ def collect(
     table = absolute(out)
     require_folder(table)
     works = _works(pool, options, table, rows, sizes)
-    if options.keep:
+    if options.segments:
         keep_columns(table, rows, sizes)
     require_usable([work.stage for work in works.values()], rows.columns, rows.name, pool, runs_here(address))
     if embedding is None:

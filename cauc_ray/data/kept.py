@@ -51,7 +51,7 @@ def read_segments(logits: str | AnyPath, column: str, split: str) -> Segments:
     folder = path_of(logits) / COLUMNS / f"split={split}"
     if not folder.is_dir():
         raise DataError(
-            f"{folder} is missing: collect split {split!r} with --keep {column}, or write its columns there"
+            f"{folder} is missing: collect split {split!r} with --segments {column}, or write its columns there"
         )
     by_id: dict[str, str] = {}
     for file in parquet_files(folder):

@@ -218,13 +218,13 @@ class SafeChoice(FrozenModel):
         models: The chain before the changes.
         unfused: Stages of the chain whose fusion was rejected.
         limit: Largest allowed mean cost per example on validation.
-        says: Description in one line.
+        message: Description in one line.
     """
 
     models: tuple[str, ...]
     unfused: tuple[str, ...]
     limit: float = Field(ge=0)
-    says: str
+    message: str
 
 
 GuardName: TypeAlias = Literal[
@@ -244,14 +244,14 @@ class Guard(FrozenModel):
         name: Name of the check (docs/how-to/guards.md); files of earlier versions have others.
         stage: Stage that it concerns, null for the policy.
         fired: Whether it warns.
-        says: Description in one line.
+        message: Description in one line.
         figures: Its numbers, by name.
     """
 
     name: str
     stage: str | None
     fired: bool
-    says: str
+    message: str
     figures: dict[str, float]
 
 

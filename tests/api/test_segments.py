@@ -167,5 +167,5 @@ def test_wrong_columns_are_refused(tmp_path):
         cauc_ray.evaluate(table, policy, by="difficulty")
     (table / "columns" / "split=test" / "part-0.parquet").unlink()
     (table / "columns" / "split=test").rmdir()
-    with pytest.raises(DataError, match="--keep difficulty"):
+    with pytest.raises(DataError, match="--segments difficulty"):
         cauc_ray.evaluate(table, policy, by="difficulty")

@@ -96,8 +96,8 @@ def test_columns_that_are_kept_make_segments_of_every_split(tmp_path):
     write(tmp_path / "q.parquet", data)
     path = pool(tmp_path, stage("long", "longest"), stage("square", "longest", {"seconds": 2}, {"exponent": 2.0}))
     with pytest.raises(ConfigError, match=r"'subjet'.*subject"):
-        cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L", keep=["subjet"])
-    cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L", keep=["subject"])
+        cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L", segments=["subjet"])
+    cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L", segments=["subject"])
     by_id = dict(zip(subjects["example_id"].to_pylist(), subjects["subject"].to_pylist(), strict=True))
     policy = cauc_ray.fit(tmp_path / "L", method="rf", threshold=0.5)
     for split in SPLITS:

@@ -154,7 +154,7 @@ def test_a_cost_is_a_shift_where_sampling_does_not_explain_it():
     shifted = as_expected(policy.expected, Mean.of(resampled), "test", 3.5, "GFLOPs")
     assert shifted.fired
     for word in ("GFLOPs", "test", "validation", "3.5", f"{policy.expected.cost:.4g}"):
-        assert word in shifted.says
+        assert word in shifted.message
 
 
 def test_without_labelled_validation_guards_read_what_is_labelled():
