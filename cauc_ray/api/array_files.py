@@ -33,8 +33,8 @@ def _located_logits(value: object, info: ValidationInfo) -> tuple[AnyPath, ...] 
     if None not in named:
         return {match[1]: located(match[2], info) for match in named if match}
     if any(named):
-        other = next(str(part) for part, match in zip(parts, named, strict=True) if not match)
-        raise ValueError(f"every array is given as NAME=FILE (.npy or .csv), got {other!r}")
+        unnamed_part = next(str(part) for part, match in zip(parts, named, strict=True) if not match)
+        raise ValueError(f"every array is given as NAME=FILE (.npy or .csv), got {unnamed_part!r}")
     # One .csv alone may be a table of scores.
     of_arrays = (".npy", ".csv") if len(parts) > 1 else (".npy",)
     unnamed = next((Path(str(part)).name for part in parts if str(part).endswith(of_arrays)), None)
