@@ -158,7 +158,8 @@ def unknown_name(kind: str, name: str, known_names: Iterable[str]) -> str:
     "unknown model 'resnet2'; did you mean 'resnet20'? Available: resnet20, resnet56"
     """
     names = sorted(known_names)
-    near = difflib.get_close_matches(name, names, n=1)
+    by_lower = {full.lower(): full for full in reversed(names)}
+    near = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=1)]
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"unknown {kind} {name!r}{hint} Available: {', '.join(names) or 'none'}"
 

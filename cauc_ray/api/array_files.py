@@ -33,7 +33,8 @@ def _located_logits(value: object, info: ValidationInfo) -> tuple[AnyPath, ...] 
     if None not in named:
         return {match[1]: located(match[2], info) for match in named if match}
     if any(named):
-        raise ValueError("give logit tables, or an array for each model as NAME=FILE, not both")
+        unnamed_part = next(str(part) for part, match in zip(parts, named, strict=True) if not match)
+        raise ValueError(f"every array is given as NAME=FILE (.npy or .csv), got {unnamed_part!r}")
     # One .csv alone may be a table of scores.
     of_arrays = (".npy", ".csv") if len(parts) > 1 else (".npy",)
     unnamed = next((Path(str(part)).name for part in parts if str(part).endswith(of_arrays)), None)
@@ -88,7 +89,12 @@ def read_logits(
         arrays = _load(table)
     stored = arrays.pop(_LABELS, None)
     if labels is None and stored is None:
-        raise ConfigError("arrays need labels: give their file as labels (--labels FILE)")
+        names = (
+            ""
+            if isinstance(paths, dict)
+            else f", or name an array {_LABELS!r}; {paths[0].name} has {', '.join(arrays)}"
+        )
+        raise ConfigError(f"arrays need labels: give their file as labels (--labels FILE){names}")
     return arrays, stored if labels is None else np.squeeze(_read(labels))
 
 
@@ -105,8 +111,10 @@ def _read(path: AnyPath) -> Any:
         raise ConfigError(f"{path}: an array was expected in a .npy or .csv file")
     with _explained(path):
         lines = _content(path).splitlines()
-        n_titles = 0 if all(map(_is_number, lines[0].split(b","))) else 1
-        return np.loadtxt(lines[n_titles:], delimiter=",", ndmin=2)
+        titles = [title.strip(b' "') for title in lines[0].split(b",")]
+        if len(titles) > 1 and titles[0] in (b"", b"Unnamed: 0"):
+            raise ValueError("its first column has no name, as an index that pandas writes; write it with index=False")
+        return np.loadtxt(lines[_is_header(titles) :], delimiter=",", ndmin=2)
 
 
 def _load(path: AnyPath) -> Any:
@@ -131,9 +139,10 @@ def _explained(path: AnyPath) -> Iterator[None]:
             raise DataError(f"{path} does not hold an array of numbers: {first_line(error)}") from error
 
 
-def _is_number(text: bytes) -> bool:
+def _is_header(titles: list[bytes]) -> bool:
+    """Return whether the first line names columns: by words, or by numbers as pandas does where they have no names."""
     try:
-        float(text)
+        numbers = [float(title) for title in titles]
     except ValueError:
-        return False
-    return True
+        return True
+    return len(numbers) > 2 and numbers == list(range(len(numbers)))

@@ -332,8 +332,8 @@ def _with_prompts(policy: Policy, logits: Logits, before: Policy | None = None) 
     asked: dict[str, dict[str, Any]] = {}
     asked |= {stage.name: {"prompt": stage.prompt} for stage in before.stages} if before else {}
     for model in info.models if info else ():
-        said = {} if model.rule is None else {"rule": model.rule, "confidences": tuple(model.confidences or ())}
-        asked[model.name] = asked.get(model.name, {}) | ({"prompt": model.prompt} if model.prompt else {}) | said
+        wording = {} if model.rule is None else {"rule": model.rule, "confidences": tuple(model.confidences or ())}
+        asked[model.name] = asked.get(model.name, {}) | ({"prompt": model.prompt} if model.prompt else {}) | wording
     stages = [stage.model_copy(update=asked.get(stage.name, {"prompt": None})) for stage in policy.stages]
     return policy.model_copy(update={"stages": tuple(stages)})
 

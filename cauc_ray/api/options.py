@@ -135,8 +135,12 @@ class Options(BaseModel):
             options = cls.model_validate(own_values, context=door)
             options.require_agreement()
         except ValidationError as error:
-            fault = error.errors()[0]
-            name = str(fault["loc"][0])
+            first, *further = error.errors()
+            name = str(first["loc"][0])
+            # Of an option's types the one that its value comes nearest to: what is wrong there lies deepest.
+            fault = max(
+                [first, *(fault for fault in further if fault["loc"][0] == name)], key=lambda fault: len(fault["loc"])
+            )
             raise door.error(_reason(fault, values.get(name)), name) from error
         except ConfigError as error:
             raise door.error(str(error)) from error

@@ -186,7 +186,7 @@ class Source:
 
     @property
     def gives(self) -> Reads:
-        """Return what it has of models."""
+        """Return the kind of its models' outputs."""
         return "neither" if self.scores is not None else "answers" if self.has_answers else "logits"
 
     @property

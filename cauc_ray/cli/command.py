@@ -232,7 +232,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         verb_parser = next((verb for verb in verbs if verb.prog == f"cauc {options.verb}"), parser)
         flags = [flag for action in verb_parser._actions for flag in action.option_strings]
         near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
-        verb_parser.error(f"unknown argument {unknown[0]!r}" + (f"; did you mean {near[0]!r}" if near else ""))
+        hint = f"; did you mean {near[0]!r}" if near else ""
+        if not unknown[0].startswith("-"):
+            hint = "; write lists with commas, as A,B,C"
+        verb_parser.error(f"unknown argument {unknown[0]!r}{hint}")
     if options.completion is None:
         del options.completion
         return options

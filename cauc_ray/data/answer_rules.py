@@ -77,10 +77,10 @@ class AnswerRule:
         if self._judge is not None:
             if form is None or answer is None:
                 return False
-            says = self._judge(answer, row)
-            if says is not None and says not in (0, 1):
-                raise DataError(f"{self.text} must return whether the answer is right, got {says!r}")
-            return None if says is None else bool(says)
+            verdict = self._judge(answer, row)
+            if verdict is not None and verdict not in (0, 1):
+                raise DataError(f"{self.text} must return whether the answer is right, got {verdict!r}")
+            return None if verdict is None else bool(verdict)
         if reference is None:
             return None
         (expected,) = self.references([reference if isinstance(reference, str) else json.dumps(reference)])
@@ -109,10 +109,10 @@ def number_form(answer: str) -> str | None:
     >>> number_form("It is 1,234.50 EUR."), number_form("17 %"), number_form("none")
     ('1234.5', '0.17', None)
     """
-    found = _NUMBER.findall(unicodedata.normalize("NFKC", answer))
-    if not found:
+    numbers = _NUMBER.findall(unicodedata.normalize("NFKC", answer))
+    if not numbers:
         return None
-    text = re.sub(r"[,_\s]", "", found[-1]).replace("\u2212", "-")
+    text = re.sub(r"[,_\s]", "", numbers[-1]).replace("\u2212", "-")
     try:
         number = Decimal(text.rstrip("%"))
     except InvalidOperation:
@@ -135,14 +135,14 @@ def _by_pattern(pattern: str) -> Normaliser:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"the rule regex:{pattern} is no regular expression: {error}") from error
+        raise ConfigError(f"the rule regex:{pattern} is not a regular expression: {error}") from error
 
     def form(answer: str) -> str | None:
         matches = list(compiled.finditer(answer))
         if not matches:
             return None
-        found = matches[-1][1] if compiled.groups else matches[-1][0]
-        return None if found is None else exact_form(found)
+        match = matches[-1][1] if compiled.groups else matches[-1][0]
+        return None if match is None else exact_form(match)
 
     return form
 
@@ -154,5 +154,5 @@ def _function(text: str) -> Callable[[str, Mapping[str, Any]], object]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"unknown rule {text!r} for answers; expected {RULES}: {error}") from error
     if not callable(function):
-        raise ConfigError(f"the rule {text!r} for answers is no function")
+        raise ConfigError(f"the rule {text!r} for answers is not a function")
     return function  # type: ignore[no-any-return]

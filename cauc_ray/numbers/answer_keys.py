@@ -56,16 +56,18 @@ def _key(text: str | None) -> int:
     return _FIRST_KEY + digest % (2**31 - _FIRST_KEY)
 
 
-def answer_vectors(keys: Ints, confidences: Floats, said: Ints | None = None) -> Floats:
+def answer_vectors(keys: Ints, confidences: Floats, predicted: Ints | None = None) -> Floats:
     """Return answers as a policy reads them, float32 (n, N_KEYS + C).
 
     Args:
         keys: Of the answers, int (n,).
         confidences: Float (n, C); NaN or -inf where a row has none.
-        said: Keys that predictions name where they are not those of the answers, int (n,): of answers that are right
-            although their words differ.
+        predicted: Keys that predictions name where they are not those of the answers, int (n,): of answers that are
+            right although their words differ.
     """
-    halves = [half for of in (keys if said is None else said, keys) for half in (of >> _LOW_BITS, of & 0xFFFF)]
+    halves = [
+        half for of in (keys if predicted is None else predicted, keys) for half in (of >> _LOW_BITS, of & 0xFFFF)
+    ]
     vectors = np.column_stack([*halves, confidences]).astype(np.float32)
     vectors[np.isnan(vectors)] = -np.inf
     return vectors

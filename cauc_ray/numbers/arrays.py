@@ -193,12 +193,13 @@ def _labels(source: str, labels: Any, n: int) -> Ints:
         return np.full(n, UNKNOWN_LABEL, dtype=np.int32)
     values = np.asarray(labels)
     if values.shape != (n,):
-        raise DataError(f"{source}: labels of shape {values.shape} for {n} examples")
+        raise DataError(f"{source}: expected one label for each of {n} examples, got labels of shape {values.shape}")
     with np.errstate(invalid="ignore"):
         try:
             whole = values.astype(np.int32)
         except (TypeError, ValueError, OverflowError) as error:
-            raise DataError(f"{source}: labels must be integers, the indices of options: {error}") from error
+            sample = ", ".join(sorted({repr(str(value)) for value in values[:100]})[:3])
+            raise DataError(f"{source}: labels must be integers, the indices of options, got {sample}") from error
     if (whole != values).any():  # also if the number does not fit int32
         raise DataError(f"{source}: labels must be integers, the indices of options; got {values[whole != values][0]}")
     return whole

@@ -59,12 +59,12 @@ class Scale:
             kind = "share"
         elif present.size and present.max() <= 0:
             kind = "log-share"
-        known = _in_log_odds(present, kind)
-        centre, spread = (float(known.mean()), float(known.std())) if known.size else (0.0, 1.0)
+        log_odds = _in_log_odds(present, kind)
+        centre, spread = (float(log_odds.mean()), float(log_odds.std())) if log_odds.size else (0.0, 1.0)
         spread = spread if spread > 1e-9 * max(1.0, abs(centre)) else 1.0
-        levels = np.unique((known - centre) / spread)
+        levels = np.unique((log_odds - centre) / spread)
         if len(levels) > N_RAMPS + 1:
-            levels = np.unique(np.quantile((known - centre) / spread, np.linspace(0, 1, N_RAMPS + 1)))
+            levels = np.unique(np.quantile((log_odds - centre) / spread, np.linspace(0, 1, N_RAMPS + 1)))
         return cls(kind, centre, spread, tuple(levels.tolist()), present.size < values.size)
 
     def __call__(self, values: Floats) -> Floats:

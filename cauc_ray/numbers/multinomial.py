@@ -215,7 +215,7 @@ class _Problem:
 
 
 def _added(left: tuple[Floats, ...], right: tuple[Floats, ...]) -> tuple[Floats, ...]:
-    return tuple(one + other for one, other in zip(left, right, strict=True))
+    return tuple(first + second for first, second in zip(left, right, strict=True))
 
 
 def fit_multinomial(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from statistics import mean, stdev
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -64,19 +65,19 @@ def test_rows_are_what_a_comparison_at_one_budget_of_one_chain_has(compared, tab
 
 def test_the_area_is_the_mean_over_budgets_that_all_methods_meet(table):
     budgets = [0.5, 4.0, 9.0, 14.0]
-    found = compare(
+    comparison = compare(
         table, models=["m0", "m2"], methods=["single", "rf", "margin", "benchmark-routing"], budgets=budgets
     )
     for method in ("rf", "margin", "benchmark-routing"):
-        rows = [found.row(method, budget=budget) for budget in budgets[1:]]
+        rows = [comparison.row(method, budget=budget) for budget in budgets[1:]]
         assert [row["status"] for row in rows] == ["ok"] * 3
         assert rows[0]["area"] == pytest.approx(mean(row["accuracy"] for row in rows))
         if method != "rf":
-            assert rows[0]["area_difference"] == pytest.approx(rows[0]["area"] - found.row("rf")["area"])
+            assert rows[0]["area_difference"] == pytest.approx(rows[0]["area"] - comparison.row("rf")["area"])
             low, high = rows[0]["area_difference_interval"]
             assert low <= rows[0]["area_difference"] <= high
-    assert found.row("single:m2")["area"] is None
-    assert found.row("rf")["area_budgets"] == 3
+    assert comparison.row("single:m2")["area"] is None
+    assert comparison.row("rf")["area_budgets"] == 3
 
 
 def test_equal_answers_to_several_seeds_are_no_more_evidence_than_to_one(table):
@@ -92,12 +93,12 @@ def test_equal_answers_to_several_seeds_are_no_more_evidence_than_to_one(table):
 def test_a_pooled_difference_is_the_mean_with_its_bootstrap_interval_and_honest_p_value(seed, n_terms):
     rng = np.random.default_rng(seed)
     totals = rng.integers(-1, 2, (150, n_terms)).sum(axis=1)
-    found = pooled_difference(totals, n_terms, 0, 0.05)
-    assert found.value == pytest.approx(totals.mean() / n_terms)
+    pooled = pooled_difference(totals, n_terms, 0, 0.05)
+    assert pooled.value == pytest.approx(totals.mean() / n_terms)
     drawn = totals[rng.integers(0, 150, (2_000, 150))].mean(axis=1) / n_terms
-    assert [found.low, found.high] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.03)
+    assert [pooled.low, pooled.high] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.03)
     z = abs(totals.sum()) / np.sqrt((totals**2).sum())
-    assert (found.p_value < 0.05) == (z > 1.96) or abs(z - 1.96) < 0.3
+    assert (pooled.p_value < 0.05) == (z > 1.96) or abs(z - 1.96) < 0.3
 
 
 def test_a_seed_fits_on_the_splits_that_it_draws(table, tmp_path):
@@ -138,7 +139,7 @@ def test_splits_are_drawn_disjoint_in_their_sizes(sizes, seed, names, per_call):
             yield str((example, int(examples.chain.labels[row]), logits, costs, examples.embeddings[row].tolist()))
 
     assert {name: len(examples) for name, examples in drawn.items()} == dict(zip(SPLITS, sizes, strict=True))
-    before, after = (sorted(row for name in names for row in contents(each[name])) for each in (splits, drawn))
+    before, after = (sorted(row for name in names for row in contents(version[name])) for version in (splits, drawn))
     assert before == after
     assert all(drawn[name] is splits[name] for name in set(SPLITS) - set(names))
     again = redraw(splits, names, seed)
@@ -147,10 +148,10 @@ def test_splits_are_drawn_disjoint_in_their_sizes(sizes, seed, names, per_call):
 
 def test_the_summary_is_mean_and_spread_over_seeds(table):
     seeds = [0, 1, 2]
-    found = compare(table, chains=CHAINS, methods=["base", "duo"], seeds=seeds, budgets=BUDGETS)
-    assert len(found.summary) == 2 * 2 * len(BUDGETS)
-    for row in found.summary:
-        of_seeds = [r for r in found.rows if all(r[key] == row[key] for key in ("chain", "method", "budget"))]
+    comparison = compare(table, chains=CHAINS, methods=["base", "duo"], seeds=seeds, budgets=BUDGETS)
+    assert len(comparison.summary) == 2 * 2 * len(BUDGETS)
+    for row in comparison.summary:
+        of_seeds = [r for r in comparison.rows if all(r[key] == row[key] for key in ("chain", "method", "budget"))]
         assert [seed_row["seed"] for seed_row in of_seeds] == seeds
         assert (row["n"], row["n_failed"]) == (3, 0)
         assert row["n_unmet"] == sum(seed_row["status"] == "unmet" for seed_row in of_seeds)
@@ -160,7 +161,7 @@ def test_the_summary_is_mean_and_spread_over_seeds(table):
                 pytest.approx(mean(values)),
                 pytest.approx(stdev(values)),
             )
-    assert max(row["accuracy_std"] for row in found.summary) > 0  # seeds draw other splits
+    assert max(row["accuracy_std"] for row in comparison.summary) > 0  # seeds draw other splits
 
 
 def test_a_method_whose_fit_fails_is_named_and_the_others_are_measured(table, tmp_path, command):
@@ -187,9 +188,13 @@ def arrays(tmp_path_factory):
     for model, z in logits.items():
         np.save(folder / f"{model}.npy", z)
         np.savetxt(folder / f"{model}.csv", z, delimiter=",", header="a,b,c,d,e", comments="", fmt="%.17g")
+        pd.DataFrame(z).to_csv(folder / f"{model}-numbered.csv", index=False, lineterminator="\r\n")
+        pd.DataFrame(z).to_csv(folder / f"{model}-indexed.csv")
     np.save(folder / "y.npy", data.labels)
     np.savetxt(folder / "y.csv", data.labels, fmt="%d")
     np.savez(folder / "both.npz", labels=data.labels, **logits)
+    np.savez(folder / "capital.npz", Labels=data.labels, **logits)
+    np.save(folder / "letters.npy", np.array(list("abcde"))[data.labels])
     np.save(folder / "short.npy", np.zeros((40, 5)))
     np.save(folder / "objects.npy", np.array([None, {}]), allow_pickle=True)
     (folder / "words.csv").write_text("a,b\n1,x\n")
@@ -198,7 +203,12 @@ def arrays(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "words",
-    ["small=small.npy large=large.npy --labels y.npy", "small=small.csv large=large.csv --labels y.csv", "both.npz"],
+    [
+        "small=small.npy large=large.npy --labels y.npy",
+        "small=small.csv large=large.csv --labels y.csv",
+        "small=small-numbered.csv large=large-numbered.csv --labels y.csv",
+        "both.npz",
+    ],
 )
 def test_arrays_in_files_are_the_arrays(arrays, command, monkeypatch, words):
     folder, logits, labels = arrays
@@ -229,7 +239,12 @@ def test_arrays_in_files_are_the_arrays(arrays, command, monkeypatch, words):
         ("small=small.npy large=large.npy", "need labels"),
         ("small=small.npy large=large.npy --labels y.npy --address local", "leave address out"),
         ("small.npy --labels y.npy", "as small=small.npy"),
-        ("small=small.npy both.npz --labels y.npy", "not both"),
+        ("small=small.npy both.npz --labels y.npy", "got 'both.npz'"),
+        ("small= large=large.npy --labels y.npy", "got 'small='"),
+        ("small=small-indexed.csv large=large-indexed.csv --labels y.csv", "small-indexed.csv"),
+        ("small=small.npy large=large.npy --labels letters.npy", "'a', 'b', 'c'"),
+        ("small=small.npy large=large.npy --labels large.npy", "(400, 5)"),
+        ("capital.npz", "capital.npz has "),
         ("both.npz --budget 0.5", "below the cheapest"),
     ],
 )

@@ -59,14 +59,22 @@ def test_gains_are_over_the_last_model_on_the_same_examples(compared):
 
 
 def test_areas_of_two_models_tell_chance_from_the_oracle(table, compared):
-    found = compare(table, models=["m0", "m2"], methods=QUICK)
-    assert found.row("oracle")["deferral_area"] == pytest.approx(1.0)
-    assert abs(found.row("random")["deferral_area"]) < 0.25
-    assert found.row("rf")["deferral_area"] > found.row("random")["deferral_area"]
-    for row in found.rows:
+    comparison = compare(table, models=["m0", "m2"], methods=QUICK)
+    assert comparison.row("oracle")["deferral_area"] == pytest.approx(1.0)
+    assert abs(comparison.row("random")["deferral_area"]) < 0.25
+    assert comparison.row("rf")["deferral_area"] > comparison.row("random")["deferral_area"]
+    for row in comparison.rows:
         assert 0 <= row["aiq"] <= 1
-    assert found.about["conventions"].keys() > {"accuracy", "cost", "gain", "deferral_area", "aiq", "setup_s", "ece"}
-    assert found.row("single:m0")["deferral_area"] is None
+    assert comparison.about["conventions"].keys() > {
+        "accuracy",
+        "cost",
+        "gain",
+        "deferral_area",
+        "aiq",
+        "setup_s",
+        "ece",
+    }
+    assert comparison.row("single:m0")["deferral_area"] is None
     assert compared.row("rf")["deferral_area"] is None  # of three models
     assert compared.row("rf")["aiq"] > 0
 
@@ -76,46 +84,46 @@ def test_deferral_at_random_has_no_more_area_than_the_line_between_its_ends(tmp_
     gains = []
     for seed in range(8):
         write_table(tmp_path / str(seed), seed=seed, k=2, strengths=(0.6, 1.2))
-        found = compare(tmp_path / str(seed), methods=["shuffled"])
-        curve = found.curves.sort_by("cost").to_pydict()
+        comparison = compare(tmp_path / str(seed), methods=["shuffled"])
+        curve = comparison.curves.sort_by("cost").to_pydict()
         ends = [(curve["cost"][end], curve["accuracy"][end]) for end in (0, -1)]
         line = (ends[0][1] + ends[1][1]) / 2 * (ends[1][0] - ends[0][0]) / ends[1][0]
-        gains.append(found.row("shuffled")["aiq"] - line)
+        gains.append(comparison.row("shuffled")["aiq"] - line)
     assert np.mean(gains) < 0.005
 
 
 @pytest.mark.parametrize("reference", [None, "base", "single:m2"])
 def test_differences_to_a_reference_are_paired_and_adjusted_for_their_number(table, compared, reference):
-    found = compared if reference is None else compare(table, models=MODELS, methods=QUICK, reference=reference)
-    reference = found.about["reference"]
-    against, others = found.row(reference), [row for row in found.rows if row["method"] != reference]
+    comparison = compared if reference is None else compare(table, models=MODELS, methods=QUICK, reference=reference)
+    reference = comparison.about["reference"]
+    against, rivals = comparison.row(reference), [row for row in comparison.rows if row["method"] != reference]
     assert against["difference"] is against["difference_interval"] is against["difference_p"] is None
-    for row in others:
+    for row in rivals:
         low, high = row["difference_interval"]
         assert row["difference"] == pytest.approx(row["accuracy"] - against["accuracy"])
         assert low <= row["difference"] <= high
-    assert any(row["difference_p"] < 0.05 for row in others)
+    assert any(row["difference_p"] < 0.05 for row in rivals)
     if reference == "single:m2":  # then they are the gains before the adjustment
-        assert all(row["difference_p"] >= row["gain_p"] for row in others)
-    by_p = sorted(others, key=lambda row: row["difference_p"])
+        assert all(row["difference_p"] >= row["gain_p"] for row in rivals)
+    by_p = sorted(rivals, key=lambda row: row["difference_p"])
     for row in by_p:
         low, high = row["difference_interval"]
         assert (low > 0 or high < 0) <= (row["difference_p"] < 0.1)
 
 
 def test_calibration_is_told_before_and_after_with_what_bases_threshold_promised(table):
-    found = compare(table, models=MODELS, methods=["base"]).about["calibration"]
+    calibration = compare(table, models=MODELS, methods=["base"]).about["calibration"]
     policy = cauc_ray.fit(table, models=MODELS)
     measures = cauc_ray.evaluate(table, policy).measures
-    assert [model["temperature"] for model in found["models"]] == [stage.temperature for stage in policy.stages]
-    for model in found["models"]:
+    assert [model["temperature"] for model in calibration["models"]] == [stage.temperature for stage in policy.stages]
+    for model in calibration["models"]:
         assert model["after"]["aurc"] > 0
         assert abs(model["after"]["nll"]) <= model["before"]["nll"] + 0.05  # fitted on other examples
-    assert found["base"]["threshold"] == policy.threshold
-    for stage, own in zip(found["base"]["stages"], measures.stages, strict=False):
-        assert stage["risk"] == pytest.approx(1 - own.accepted_accuracy.value)
+    assert calibration["base"]["threshold"] == policy.threshold
+    for stage, measured in zip(calibration["base"]["stages"], measures.stages, strict=False):
+        assert stage["risk"] == pytest.approx(1 - measured.accepted_accuracy.value)
         assert stage["promised"] == 1 - policy.threshold
-    assert len(found["base"]["stages"]) == len(MODELS) - 1
+    assert len(calibration["base"]["stages"]) == len(MODELS) - 1
 
 
 def skewed(folder, n=600):
@@ -134,35 +142,35 @@ def skewed(folder, n=600):
 def test_methods_on_recalibrated_logits_are_those_on_a_table_of_them(tmp_path):
     skewed(tmp_path / "L")
     asked = {"models": ["m0", "m1"], "costs": [1.0, 3.0]}
-    found = compare(tmp_path / "L", methods=["single", "base", "rf", "margin", "stacked", "recalibrated"], **asked)
-    assert [row["method"] for row in found.rows] == [
+    comparison = compare(tmp_path / "L", methods=["single", "base", "rf", "margin", "stacked", "recalibrated"], **asked)
+    assert [row["method"] for row in comparison.rows] == [
         *("single:m0", "recalibrated:m0", "single:m1", "recalibrated:m1", "base", "recalibrated+base"),
         *("rf", "recalibrated+rf", "stacked", "margin", "recalibrated+margin"),
     ]
-    assert found.row("recalibrated:m0")["accuracy"] > found.row("single:m0")["accuracy"] + 0.2
-    assert found.row("recalibrated+rf")["accuracy"] > found.row("rf")["accuracy"]
+    assert comparison.row("recalibrated:m0")["accuracy"] > comparison.row("single:m0")["accuracy"] + 0.2
+    assert comparison.row("recalibrated+rf")["accuracy"] > comparison.row("rf")["accuracy"]
     source = LogitTable(tmp_path / "L")
     chains = {split: source.read_chain(["m0", "m1"], split, costs=[1.0, 3.0]) for split in SPLITS}
     for index, model in enumerate(("m0", "m1")):
-        alone, given = chains["calibration"].of_models([index]), ThresholdRule(threshold=0.5)
-        stage = fit_policy("stacked", alone, None, given, ("calibration", "validation")).stages[0]
+        alone, rule = chains["calibration"].of_models([index]), ThresholdRule(threshold=0.5)
+        stage = fit_policy("stacked", alone, None, rule, ("calibration", "validation")).stages[0]
         for split, chain in chains.items():
             logits = stage.scores_after(chain.logits[index], None).astype(np.float32)
-            own = {"example_ids": chain.example_ids, "labels": chain.labels, "logits": logits}
-            write_logits(tmp_path / "R", model, split, **own)
-    budget = found.about["budget"]
+            columns = {"example_ids": chain.example_ids, "labels": chain.labels, "logits": logits}
+            write_logits(tmp_path / "R", model, split, **columns)
+    budget = comparison.about["budget"]
     by_hand = compare(tmp_path / "R", methods=["single", "base", "rf", "margin"], budget=budget, **asked)
     for method, same in (("single:m0", "recalibrated:m0"), *((m, f"recalibrated+{m}") for m in ("base", "rf"))):
         for figure in ("accuracy", "cost"):
-            assert found.row(same)[figure] == pytest.approx(by_hand.row(method)[figure], abs=0.01)
+            assert comparison.row(same)[figure] == pytest.approx(by_hand.row(method)[figure], abs=0.01)
 
 
 def test_learned_methods_are_trained_on_a_split_of_their_own(tmp_path):
     for split, seed in (("calibration", 1), ("validation", 2), ("test", 3), ("routers", 4)):
-        own = synthetic_chain(seed, n=300)
-        for model, logits in zip(own.models, own.logits, strict=True):
-            ids = [f"{split}-{example}" for example in own.example_ids]
-            write_logits(tmp_path / "L", model, split, example_ids=ids, labels=own.labels, logits=logits)
+        chain = synthetic_chain(seed, n=300)
+        for model, logits in zip(chain.models, chain.logits, strict=True):
+            ids = [f"{split}-{example}" for example in chain.example_ids]
+            write_logits(tmp_path / "L", model, split, example_ids=ids, labels=chain.labels, logits=logits)
     asked = {
         "models": MODELS,
         "methods": ["rf", "margin", "routellm-sw"],
@@ -170,24 +178,24 @@ def test_learned_methods_are_trained_on_a_split_of_their_own(tmp_path):
         "budget": 9.0,
     }
     before = compare(tmp_path / "L", **asked)
-    apart = compare(tmp_path / "L", training_split="routers", **asked)
-    there = compare(tmp_path / "L", calibration_split="routers", **asked)
+    separate = compare(tmp_path / "L", training_split="routers", **asked)
+    shared = compare(tmp_path / "L", calibration_split="routers", **asked)
     for method in asked["methods"]:
-        like, other = (there, before) if method == "routellm-sw" else (before, there)
-        figures = {name: apart.row(method)[name] for name in ("accuracy", "cost", "setting")}
+        like, unlike = (shared, before) if method == "routellm-sw" else (before, shared)
+        figures = {name: separate.row(method)[name] for name in ("accuracy", "cost", "setting")}
         assert figures == {name: like.row(method)[name] for name in figures}
-        assert method == "margin" or figures != {name: other.row(method)[name] for name in figures}
-    assert apart.about["n_fitted"] == 900
+        assert method == "margin" or figures != {name: unlike.row(method)[name] for name in figures}
+    assert separate.about["n_fitted"] == 900
 
 
 def test_the_objective_and_the_budget_decide_what_is_chosen(table):
     methods = ["base", "rf", "margin"]
-    found = compare(table, models=MODELS, methods=methods, objective="macro-f1", budget=6.0)
+    comparison = compare(table, models=MODELS, methods=methods, objective="macro-f1", budget=6.0)
     for method in ("base", "rf"):
         policy = cauc_ray.fit(table, models=MODELS, method=method, budget=6.0, objective="macro-f1")
         alone = cauc_ray.evaluate(table, policy).measures
-        assert found.row(method)["macro_f1"] == pytest.approx(alone.macro_f1)
-        assert found.row(method)["cost"] == pytest.approx(alone.cost)
+        assert comparison.row(method)["macro_f1"] == pytest.approx(alone.macro_f1)
+        assert comparison.row(method)["cost"] == pytest.approx(alone.cost)
 
 
 def write_embedding(folder, name, chains):
@@ -231,18 +239,18 @@ def test_who_looks_at_a_models_embedding_pays_its_call_on_every_input(embedded, 
         points = paid.curves.filter(pa.compute.equal(paid.curves["method"], method)).to_pydict()
         assert min(points["validation_cost"]) >= costs["validation"] * (1 - 1e-6)
         assert min(points["cost"]) >= costs["test"] * (1 - 1e-6)
-        for found, unpaid in ((row, before), (row["default"], before["default"])):
-            assert found["relative_cost"] == pytest.approx(found["cost"] / chains["test"].costs.means[2], rel=1e-5)
+        for costed, unpaid in ((row, before), (row["default"], before["default"])):
+            assert costed["relative_cost"] == pytest.approx(costed["cost"] / chains["test"].costs.means[2], rel=1e-5)
             if stage in models:
-                assert found["calls"][stage] == 1
-            elif found["setting"] == unpaid["setting"]:
-                assert found["calls"] == unpaid["calls"]
-                assert found["cost"] == pytest.approx(unpaid["cost"] + costs["test"], rel=1e-5)
+                assert costed["calls"][stage] == 1
+            elif costed["setting"] == unpaid["setting"]:
+                assert costed["calls"] == unpaid["calls"]
+                assert costed["cost"] == pytest.approx(unpaid["cost"] + costs["test"], rel=1e-5)
             if stage == models[-1]:
-                assert found["avoided"] == 0
+                assert costed["avoided"] == 0
             if not chains["test"].per_call_costs:
-                of_calls = sum(share * COST[model] for model, share in found["calls"].items())
-                assert found["cost"] == pytest.approx(of_calls + (0 if stage in models else COST[stage]))
+                of_calls = sum(share * COST[model] for model, share in costed["calls"].items())
+                assert costed["cost"] == pytest.approx(of_calls + (0 if stage in models else COST[stage]))
         # What a budget is compared with is all of it: within it where that can be, else as cheap as can be.
         at = points["validation_cost"][int(np.argmin(np.abs(np.array(points["setting"]) - row["setting"])))]
         within = min(points["validation_cost"]) <= paid.about["budget"]
@@ -279,9 +287,9 @@ EMBEDDING = pa.schema({"example_id": pa.string(), "embedding": pa.list_(pa.float
 
 
 def test_post_hoc_embed_reads_the_hidden_state_of_each_model_once_that_has_answered(telling):
-    found = compare(telling, models=MODELS, methods=BOTH_FORMS, budget=6.0)
-    assert [row["method"] for row in found.rows] == BOTH_FORMS
-    reduced, full = found.rows
+    comparison = compare(telling, models=MODELS, methods=BOTH_FORMS, budget=6.0)
+    assert [row["method"] for row in comparison.rows] == BOTH_FORMS
+    reduced, full = comparison.rows
     assert full["accuracy"] > reduced["accuracy"] + 0.1
     assert "in place of hidden states" in reduced["note"]
     assert full["note"] == "with each model's own hidden state"
@@ -292,8 +300,8 @@ def test_post_hoc_embed_reads_the_hidden_state_of_each_model_once_that_has_answe
 
 
 def test_hidden_states_that_are_not_there_are_named(telling):
-    found = compare(telling, models=["m0", "m2"], methods=BOTH_FORMS)
-    assert not found.not_run  # those of the last model are not needed
+    comparison = compare(telling, models=["m0", "m2"], methods=BOTH_FORMS)
+    assert not comparison.not_run  # those of the last model are not needed
     (absent,) = compare(telling, models=["m0", "m2", "m1"], costs=[1, 2, 3], methods=BOTH_FORMS).not_run
     assert absent["method"] == "post-hoc-embed-hidden"
     assert "reads hidden states: collect those of m2 as emb" in absent["why"]
@@ -316,13 +324,13 @@ def test_auto_answers_as_the_policy_that_fit_chooses_at_the_budget(table):
 
 def test_the_label_expert_reads_embeddings_and_calls_no_model(embedded):
     table, chains = embedded
-    free, paid = (compare(table, models=MODELS, methods=["embedding"], embedding=each) for each in ("enc", "m1"))
+    free, paid = (compare(table, models=MODELS, methods=["embedding"], embedding=encoder) for encoder in ("enc", "m1"))
     (row,), (same) = free.rows, paid.row("embedding")
     assert row["cost"] == 0
     assert not any(row["calls"].values())
     assert same["accuracy"] == row["accuracy"] > 0.3  # the planted embeddings tell the label's number
     assert same["cost"] == pytest.approx(chains["test"].costs.of_models([1]).means[0], rel=1e-5)
-    assert "embedding" in {each["method"] for each in choose_methods(["all"], MODELS)[1]}
+    assert "embedding" in {choice["method"] for choice in choose_methods(["all"], MODELS)[1]}
 
 
 def test_redrawn_splits_count_the_call_of_an_embedding_too(embedded):

@@ -23,7 +23,7 @@ def written(folder, model, answers, correct, *, split="test", rule="exact", cost
 
 
 @pytest.mark.parametrize(
-    ("rule", "same", "other"),
+    ("rule", "same", "different"),
     [
         ("exact", [" The  Cat.", "the cat", "THE CAT!"], ["a cat", "the cats"]),
         ("number", ["It is 1,234.50", "1234.5", "= 1.2345e3 EUR"], ["-1234.5", "1234.5 %"]),
@@ -32,15 +32,15 @@ def written(folder, model, answers, correct, *, split="test", rule="exact", cost
         (r"regex:answer is \(?([A-J])", ["The answer is (B).", "answer is A? No: answer is b"], ["answer is C"]),
     ],
 )
-def test_answers_are_the_same_by_a_rule_and_right_where_they_equal_the_reference(rule, same, other):
+def test_answers_are_the_same_by_a_rule_and_right_where_they_equal_the_reference(rule, same, different):
     forms = rule_of(rule).forms(same)
     if rule.startswith("regex"):
         same, forms = same[:1], forms[:1]
     assert len(set(forms)) == 1
     assert forms[0] is not None
-    assert forms[0] not in rule_of(rule).forms(other)
+    assert forms[0] not in rule_of(rule).forms(different)
     assert all(rule_of(rule).is_right(answer, same[0], {}) for answer in same)
-    assert not any(rule_of(rule).is_right(answer, same[0], {}) for answer in [*other, None])
+    assert not any(rule_of(rule).is_right(answer, same[0], {}) for answer in [*different, None])
     assert rule_of(rule).is_right(same[0], None, {}) is None
 
 
@@ -54,9 +54,9 @@ def test_answers_that_are_both_right_count_as_right_whatever_their_words_and_agr
     written(tmp_path, "a", ["Paris", "Rome", None, "x", "Oslo"], [True, False, False, None, True])
     written(tmp_path, "b", ["Paris, France", "rome!", "Bern", "y", "OSLO"], [True, True, True, True, None], cost=9.0)
     chain = AnswerTable(tmp_path).read_chain(["a", "b"], "test")
-    said = np.stack([said_keys(vectors) for vectors in chain.logits])
+    named = np.stack([said_keys(vectors) for vectors in chain.logits])
     agreement = np.stack([agreement_keys(vectors) for vectors in chain.logits])
-    right = said == chain.labels
+    right = named == chain.labels
     np.testing.assert_array_equal(right[:, [0, 1, 2, 4]].T, [[True, True], [False, True], [False, True], [True, True]])
     np.testing.assert_array_equal(agreement[0] == agreement[1], [False, True, False, False, True])
     assert chain.labels[3] == UNKNOWN_LABEL
@@ -67,7 +67,7 @@ def test_answers_that_are_both_right_count_as_right_whatever_their_words_and_agr
 
 
 @pytest.mark.parametrize(
-    ("column", "values", "said"),
+    ("column", "values", "message"),
     [
         ("confidence_self", [0.5, np.inf], "q1"),
         ("cost", [1.0, -1.0], "q1"),
@@ -79,15 +79,15 @@ def test_answers_that_are_both_right_count_as_right_whatever_their_words_and_agr
         ("correct", ["yes", "no"], "correct"),
     ],
 )
-def test_bad_tables_are_refused_in_one_line_that_names_the_example(tmp_path, column, values, said):
+def test_bad_tables_are_refused_in_one_line_that_names_the_example(tmp_path, column, values, message):
     file = written(tmp_path, "a", ["x", "y"], [True, False])
     table = pq.read_table(file)
     columns = dict(zip(table.column_names, table.columns, strict=True)) | {column: pa.array(values)}
     pq.write_table(pa.table(columns), file)
-    if said is None:
+    if message is None:
         AnswerTable(tmp_path).read_chain(["a"], "test")  # numbers are words, too
         return
-    with pytest.raises(DataError, match=said) as refused:
+    with pytest.raises(DataError, match=message) as refused:
         AnswerTable(tmp_path).read_chain(["a"], "test")
     assert "\n" not in str(refused.value)
 

@@ -425,7 +425,7 @@ REFUSED_AS_DATASET = [
     (r"test.jsonl has no column 'question'", {"validation.jsonl": FIVE, "test.jsonl": [{"image": [1, 2]}] * 5}),
 ]
 REFUSED_AS_INPUT = [
-    (r"there are no tables \(\.parquet .*\) and no images \(\.jpg .*\) in ", {"notes.txt": b""}),
+    (r"no tables \(\.parquet .*\) and no images \(\.jpg .*\) in ", {"notes.txt": b""}),
     ("is not valid UTF-8; rename it", {os.fsdecode(b"\xff.jpg"): b"image"}),
     (
         r"row 0: label 3, counted from 0, is outside its 3",

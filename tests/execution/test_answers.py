@@ -127,7 +127,7 @@ def test_generated_answers_are_collected_fitted_and_run_as_replayed_and_billed_b
         number, model = int(example[1:]), ("small", "large")[row["stage"]]
         cost = sum(paid(name, number) for name in list(PRICES)[: row["stage"] + 1])
         assert row["cost"] == pytest.approx(cost, rel=1e-5)
-        says = {f"{number + 1 if sure_of(number, name)[1] else number}." for name in PRICES}
-        assert row["answer"] in says
-        if len(says) == 1:
-            assert row["answer"] == says.pop(), model
+        texts = {f"{number + 1 if sure_of(number, name)[1] else number}." for name in PRICES}
+        assert row["answer"] in texts
+        if len(texts) == 1:
+            assert row["answer"] == texts.pop(), model

@@ -24,7 +24,7 @@ def test_vectors_hold_keys_exactly_and_tell_a_missing_confidence() -> None:
 
     confidences = np.random.default_rng(0).uniform(-30, 1, (len(keys), 2)).astype(np.float32)
     confidences[::3, 0] = np.nan
-    vectors = answer_vectors(keys, confidences, said=keys[::-1])
+    vectors = answer_vectors(keys, confidences, predicted=keys[::-1])
     assert vectors.dtype == np.float32
     np.testing.assert_array_equal(agreement_keys(vectors), keys)
     np.testing.assert_array_equal(said_keys(vectors), keys[::-1])

@@ -40,9 +40,9 @@ def test_gains_are_the_highest_of_centred_isotonic_regressions_and_fall_strictly
             / (total[later] - total[stage])
             for later in range(stage + 1, m)
         ]
-        found = gains.at(stage, grid)
-        assert found == pytest.approx(np.max(expected, axis=0), abs=1e-8)
-        assert (np.diff(found) < 0).all()
+        envelope = gains.at(stage, grid)
+        assert envelope == pytest.approx(np.max(expected, axis=0), abs=1e-8)
+        assert (np.diff(envelope) < 0).all()
 
 
 @given(seeds, st.integers(2, 4), st.integers(1, 60))

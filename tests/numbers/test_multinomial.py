@@ -67,10 +67,10 @@ def test_rows_that_are_held_out_have_no_part_in_a_fit(seed, kind, fold):
     features = np.column_stack([np.ones(200), sources[1]]) if kind == "matrix" else None
     start = start_of(2, {"weights": 0, "biases": 1, "matrix": 5}[kind], 4)
     fit = fit_multinomial(sources, labels, features, 3.0, start, held_out=rows)
-    *others, rest = (np.delete(of, rows, axis=0) for of in (*sources, labels))
+    *remaining, rest = (np.delete(of, rows, axis=0) for of in (*sources, labels))
     features = None if features is None else np.delete(features, rows, axis=0)
-    alone = fit_multinomial(others, rest, features, 3.0, start)
+    alone = fit_multinomial(remaining, rest, features, 3.0, start)
     assert fit.weights == pytest.approx(alone.weights, abs=1e-7)
     assert fit.biases == pytest.approx(alone.biases, abs=1e-7)
     if kind == "weights":  # those of CAUC-RF
-        assert fit.weights == pytest.approx(fit_temperatures(others, rest).weights, rel=1e-3)
+        assert fit.weights == pytest.approx(fit_temperatures(remaining, rest).weights, rel=1e-3)

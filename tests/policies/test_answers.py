@@ -20,7 +20,7 @@ COSTS = {"small": 1.0, "medium": 4.0, "large": 16.0}
 def answered(rng, n):
     """Return what three models say of n rows: answers, confidences, whether they are right."""
     ease = rng.normal(0, 1.2, n)
-    says = {}
+    answers = {}
     for name, strength in STRENGTHS.items():
         chance = expit(strength + ease + rng.normal(0, 0.5, n))
         right = rng.random(n) < chance
@@ -28,8 +28,8 @@ def answered(rng, n):
         texts = [f"The answer is {0 if is_right else number}." for is_right, number in zip(right, wrong, strict=True)]
         verbal = np.round(np.clip(0.6 + 0.4 * chance + rng.normal(0, 0.1, n), 0, 1), 1)
         verbal[rng.random(n) < 0.1] = np.nan
-        says[name] = texts, {"sequence": np.log(chance), "verbal": verbal}, right
-    return says
+        answers[name] = texts, {"sequence": np.log(chance), "verbal": verbal}, right
+    return answers
 
 
 def table_of(folder, seed=0, **sizes):
@@ -45,10 +45,10 @@ def table_of(folder, seed=0, **sizes):
 @pytest.mark.parametrize("n", [500, 4000])
 def test_its_probabilities_are_as_good_as_the_best_of_scikit_learn(n):
     rng = np.random.default_rng(n)
-    says = answered(rng, n + 20_000)
-    texts, confidences, right = says["medium"]
-    agrees = np.array(texts) == np.array(says["small"][0])
-    signals = np.column_stack([*confidences.values(), *says["small"][1].values()])
+    answers = answered(rng, n + 20_000)
+    texts, confidences, right = answers["medium"]
+    agrees = np.array(texts) == np.array(answers["small"][0])
+    signals = np.column_stack([*confidences.values(), *answers["small"][1].values()])
     train, test = slice(None, n), slice(n, None)
     ours = expit(fit_correctness(signals[train], agrees[train, None], right[train]).log_odds(signals, agrees[:, None]))
     features = np.column_stack([np.nan_to_num(signals, nan=0.8), agrees])

@@ -91,8 +91,8 @@ def test_zeros_cost_no_more_than_the_best_floor_and_temperature_do(seen, n):
 
     starts = ([t, f] for t in (0.0, 1.0) for f in (-7.0, -4.0, -2.5))
     best = min((minimize(nll, start, (first,), "Nelder-Mead") for start in starts), key=lambda fitted: fitted.fun)
-    _, own = held_out(policy, probabilities[first], labels[first])
-    assert own == pytest.approx(best.fun, abs=2e-3)
+    _, loss = held_out(policy, probabilities[first], labels[first])
+    assert loss == pytest.approx(best.fun, abs=2e-3)
     error, new = held_out(policy, probabilities[second], labels[second])
     assert new == pytest.approx(nll(best.x, second), abs=5e-3)
     assert error < 0.05
