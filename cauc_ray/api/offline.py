@@ -63,7 +63,7 @@ from cauc_ray.policies.monitor import require_reference
 from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.policies.pools import check_pool
 from cauc_ray.policies.safe import require_safe_rule
-from cauc_ray.policies.search import search_chains, with_search
+from cauc_ray.policies.search import of_sub_chains, search_chains, with_search
 from cauc_ray.policies.threshold import Compared, ThresholdRule
 from cauc_ray.policies.trace import Examples, may_flip
 
@@ -146,9 +146,10 @@ class FitOptions(ChainOptions, ShardOptions):
     def _require_whole_claims(self) -> None:
         """Raise ConfigError where a confidence or segments go with what they do not hold for."""
         is_plain = self.method in (None, *OURS) and not (self.searches or self.safe)
-        if self.threshold_rule.confidence is not None and not is_plain:
+        is_searched = self.method in ("base", "rf") and self.searches and not self.safe
+        if self.threshold_rule.confidence is not None and not (is_plain or is_searched):
             raise ConfigError(
-                "{budget} at a confidence is for one chain of method base, rf or stacked, without {search} and {safe}"
+                "{budget} at a confidence is for methods base, rf and, without {search}, stacked; leave {safe} out"
             )
         if self.by is not None and (self.certify is None or not is_plain or self.shards is not None):
             raise ConfigError("{by} is for {certify} with method base, rf or stacked, without {shards}")
@@ -274,18 +275,19 @@ def fit(
         require_fit(options, len(source.models))
     if options.searches:
         check_pool(source.models)
-    chain_search = None
+    chain_search, rule = None, options.threshold_rule
     if options.searches:
         chain_search = search_chains(
-            options.method, *_pool(options, source), options.threshold_rule, validation_split, calibrator=calibrator
+            options.method, *_pool(options, source), rule, validation_split, calibrator=calibrator
         )
+        rule = of_sub_chains(rule, len(source.models))
         # Read again: an example that only other models failed on counts here.
         source = source.of_models(chain_search.chosen.models)
         options = options.model_copy(update={"method": chain_search.chosen.method})
     if options.is_ours and options.embedding is None:
         splits = source.read(source.models, source.costs)
         segments = _segments(logits, options.by, [source.origin(split) for split in source.splits])
-        policy = _with_prompts(fit_chains(options, *splits, segments), logits)
+        policy = _with_prompts(fit_chains(options, rule, *splits, segments), logits)
         policy = _with_noise(policy, logits, splits[-1] or splits[0])
     else:
         policy = _fit_method(options, source, logits)
@@ -373,17 +375,22 @@ def require_fit(options: FitOptions, n_models: int) -> None:
 
 
 def fit_chains(
-    options: FitOptions, calibration: Chain, validation: Chain | None = None, segments: Sequence[Segments] = ()
+    options: FitOptions,
+    rule: ThresholdRule,
+    calibration: Chain,
+    validation: Chain | None = None,
+    segments: Sequence[Segments] = (),
 ) -> Policy:
     """Fit a policy on chains, here or in shards, without a search. Raises as fit() does.
 
     Args:
         options: Options of the fit.
+        rule: How to choose the threshold.
         calibration: Examples to fit on.
         validation: Examples to choose the threshold on.
         segments: Of both splits, in each of which the risk is certified.
     """
-    rule = replace(options.threshold_rule, segments=tuple(segments))
+    rule = replace(rule, segments=tuple(segments))
     if rule.certify is not None and validation is not None:
         require_certifiable(len(validation), rule.certify)
         for name, rows in segments[1].rows(validation.example_ids).items() if segments else ():
@@ -584,7 +591,7 @@ def fit_shards(
     read_s = time.perf_counter() - started
     with _sharded(heads, options, on_pass) as (held, chains):
         started = time.perf_counter()
-        policy = fit_chains(options, chains[0], chains[1] if len(chains) > 1 else None)
+        policy = fit_chains(options, options.threshold_rule, *chains)
         fit_s = time.perf_counter() - started
     return Calibration(policy, tuple(map(len, heads)), held.watched, read_s, fit_s)
 
