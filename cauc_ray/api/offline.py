@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from pydantic import Field
 
 from cauc_ray.api.checked import Check
@@ -42,10 +43,10 @@ from cauc_ray.api.sources import (
     read_policy_heads,
 )
 from cauc_ray.data.answer_table import holds_answers, table_info
-from cauc_ray.data.kept import read_segments
+from cauc_ray.data.kept import NO_VALUE, read_segments
 from cauc_ray.data.logits import ChainHeads, LogitKinds
 from cauc_ray.data.writing import read_info
-from cauc_ray.errors import ConfigError, PolicyError, unknown_name, warn
+from cauc_ray.errors import ConfigError, DataError, PolicyError, unknown_name, warn
 from cauc_ray.files.documents import require_writable
 from cauc_ray.files.paths import AnyPath, absolute, path_of
 from cauc_ray.models.resources import Resources
@@ -54,6 +55,7 @@ from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.guarantees import RiskLimit, require_certifiable
 from cauc_ray.numbers.segments import Segments
 from cauc_ray.numbers.sweep import Objective
+from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.by_method import SINGLE, fit_method, fit_policy, refit
 from cauc_ray.policies.checks import require_quiet, warn_of
 from cauc_ray.policies.evidence import Noise
@@ -361,6 +363,20 @@ def _segments(logits: Logits, column: str | None, splits: Sequence[str]) -> list
     return [read_segments(logits, column, split) for split in splits]
 
 
+def _segments_of_arrays(arrays: Mapping[str, Any], name: str, chain: Chain, positions: Ints) -> Segments:
+    """Return the segments of a chain of arrays by one of them.   positions: of the arrays' rows in the chain, (N,)."""
+    if name not in arrays:
+        raise ConfigError(
+            f"by: {unknown_name('array', name, [other for other in arrays if other not in chain.models])}"
+        )
+    values = np.asarray(arrays[name])
+    if values.shape != positions.shape:
+        raise DataError(f"by: array {name!r} has shape {values.shape}; one value for each row is {positions.shape}")
+    named = (NO_VALUE if value is None else str(value) for value in values.tolist())
+    ids = (chain.example_ids[position] for position in positions.tolist())
+    return Segments(name, dict(zip(ids, named, strict=True)))
+
+
 def _table(logits: Logits) -> str | AnyPath:
     if isinstance(logits, Mapping):
         raise ConfigError("shards read a logit table; arrays are in this process already: leave shards out")
@@ -497,7 +513,8 @@ def evaluate(
         labels: Int (N,), labels of arrays; without them no accuracy is measured.
         example_ids: Ids of the rows of arrays, as for fit().
         split: Split to replay.
-        by: Column that the table keeps, by whose values results are shown, too.
+        by: Column that the table keeps, or name of an array (N,) beside those of the models, by whose values results
+            are shown, too.
         logit_kind: Kind of the logits, of all models or by model (default: as declared in the table, else the kind that
             the policy was fitted on).
         shards: Number of Ray actors that keep a table's logits, or auto for as many as the cluster has room for
@@ -521,12 +538,15 @@ def evaluate(
     """
     options: ShardOptions = options_of(evaluate).of(locals())
     policy = policy_of(policy)
-    segments = _segments(logits, options.by, [options.split])
+    segments = [] if isinstance(logits, Mapping) else _segments(logits, options.by, [options.split])
     if options.shards is not None:
         evaluation, _ = evaluate_shards(_table(logits), policy, options)
     else:
         chain = read_policy_chain(logits, policy, options.split, options.logit_kind, labels, example_ids)
-        order = positions_of_rows(chain, example_ids) if isinstance(logits, Mapping) else None
+        order = None
+        if isinstance(logits, Mapping):
+            order = positions_of_rows(chain, example_ids)
+            segments = [] if options.by is None else [_segments_of_arrays(logits, options.by, chain, order)]
         evaluation = Evaluation.of(policy, chain, order, option_names(logits))
     if segments:
         evaluation = replace(evaluation, segments=segment_results(evaluation.replay, evaluation.chain, segments[0]))
