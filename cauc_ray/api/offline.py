@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from pydantic import Field
 
 from cauc_ray.api.checked import Check
@@ -42,10 +43,10 @@ from cauc_ray.api.sources import (
     read_policy_heads,
 )
 from cauc_ray.data.answer_table import holds_answers, table_info
-from cauc_ray.data.kept import read_segments
+from cauc_ray.data.kept import NO_VALUE, read_segments
 from cauc_ray.data.logits import ChainHeads, LogitKinds
 from cauc_ray.data.writing import read_info
-from cauc_ray.errors import ConfigError, PolicyError, unknown_name, warn
+from cauc_ray.errors import ConfigError, DataError, PolicyError, unknown_name, warn
 from cauc_ray.files.documents import require_writable
 from cauc_ray.files.paths import AnyPath, absolute, path_of
 from cauc_ray.models.resources import Resources
@@ -54,6 +55,7 @@ from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.guarantees import RiskLimit, require_certifiable
 from cauc_ray.numbers.segments import Segments
 from cauc_ray.numbers.sweep import Objective
+from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.by_method import SINGLE, fit_method, fit_policy, refit
 from cauc_ray.policies.checks import require_quiet, warn_of
 from cauc_ray.policies.evidence import Noise
@@ -63,7 +65,7 @@ from cauc_ray.policies.monitor import require_reference
 from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.policies.pools import check_pool
 from cauc_ray.policies.safe import require_safe_rule
-from cauc_ray.policies.search import search_chains, with_search
+from cauc_ray.policies.search import of_sub_chains, search_chains, with_search
 from cauc_ray.policies.threshold import Compared, ThresholdRule
 from cauc_ray.policies.trace import Examples, may_flip
 
@@ -146,9 +148,10 @@ class FitOptions(ChainOptions, ShardOptions):
     def _require_whole_claims(self) -> None:
         """Raise ConfigError where a confidence or segments go with what they do not hold for."""
         is_plain = self.method in (None, *OURS) and not (self.searches or self.safe)
-        if self.threshold_rule.confidence is not None and not is_plain:
+        is_searched = self.method in ("base", "rf") and self.searches and not self.safe
+        if self.threshold_rule.confidence is not None and not (is_plain or is_searched):
             raise ConfigError(
-                "{budget} at a confidence is for one chain of method base, rf or stacked, without {search} and {safe}"
+                "{budget} at a confidence is for methods base, rf and, without {search}, stacked; leave {safe} out"
             )
         if self.by is not None and (self.certify is None or not is_plain or self.shards is not None):
             raise ConfigError("{by} is for {certify} with method base, rf or stacked, without {shards}")
@@ -274,18 +277,19 @@ def fit(
         require_fit(options, len(source.models))
     if options.searches:
         check_pool(source.models)
-    chain_search = None
+    chain_search, rule = None, options.threshold_rule
     if options.searches:
         chain_search = search_chains(
-            options.method, *_pool(options, source), options.threshold_rule, validation_split, calibrator=calibrator
+            options.method, *_pool(options, source), rule, validation_split, calibrator=calibrator
         )
+        rule = of_sub_chains(rule, len(source.models))
         # Read again: an example that only other models failed on counts here.
         source = source.of_models(chain_search.chosen.models)
         options = options.model_copy(update={"method": chain_search.chosen.method})
     if options.is_ours and options.embedding is None:
         splits = source.read(source.models, source.costs)
         segments = _segments(logits, options.by, [source.origin(split) for split in source.splits])
-        policy = _with_prompts(fit_chains(options, *splits, segments), logits)
+        policy = _with_prompts(fit_chains(options, rule, *splits, segments), logits)
         policy = _with_noise(policy, logits, splits[-1] or splits[0])
     else:
         policy = _fit_method(options, source, logits)
@@ -359,6 +363,20 @@ def _segments(logits: Logits, column: str | None, splits: Sequence[str]) -> list
     return [read_segments(logits, column, split) for split in splits]
 
 
+def _segments_of_arrays(arrays: Mapping[str, Any], name: str, chain: Chain, positions: Ints) -> Segments:
+    """Return the segments of a chain of arrays by one of them.   positions: of the arrays' rows in the chain, (N,)."""
+    if name not in arrays:
+        raise ConfigError(
+            f"by: {unknown_name('array', name, [other for other in arrays if other not in chain.models])}"
+        )
+    values = np.asarray(arrays[name])
+    if values.shape != positions.shape:
+        raise DataError(f"by: array {name!r} has shape {values.shape}; one value for each row is {positions.shape}")
+    named = (NO_VALUE if value is None else str(value) for value in values.tolist())
+    ids = (chain.example_ids[position] for position in positions.tolist())
+    return Segments(name, dict(zip(ids, named, strict=True)))
+
+
 def _table(logits: Logits) -> str | AnyPath:
     if isinstance(logits, Mapping):
         raise ConfigError("shards read a logit table; arrays are in this process already: leave shards out")
@@ -373,17 +391,22 @@ def require_fit(options: FitOptions, n_models: int) -> None:
 
 
 def fit_chains(
-    options: FitOptions, calibration: Chain, validation: Chain | None = None, segments: Sequence[Segments] = ()
+    options: FitOptions,
+    rule: ThresholdRule,
+    calibration: Chain,
+    validation: Chain | None = None,
+    segments: Sequence[Segments] = (),
 ) -> Policy:
     """Fit a policy on chains, here or in shards, without a search. Raises as fit() does.
 
     Args:
         options: Options of the fit.
+        rule: How to choose the threshold.
         calibration: Examples to fit on.
         validation: Examples to choose the threshold on.
         segments: Of both splits, in each of which the risk is certified.
     """
-    rule = replace(options.threshold_rule, segments=tuple(segments))
+    rule = replace(rule, segments=tuple(segments))
     if rule.certify is not None and validation is not None:
         require_certifiable(len(validation), rule.certify)
         for name, rows in segments[1].rows(validation.example_ids).items() if segments else ():
@@ -490,7 +513,8 @@ def evaluate(
         labels: Int (N,), labels of arrays; without them no accuracy is measured.
         example_ids: Ids of the rows of arrays, as for fit().
         split: Split to replay.
-        by: Column that the table keeps, by whose values results are shown, too.
+        by: Column that the table keeps, or name of an array (N,) beside those of the models, by whose values results
+            are shown, too.
         logit_kind: Kind of the logits, of all models or by model (default: as declared in the table, else the kind that
             the policy was fitted on).
         shards: Number of Ray actors that keep a table's logits, or auto for as many as the cluster has room for
@@ -514,12 +538,15 @@ def evaluate(
     """
     options: ShardOptions = options_of(evaluate).of(locals())
     policy = policy_of(policy)
-    segments = _segments(logits, options.by, [options.split])
+    segments = [] if isinstance(logits, Mapping) else _segments(logits, options.by, [options.split])
     if options.shards is not None:
         evaluation, _ = evaluate_shards(_table(logits), policy, options)
     else:
         chain = read_policy_chain(logits, policy, options.split, options.logit_kind, labels, example_ids)
-        order = positions_of_rows(chain, example_ids) if isinstance(logits, Mapping) else None
+        order = None
+        if isinstance(logits, Mapping):
+            order = positions_of_rows(chain, example_ids)
+            segments = [] if options.by is None else [_segments_of_arrays(logits, options.by, chain, order)]
         evaluation = Evaluation.of(policy, chain, order, option_names(logits))
     if segments:
         evaluation = replace(evaluation, segments=segment_results(evaluation.replay, evaluation.chain, segments[0]))
@@ -584,7 +611,7 @@ def fit_shards(
     read_s = time.perf_counter() - started
     with _sharded(heads, options, on_pass) as (held, chains):
         started = time.perf_counter()
-        policy = fit_chains(options, chains[0], chains[1] if len(chains) > 1 else None)
+        policy = fit_chains(options, options.threshold_rule, *chains)
         fit_s = time.perf_counter() - started
     return Calibration(policy, tuple(map(len, heads)), held.watched, read_s, fit_s)
 

@@ -84,7 +84,8 @@ class ScoreTable:
         for name in names:
             if table.column(name).null_count:
                 raise DataError(f"{path}: row {pc.index(table.column(name).is_null(), True).as_py()} has no {name}")
-        encoded = [table.column(name).combine_chunks().dictionary_encode() for name in ("query", "model")]
+        text = {name: typed_column(table, name, pa.string(), str(path)) for name in _TEXTS if name in names}
+        encoded = [text[name].dictionary_encode() for name in ("query", "model")]
         (queries, models), (rows, columns) = zip(
             *((of.dictionary.to_pylist(), of.indices.to_numpy()) for of in encoded), strict=True
         )
@@ -111,7 +112,7 @@ class ScoreTable:
         if partial:
             warn(f"{path}: {partial:,} of {len(table):,} scores lie between 0 and 1; those from {RIGHT:g} on are right")
         of_query = pa.array(np.unique(rows, return_index=True)[1])
-        split_of = table.column("split").take(of_query).to_numpy() if "split" in names else None
+        split_of = text["split"].take(of_query).to_numpy(zero_copy_only=False) if "split" in names else None
         embeddings = None
         if "embedding" in names:
             vectors = table.column("embedding").take(of_query).to_pylist()

@@ -13,7 +13,7 @@ from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.sweep import Frontier, OperatingPoint, OperatingPoints, most_within, pareto
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.threshold import ThresholdRule, random_halves
+from cauc_ray.policies.threshold import ThresholdRule, random_halves, sure_points
 from cauc_ray.policies.trace import Examples, Trace
 
 MOST_MODELS = 12
@@ -164,15 +164,22 @@ class MeasuredChain:
 def _measure(one: SubChain, parts: Sequence[tuple[Ints, ChainLogits]], rule: ThresholdRule) -> MeasuredChain:
     """Measure a chain.   parts: rows of validation with their chain: all of them, then halves."""
     fixed = rule.threshold if rule.threshold is not None or rule.budget is not None else one.reference
+    traces = [(one.trace.of_rows(rows), chain) for rows, chain in parts]
+    overall, *on_halves = (trace.frontier(chain, rule.objective) for trace, chain in traces)
+    budget = rule.budget
+    if rule.confidence is not None:
+        # What all of validation may cost for new inputs to keep the budget; halves are measured within it, too.
+        try:
+            budget = float(sure_points(*traces[0], overall, rule).cost[-1])
+        except BudgetError:
+            budget = -1.0  # no point costs so little
 
     def chosen(on: Frontier) -> OperatingPoint:
         try:
-            return on.best(rule.budget) if fixed is None else on.at(fixed)
+            return on.best(budget) if fixed is None else on.at(fixed)
         except BudgetError:
             return UNAFFORDABLE
 
-    traces = [(one.trace.of_rows(rows), chain) for rows, chain in parts]
-    overall, *on_halves = (trace.frontier(chain, rule.objective) for trace, chain in traces)
     points_of_halves = tuple(chosen(half) for half in on_halves)
     pairs = zip(on_halves[::-1], points_of_halves, strict=True)
     held_out = tuple(point if point is UNAFFORDABLE else opposite.at(point.threshold) for opposite, point in pairs)

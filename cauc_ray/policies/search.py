@@ -6,6 +6,7 @@ its models would be, by the steps of fits and replays.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,9 @@ def search_chains(
     """Find the sub-chain of a pool that has the highest quality on validation, at the threshold chosen by the rule.
 
     Each of the 2^M - 1 sub-chains is measured as a fit of its models would be; stacked cascades, which take longer to
-    fit, only on those that are best as CAUC-RF. Chains are ordered by mean cost on calibration, ties by the order in
-    the pool. Among equals the cheapest is chosen, then the shortest.
+    fit, only on those that are best as CAUC-RF. A budget at a confidence is kept by all sub-chains together. Chains are
+    ordered by mean cost on calibration, ties by the order in the pool. Among equals the cheapest is chosen, then the
+    shortest.
 
     Args:
         method: A method that fits sub-chains.
@@ -62,9 +64,14 @@ def search_chains(
         raise ConfigError("a search chooses the chain on a validation split; give one")
     calibration.chain.require_labels("calibration")
     validation.chain.require_labels("choosing a chain")
-    pool = Pool.of(calibration, validation, rule, calibrator)
+    pool = Pool.of(calibration, validation, of_sub_chains(rule, len(calibration.chain.models)), calibrator)
     _require_affordable(pool.validation.chain, rule)
     return _report(pool.measured(registered.sub_chains(pool)), pool.validation.chain, rule, split)
+
+
+def of_sub_chains(rule: ThresholdRule, n_models: int) -> ThresholdRule:
+    """Return the rule of each sub-chain of a pool: a budget at a confidence is one that all of them keep together."""
+    return rule if rule.confidence is None else replace(rule, n_candidates=2**n_models - 1)
 
 
 def with_search(policy: Policy, search: ChainSearch) -> Policy:

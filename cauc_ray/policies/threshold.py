@@ -155,7 +155,12 @@ def choose_threshold(
     else:
         assert frontier is not None
 
-        choices = _sure_points(policy, trace, measured_on, frontier, rule)
+        if rule.confidence is not None and not policy.in_turn:
+            raise ConfigError(
+                f"method {policy.method} does not call models one after another, so its cost need not rise with the "
+                "threshold: give the budget without a confidence"
+            )
+        choices = sure_points(trace, measured_on, frontier, rule)
         point = _point(policy, choices, rule.budget)
         threshold = float(frontier.settings[point])
         halves = Halves.of(policy, trace, measured_on, rule.objective)
@@ -220,9 +225,7 @@ def _of_price(policy: Policy, calibration: Chain, price: float) -> float:
     return max(0.0, accuracy - price * sum(stage.cost for stage in policy.stages[-1 if of_paper else 1 :]))
 
 
-def _sure_points(
-    policy: Policy, trace: Trace, chain: Chain, frontier: Frontier, rule: ThresholdRule
-) -> OperatingPoints:
+def sure_points(trace: Trace, chain: Chain, frontier: Frontier, rule: ThresholdRule) -> OperatingPoints:
     """Return the operating points, by rising cost, at which new inputs keep a budget with the rule's confidence.
 
     Each row's cost rises with the threshold, so the evidence for a mean cost within the budget falls: up to the first
@@ -230,18 +233,19 @@ def _sure_points(
     mean cost of all inputs reaches the budget (Bates et al., Journal of the ACM 2021). No correction is needed for
     the number of points.
 
+    Args:
+        trace: Trace of a policy that calls its models one after another, on validation.
+        chain: Validation.
+        frontier: Its operating points.
+        rule: Any rule; without a confidence all points are returned.
+
     Raises:
-        ConfigError: The method does not call its models one after another.
         BudgetError: There is no such point.
     """
     if rule.confidence is None or rule.budget is None:
         return frontier
-    if not policy.in_turn:
-        raise ConfigError(
-            f"method {policy.method} does not call models one after another, so its cost need not rise with the "
-            "threshold: give the budget without a confidence"
-        )
-    highest, confidence = float(np.max(chain.costs.cumulative[..., -1])), 1 - (1 - rule.confidence) / rule.n_candidates
+    highest = float(np.max(chain.costs.of_calls(trace.calls)[..., -1]))
+    confidence = 1 - (1 - rule.confidence) / rule.n_candidates
     low, high = 0, len(frontier.settings)
     while low < high:
         middle = (low + high) // 2

@@ -150,6 +150,37 @@ def test_a_segment_is_compared_with_itself_and_a_new_one_with_nothing(tmp_path):
     assert next(segment for segment in segments if segment.name == "new").watched is None
 
 
+def test_arrays_have_the_results_of_a_table_in_whatever_order_their_rows_are(tmp_path, capsys):
+    table = write_segmented(tmp_path / "L", n=300)
+    policy = cauc_ray.fit(table, method="rf", budget=5.0)
+    chain, segments = LogitTable(table).read_chain(["m0", "m1"], "test"), values_of(table, "test")
+    order = np.random.default_rng(0).permutation(300)
+    arrays = {model: logits[order] for model, logits in zip(chain.models, chain.logits, strict=True)}
+    arrays |= {"difficulty": segments[order]}
+    labels, ids = chain.labels[order], np.array(chain.example_ids)[order]
+    expected = cauc_ray.evaluate(table, policy, by="difficulty").as_json()["segments"]
+    for example_ids in (None, ids):
+        evaluation = cauc_ray.evaluate(arrays, policy, labels=labels, example_ids=example_ids, by="difficulty")
+        for segment, of_table in zip(evaluation.as_json()["segments"], expected, strict=True):
+            assert segment.pop("name") == of_table["name"]
+            assert all(value == pytest.approx(of_table[key]) for key, value in segment.items())
+    policy.save(tmp_path / "policy.json")
+    np.savez(tmp_path / "arrays.npz", labels=labels, **arrays)
+    command = [
+        "evaluate",
+        str(tmp_path / "arrays.npz"),
+        "--policy",
+        str(tmp_path / "policy.json"),
+        "--by",
+        "difficulty",
+    ]
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--json"])
+    assert ended.value.code == 0
+    printed = json.loads(capsys.readouterr().out)["segments"]
+    assert [segment["n"] for segment in printed] == [segment["n"] for segment in expected]
+
+
 def test_wrong_columns_are_refused(tmp_path):
     table = write_segmented(tmp_path / "L")
     policy = cauc_ray.fit(table, budget=5.0)
@@ -158,8 +189,13 @@ def test_wrong_columns_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="certify"):
         cauc_ray.fit(table, by="difficulty")
     chain = LogitTable(table).read_chain(["m0", "m1"], "test")
+    arrays = dict(zip(chain.models, chain.logits, strict=True))
+    with pytest.raises(ConfigError, match=r"'dificulty'; did you mean 'difficulty'"):
+        cauc_ray.evaluate(arrays | {"difficulty": chain.labels}, policy, by="dificulty")
+    with pytest.raises(DataError, match=r"'difficulty' has shape \(1,\)"):
+        cauc_ray.evaluate(arrays | {"difficulty": ["x"]}, policy, by="difficulty")
     with pytest.raises(ConfigError, match="logit table"):
-        cauc_ray.evaluate(dict(zip(chain.models, chain.logits, strict=True)), policy, by="difficulty")
+        cauc_ray.check(arrays | {"difficulty": chain.labels}, policy, by="difficulty")
     write_parquet(
         table / "columns" / "split=test" / "part-0.parquet", pa.table({"example_id": ["0"], "difficulty": ["x"]})
     )

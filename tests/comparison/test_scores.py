@@ -64,6 +64,27 @@ def test_routers_and_controls_run_on_texts_and_others_are_named_with_the_reason(
     assert figures(comparison, "single:large")[0] == pytest.approx(by_model["large"], abs=0.06)
 
 
+def test_numbers_categories_and_booleans_stand_for_their_texts(tmp_path):
+    texts = [
+        row | {"query": str(row["query"]), "split": str(number // 3 % 3), "embedding": [float(number // 3 % 7), 1.0]}
+        for number, row in enumerate(scores(90))
+    ]
+    columns = pa.Table.from_pylist(texts)
+    numbers = columns.set_column(0, "query", pa.array([1000 + number // 3 for number in range(270)]))
+    as_texts = columns.set_column(0, "query", numbers.column("query").cast(pa.string()))
+    numbers = numbers.set_column(1, "model", numbers.column("model").combine_chunks().dictionary_encode())
+    numbers = numbers.set_column(2, "score", numbers.column("score").cast(pa.bool_()))
+    numbers = numbers.set_column(4, "split", numbers.column("split").cast(pa.int64()))
+    found = []
+    for name, table in (("texts", as_texts), ("numbers", numbers)):
+        write_parquet(tmp_path / f"{name}.parquet", table)
+        splits = {"calibration_split": "0", "validation_split": "1", "split": "2"}
+        options = {"methods": ["single", "benchmark-routing", "oracle"], "budget": 6.0}
+        found.append(cauc_ray.compare(tmp_path / f"{name}.parquet", **options, **splits))
+    for method in ("single:small", "benchmark-routing", "oracle"):
+        assert figures(found[1], method) == figures(found[0], method)
+
+
 def test_parquet_csv_and_the_command_agree_whatever_the_order_of_rows(tmp_path, capsys):
     rows = scores(200)
     files = [written(tmp_path / f"t.{kind}", rows) for kind in ("parquet", "csv")]

@@ -29,13 +29,30 @@ def fitted(seed, **options):
 
 @draws
 @pytest.mark.filterwarnings("ignore::cauc_ray.CaucWarning")
-@pytest.mark.parametrize(("method", "budget"), [("base", 7.0), ("rf", 5.0), ("rf", 12.0), ("stacked", 7.0)])
-def test_a_budget_at_a_confidence_is_exceeded_no_more_often_than_that(method, budget, n_draws):
-    n_draws //= 2 if method == "stacked" else 1
-    policies = (fitted(seed, method=method, budget=f"{budget}@0.95") for seed in range(n_draws))
-    costs = np.array([policy.predict(POPULATION).cost.mean() for policy in policies])
+@pytest.mark.parametrize(
+    ("budget", "options"),
+    [
+        (7.0, {"method": "base"}),
+        (7.0, {"method": "base", "search": True}),
+        (5.0, {"method": "rf"}),
+        (12.0, {"method": "rf"}),
+        (12.0, {"method": "rf", "search": True}),
+        (7.0, {"method": "stacked"}),
+    ],
+)
+def test_a_budget_at_a_confidence_is_exceeded_no_more_often_than_that(budget, options, n_draws):
+    n_draws //= 2 if options["method"] == "stacked" or "search" in options else 1
+    policies = [fitted(seed, budget=f"{budget}@0.95", **options) for seed in range(n_draws)]
+    costs = np.array([policy.predict(_of(policy, POPULATION)).cost.mean() for policy in policies])
     assert np.mean(costs > budget) <= 0.05 + 2 * (0.05 * 0.95 / n_draws) ** 0.5
     assert np.mean(costs) > 0.6 * budget  # it is not kept by spending nothing
+    for policy in policies:
+        if policy.search is not None:  # what was chosen for a cost on validation is what was fitted
+            assert policy.on_selection.cost == pytest.approx(policy.search.chosen.cost)
+
+
+def _of(policy, logits):
+    return {model: logits[model] for model in policy.models}
 
 
 @draws
