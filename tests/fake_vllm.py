@@ -51,10 +51,15 @@ class LLM:
         while len(steps) < params.max_tokens:
             logprobs = log_softmax(self._loaded.logits(prompt + [token for token, _ in steps])[-1].astype(float))
             token = int(logprobs.argmax())
-            steps.append((token, {token: SimpleNamespace(logprob=float(logprobs[token]), decoded_token=tokenizer.decode([token]))}))
+            steps.append(
+                (
+                    token,
+                    {token: SimpleNamespace(logprob=float(logprobs[token]), decoded_token=tokenizer.decode([token]))},
+                )
+            )
         ids = [token for token, _ in steps]
-        said = "".join(tokenizer.decode([token]) for token in ids)
-        output = SimpleNamespace(text=said, token_ids=ids, logprobs=[logprobs for _, logprobs in steps])
+        answer = "".join(tokenizer.decode([token]) for token in ids)
+        output = SimpleNamespace(text=answer, token_ids=ids, logprobs=[logprobs for _, logprobs in steps])
         return SimpleNamespace(outputs=[output] * params.n)
 
     def generate(self, prompts, params, *, use_tqdm, lora_request):

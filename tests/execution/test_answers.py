@@ -109,6 +109,7 @@ def assert_as_replayed(out, evaluation):
     return live
 
 
+@pytest.mark.slow
 def test_generated_answers_are_collected_fitted_and_run_as_replayed_and_billed_by_tokens(sums, ray_session):
     with answering_server() as server:
         pool = served_pool(sums, server.url)
@@ -170,6 +171,7 @@ def asked_in(queue):
     return [json.loads(line) for path in (queue / "asked").iterdir() for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_rows_wait_for_a_person_who_sees_what_was_said_and_answers_by_id(tmp_path, ray_session):
     pool = spoken_pool(tmp_path, {"kind": "human", "queue": "reviews"}, kills=[7, 20], flag=str(tmp_path / "killed"))
     policy = spoken_policy(tmp_path, lambda numbers: [str(n + 1) for n in numbers])

@@ -39,10 +39,10 @@ def ask(script, generate, *texts, **more):
 
 @pytest.mark.parametrize("several", [True, False])
 def test_the_most_frequent_of_several_samples_is_the_answer_whether_a_server_samples_several_or_not(several):
-    said = ["It is 7.", "8", "seven is 7"]
+    texts = ["It is 7.", "8", "seven is 7"]
 
     def script(prompt, before):
-        return replied(*map(choice, said)) if several else replied(choice(said[before % 3]))
+        return replied(*map(choice, texts)) if several else replied(choice(texts[before % 3]))
 
     generate = {"rule": "number", "samples": 3, "confidences": ["samples"]}
     answers, server = ask(script, generate, "3 + 4?", prices={"input": 1.0, "output": 2.0})
@@ -109,7 +109,7 @@ def test_servers_that_want_another_name_of_the_limit_get_it():
 
 
 @pytest.mark.parametrize(
-    ("generate", "more", "said"),
+    ("generate", "more", "words"),
     [
         ({"samples": 3}, {}, "samples"),
         ({"confidences": ["samples"]}, {}, "samples"),
@@ -124,6 +124,6 @@ def test_servers_that_want_another_name_of_the_limit_get_it():
         ({}, {"extra_body": {"max_tokens": 5}}, "max_tokens of generate"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(generate, more, said):
-    with pytest.raises(ValidationError, match=said):
+def test_settings_that_contradict_each_other_are_refused(generate, more, words):
+    with pytest.raises(ValidationError, match=words):
         spec(generate=generate, **more)
