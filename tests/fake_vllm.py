@@ -13,11 +13,12 @@ from scipy.special import log_softmax
 
 
 class SamplingParams:
-    def __init__(self, *, max_tokens, temperature, logprob_token_ids, detokenize=True):
-        assert (max_tokens, temperature) == (1, 0)
+    def __init__(self, *, max_tokens, temperature, logprob_token_ids=(), detokenize=True, **generates):
+        assert generates or (max_tokens, temperature) == (1, 0)
         if len(logprob_token_ids) > 128:
             raise ValueError("Requested logprob_token_ids of length above 128")
-        self.logprob_token_ids = logprob_token_ids
+        assert generates.keys() <= {"n", "seed", "logprobs", "structured_outputs"}
+        self.logprob_token_ids, self.max_tokens, self.n = logprob_token_ids, max_tokens, generates.get("n", 1)
 
 
 class LLM:
@@ -36,7 +37,34 @@ class LLM:
     def get_tokenizer(self):
         return self._loaded.tokenizer
 
+    def chat(self, messages, params, *, chat_template_kwargs, use_tqdm, lora_request):
+        texts = [self._template(chat, **chat_template_kwargs) for chat in messages]
+        return [self._generated(text, params) for text in texts]
+
+    def _template(self, chat, **settings):
+        return self._loaded.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **settings)
+
+    def _generated(self, text, params):
+        """Continue a text by the likeliest tokens."""
+        tokenizer, steps = self._loaded.tokenizer, []
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        while len(steps) < params.max_tokens:
+            logprobs = log_softmax(self._loaded.logits(prompt + [token for token, _ in steps])[-1].astype(float))
+            token = int(logprobs.argmax())
+            steps.append(
+                (
+                    token,
+                    {token: SimpleNamespace(logprob=float(logprobs[token]), decoded_token=tokenizer.decode([token]))},
+                )
+            )
+        ids = [token for token, _ in steps]
+        answer = "".join(tokenizer.decode([token]) for token in ids)
+        output = SimpleNamespace(text=answer, token_ids=ids, logprobs=[logprobs for _, logprobs in steps])
+        return SimpleNamespace(outputs=[output] * params.n)
+
     def generate(self, prompts, params, *, use_tqdm, lora_request):
+        if isinstance(prompts[0], str):
+            return [self._generated(text, settings) for text, settings in zip(prompts, params, strict=True)]
         return [self._answered(p["prompt_token_ids"], settings) for p, settings in zip(prompts, params, strict=True)]
 
     def _answered(self, tokens, params):
@@ -49,11 +77,13 @@ class LLM:
 
 def install(monkeypatch):
     """Let `import vllm` find this, and return the settings of the engines that are started."""
-    vllm, lora, request = (ModuleType(name) for name in ("vllm", "vllm.lora", "vllm.lora.request"))
+    names = ("vllm", "vllm.lora", "vllm.lora.request", "vllm.sampling_params")
+    vllm, lora, request, sampling = map(ModuleType, names)
+    sampling.StructuredOutputsParams = lambda json: {"json": json}
     vllm.__spec__ = vllm.__loader__ = SimpleNamespace(name="vllm")
     vllm.LLM, vllm.SamplingParams = LLM, SamplingParams
     request.LoRARequest = lambda name, number, path: (name, number, path)
-    for module in (vllm, lora, request):
+    for module in (vllm, lora, request, sampling):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(LLM, "started", [])
     return LLM.started

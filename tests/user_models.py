@@ -555,3 +555,23 @@ def adder(most, price=0.0):
         }
 
     return answer
+
+
+def says(kills=(), flag=None):
+    """Say x + 1, or x where it is a multiple of 3, surely where it is right; be killed once by each of some values."""
+    from pathlib import Path
+
+    def answer(batch):
+        for x in set(kills) & set(batch["x"].tolist()):
+            with suppress(FileExistsError):
+                Path(f"{flag}{x}").touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+        assert set(batch) <= {"example_id", "x"}
+        right = batch["x"] % 3 != 0
+        return {
+            "answer": [f"It is {x + ok}." for x, ok in zip(batch["x"].tolist(), right.tolist(), strict=True)],
+            "confidence_self": np.where(right, 0.9, 0.4),
+            "cost": np.full(len(right), 0.25),
+        }
+
+    return answer

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from cauc_ray.errors import printable
 from cauc_ray.models.answers import Wire, wires
+from cauc_ray.numbers.answer_keys import NO_ANSWER
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 # Who is at fault where no row of a call was answered: the replica (it fails on a row known to be good, too), the stage
@@ -228,6 +229,7 @@ class Owner:
             return
         texts = ended.result.texts[positions]
         is_own = np.array([text is not None for text in texts], dtype=bool)
+        is_own |= ended.result.predictions[positions] == NO_ANSWER  # where a stage takes back what was said before
         self.texts = np.full(self.n, None) if self.texts is None else self.texts
         self.texts[indices[is_own]] = texts[is_own]
         self.sources[indices[is_own]] = ended.stage

@@ -402,19 +402,19 @@ class Worker:
         return result, goes_on
 
     def _with_said(self, before: Any, answers: Answers, carried: Bools) -> npt.NDArray[Any]:
-        """Return what stages up to this one have said of the rows that go on, object (m,), for people."""
+        """Return what stages up to this one have said of deferred rows, object (m,), for people."""
         rows = np.flatnonzero(carried).tolist()
         names = self._spec.model.said.confidences if self._spec.model.said else ()
         numbers, texts = confidences_in(answers.logits[rows]), answers.texts or ()
-        said = np.empty(len(rows), dtype=object)
+        column = np.empty(len(rows), dtype=object)
         for place, row in enumerate(rows):
             sure = {
                 name: None if value != value else value
                 for name, value in zip(names, numbers[place].tolist(), strict=True)
             }
-            own = {"stage": self._spec.name, "answer": texts[row], "confidences": sure}
-            said[place] = [*(() if before is None else before[place]), own]
-        return said
+            entry = {"stage": self._spec.name, "answer": texts[row], "confidences": sure}
+            column[place] = [*(() if before is None else before[place]), entry]
+        return column
 
     def _rows(self, parts: Sequence[Part], bundles: Sequence[Bundle]) -> Batch:
         """Return a call's rows as the model may see them."""

@@ -170,7 +170,7 @@ class EndpointModel(Model):
         return self.answers(n, inquiries, faults, costs)
 
     def answers(self, n: int, inquiries: dict[int, Inquiry], faults: dict[int, str], costs: Floats | None) -> Answers:
-        """Return what has come of the questions of n rows.
+        """Return the answers to the questions of n rows.
 
         Args:
             n: Number of rows.

@@ -210,8 +210,8 @@ def _place(text: str, field: str, value: object) -> tuple[int, int]:
     """Return where the value of an object's field begins and ends in its JSON text, without the quotes of a text."""
     decoder, quotes = json.JSONDecoder(), int(isinstance(value, str))
     for match in re.finditer(rf"{re.escape(json.dumps(field, ensure_ascii=False))}\s*:\s*", text):
-        found, end = decoder.raw_decode(text, match.end())
-        if found == value:
+        parsed, end = decoder.raw_decode(text, match.end())
+        if parsed == value:
             return match.end() + quotes, end - quotes
     return 0, len(text)  # a field that is written with escapes
 

@@ -81,12 +81,12 @@ class Nobody(Model):
     """Has no answer."""
 
     def __init__(self, spec: AbstainSpec, placement: Placement) -> None:
-        self.facts, self._said = ModelFacts("nobody", ANSWERS), spec.said
+        self.facts, self._words = ModelFacts("nobody", ANSWERS), spec.said
 
     def __call__(self, batch: Batch) -> Answers:
         """Return that rows have no answer, at no cost."""
         n = batch_size(batch)
-        return in_words([None] * n, {}, self._said, costs=np.zeros(n))
+        return in_words([None] * n, {}, self._words, costs=np.zeros(n))
 
 
 class Human(Model):
@@ -101,7 +101,7 @@ class Human(Model):
         """Return the answers that have come, and ask for the others.
 
         Raises:
-            DataError: There are no ids.
+            DataError: It lacks ids.
             ConfigError: A file of the queue cannot be read.
         """
         require_columns(batch, "example_id")
@@ -152,7 +152,7 @@ def _files(folder: AnyPath) -> list[AnyPath]:
 
 
 def _rows(path: AnyPath, *fields: str) -> list[Mapping[str, Any]]:
-    """Return the rows of a file. Raises ConfigError for a line that is no object with an id and other fields."""
+    """Return the rows of a file. Raises ConfigError for a line that is not an object with an id and other fields."""
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():

@@ -79,15 +79,15 @@ class GeneratingModel(SamplingModel):
         return np.array(confidences)
 
     def answers(self, n: int, inquiries: dict[int, Inquiry], faults: dict[int, str], costs: Floats | None) -> Answers:
-        """Return what has come of the questions of n rows."""
+        """Return the answers to the questions of n rows."""
         assert self._spec.said is not None
-        said = self._spec.said
+        words = self._spec.said
         texts: list[str | None] = [None] * n
-        confidences = np.full((n, len(said.confidences)), np.nan)
+        confidences = np.full((n, len(words.confidences)), np.nan)
         for row, inquiry in inquiries.items():
             texts[row], confidences[row] = inquiry.text, inquiry.logits
-        by_name = dict(zip(said.confidences, confidences.T, strict=True))
-        return in_words(texts, by_name, said, faults, costs=costs)
+        by_name = dict(zip(words.confidences, confidences.T, strict=True))
+        return in_words(texts, by_name, words, faults, costs=costs)
 
 
 def _tokens(choice: object) -> Sequence[ScoredToken] | None:

@@ -207,14 +207,14 @@ class VllmGenerator(PreparingModel):
         else:
             texts = [question.text for question in questions.values()]
             outputs = self._engine.generate(texts, [self._params] * len(texts), **settings)
-        said = self._asked.said
+        words = self._asked.said
         texts_of: list[str | None] = [None] * n
-        confidences: dict[str, list[float]] = {name: [math.nan] * n for name in said.confidences}
+        confidences: dict[str, list[float]] = {name: [math.nan] * n for name in words.confidences}
         for row, output in zip(questions, outputs, strict=True):
             texts_of[row], values = answer_of(self._asked, [self._sample(one) for one in output.outputs])
-            for name, value in zip(said.confidences, values, strict=True):
+            for name, value in zip(words.confidences, values, strict=True):
                 confidences[name][row] = value
-        return in_words(texts_of, confidences, said, faults)
+        return in_words(texts_of, confidences, words, faults)
 
     def _sample(self, output: Any) -> Sample:
         """Return an answer of the engine."""

