@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from examples.models import MODELS
+
 GOODS = ("chairs", "lamps", "desks", "shelves", "stools", "mirrors", "rugs", "clocks")
 PEOPLE = ("Amira", "Jonas", "Wei", "Olga", "Tunde", "Sofia", "Ravi", "Marta")
 STREETS = ("Hill Road", "Station Street", "Mill Lane", "Park Avenue")
@@ -31,7 +33,7 @@ def write_orders(folder: Path, n_labelled: int = 900, n_new: int = 300, seed: in
     rng = np.random.default_rng(seed)
     for name, n in (("labelled", n_labelled), ("new", n_new)):
         rows = [_row(f"{name}-{row}", rng) for row in range(n)]
-        names = ["id", "text", *(["answer"] if name == "labelled" else [])]
+        names = ["example_id", "text", *(["label"] if name == "labelled" else [])]
         with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, names, extrasaction="ignore")
             writer.writeheader()
@@ -40,28 +42,29 @@ def write_orders(folder: Path, n_labelled: int = 900, n_new: int = 300, seed: in
 
 def _row(example_id: str, rng: np.random.Generator) -> dict[str, object]:
     goods, other = rng.choice(GOODS, 2, replace=False).tolist()
-    numbers = {"n": int(rng.integers(2, 60)), "order": int(rng.integers(1000, 9999)), "house": int(rng.integers(60, 99))}
+    numbers = {
+        "n": int(rng.integers(2, 60)),
+        "order": int(rng.integers(1000, 9999)),
+        "house": int(rng.integers(60, 99)),
+    }
     names = {"person": rng.choice(PEOPLE), "street": rng.choice(STREETS), "goods": goods, "other": other}
     mail = TEMPLATES[rng.integers(len(TEMPLATES))].format(**numbers, **names, days=int(rng.integers(2, 15)))
     asked = int(rng.integers(len(QUESTIONS)))
     text = f"{mail} {QUESTIONS[asked].format(goods=goods)}"
-    return {"id": example_id, "text": text, "answer": numbers[("n", "order", "house")[asked]]}
+    return {"example_id": example_id, "text": text, "label": numbers[("n", "order", "house")[asked]]}
 
 
-def generating(
-    model: str, gguf_file: str
-) -> Callable[[Mapping[str, npt.NDArray[Any]]], Mapping[str, Sequence[object]]]:
+def generating(gguf_file: str) -> Callable[[Mapping[str, npt.NDArray[Any]]], Mapping[str, Sequence[object]]]:
     """Return a model that answers the column `text`, with the log probability of its answer for each token.
 
     Args:
-        model: Folder of the model.
-        gguf_file: Its file there.
+        gguf_file: The model's file in examples/models.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model, gguf_file=gguf_file)
-    network = AutoModelForCausalLM.from_pretrained(model, gguf_file=gguf_file, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(MODELS, gguf_file=gguf_file)
+    network = AutoModelForCausalLM.from_pretrained(MODELS, gguf_file=gguf_file, dtype=torch.float32).eval()
 
     def one_answer(text: str) -> tuple[str, float]:
         messages = [{"role": "user", "content": f"{text} Answer with the number only."}]
