@@ -19,10 +19,10 @@ GOODS = ("chairs", "lamps", "desks", "shelves", "stools", "mirrors", "rugs", "cl
 PEOPLE = ("Amira", "Jonas", "Wei", "Olga", "Tunde", "Sofia", "Ravi", "Marta")
 STREETS = ("Hill Road", "Station Street", "Mill Lane", "Park Avenue")
 TEMPLATES = (
-    "Dear {person}, thank you for order {order}. We will send {n} {goods} to {house} {street} within {days} days.",
+    "Hi {person}, thank you for order {order}. We will send {n} {goods} to {house} {street} within {days} days.",
     "Order {order}: {person} from {house} {street} has bought {n} {goods}; they arrive in {days} days.",
     "Hello {person}! In {days} days the {n} {goods} of your order {order} will be at {house} {street}.",
-    "{person}, your {other} are sold out. Instead, {n} {goods} leave for {house} {street}, order {order}.",
+    "{person}, your {sold_out} are sold out. Instead, {n} {goods} leave for {house} {street}, order {order}.",
 )
 QUESTIONS = ("How many {goods} were ordered?", "What is the number of the order?", "What is the house number?")
 MOST_TOKENS = 8
@@ -41,13 +41,13 @@ def write_orders(folder: Path, n_labelled: int = 900, n_new: int = 300, seed: in
 
 
 def _row(example_id: str, rng: np.random.Generator) -> dict[str, object]:
-    goods, other = rng.choice(GOODS, 2, replace=False).tolist()
+    goods, sold_out = rng.choice(GOODS, 2, replace=False).tolist()
     numbers = {
         "n": int(rng.integers(2, 60)),
         "order": int(rng.integers(1000, 9999)),
         "house": int(rng.integers(60, 99)),
     }
-    names = {"person": rng.choice(PEOPLE), "street": rng.choice(STREETS), "goods": goods, "other": other}
+    names = {"person": rng.choice(PEOPLE), "street": rng.choice(STREETS), "goods": goods, "sold_out": sold_out}
     mail = TEMPLATES[rng.integers(len(TEMPLATES))].format(**numbers, **names, days=int(rng.integers(2, 15)))
     asked = int(rng.integers(len(QUESTIONS)))
     text = f"{mail} {QUESTIONS[asked].format(goods=goods)}"
