@@ -302,7 +302,7 @@ class Limits(Section):
     Attributes:
         max_usd: Most money in a period, for policies with costs in USD. Calls of a row's first stage count, but are
             always made.
-        max_deferral_rate: Largest share of a period's rows that go on to a second stage.
+        max_deferral_rate: Largest share of a period's rows that are deferred to a second stage.
         per: A clock hour, or a whole run.
     """
 

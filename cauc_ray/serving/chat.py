@@ -19,7 +19,7 @@ from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.inputs import Inputs, objects
 from cauc_ray.serving.request_state import RequestState
 
-# The column that takes the system message, if the models read it; else it precedes the user's message.
+# The column that takes the system message, if the models read it; otherwise it precedes the user's message.
 SYSTEM = "system"
 _ANSWERS_ONE = "this service answers one message of a user after those of the system, without earlier turns"
 

@@ -41,7 +41,7 @@ class Cascade:
         return owner
 
     def go_on(self, in_flight=1):
-        """Answer calls in any order, so many of them open at a time, until nothing is left to do."""
+        """Answer calls in any order until nothing is left to do; in_flight: calls open at a time."""
         while (new := list(self.scheduler.schedule(0.0))) or self.calls:
             self.calls += new
             while len(self.calls) >= in_flight or (self.calls and not new):

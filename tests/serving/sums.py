@@ -38,15 +38,16 @@ def pool(folder, **fields):
     return path
 
 
-def policy(folder):
-    """Fit a policy to what both models answer."""
+def policy(folder, large="self"):
+    """Fit a policy to what both models answer; large: name of the large one's confidence, sequence is its logarithm."""
     for seed, split in enumerate(("calibration", "validation")):
         texts, right = questions(200, seed)
         for name, price in PRICES.items():
-            said = adder(KNOWS[name])({"question": texts})
-            correct = [f"{total}." in answer for answer, total in zip(said["answer"], right, strict=True)]
-            confidences = {"self": np.array(said["confidence_self"])}
+            output = adder(KNOWS[name])({"question": texts})
+            correct = [f"{total}." in answer for answer, total in zip(output["answer"], right, strict=True)]
+            values = np.array(output["confidence_self"])
+            confidences = {"sequence": np.log(values)} if (name, large) == ("large", "sequence") else {"self": values}
             ids = [f"{split}-{row}" for row in range(len(texts))]
             more = {"cost": price, "cost_unit": "USD", "rule": "number"}
-            write_answers(folder / "ANSWERS", name, split, ids, said["answer"], confidences, correct, **more)
+            write_answers(folder / "ANSWERS", name, split, ids, output["answer"], confidences, correct, **more)
     return cauc_ray.fit(str(folder / "ANSWERS"), threshold=0.7)

@@ -3,7 +3,9 @@
 import openai
 import pytest
 import sums
+import yaml
 from asking import http, infer, outputs_of
+from completion_server import Fault, scripted_server
 
 import cauc_ray
 
@@ -81,6 +83,43 @@ def test_what_no_cascade_gives_is_refused_in_one_line(client, fields, error, nam
         client.chat.completions.create(**{"model": "sums", "messages": asked("1 + 1")} | fields)
     assert names in raised.value.body["message"]
     assert "\n" not in raised.value.body["message"]
+
+
+def test_an_upstream_that_cuts_and_limits_costs_no_answer_and_one_that_refuses_is_named(tmp_path):
+    content, expected = yaml.safe_load(sums.pool(tmp_path).read_text()), dict(zip(QUESTIONS, RIGHT, strict=True))
+
+    def upstream(prompt, before):
+        if prompt not in expected:
+            return Fault(400, {"error": {"message": "no such question"}})
+        if before == 0:
+            return Fault() if expected[prompt] % 2 else Fault(429, {"error": {"message": "slow"}}, retry_after="0.01")
+        text = f"{expected[prompt]}"
+        tokens = [{"token": text, "logprob": -0.1, "bytes": [*text.encode()]}]
+        message = {"role": "assistant", "content": text}
+        usage = {"prompt_tokens": 20, "completion_tokens": 1}
+        return {"choices": [{"message": message, "logprobs": {"content": tokens}}], "usage": usage}
+
+    with scripted_server(upstream) as server:
+        generate = {"rule": "number", "confidences": ["sequence"]}
+        asks = {"kind": "openai", "model": "up", "base_url": server.url, "prompt": "{{ question }}"}
+        content["stages"][1]["model"] = {**asks, "generate": generate}
+        path = tmp_path / "upstream.yaml"
+        path.write_text(yaml.safe_dump(content))
+        policy = sums.policy(tmp_path, large="sequence")
+        with (
+            cauc_ray.serve(path, policy, port=0, name="sums", local=True) as service,
+            openai.OpenAI(base_url=f"{service.url}/v1", api_key="any", max_retries=0) as client,
+        ):
+            hard = [question for question, right in expected.items() if right > sums.MOST]
+            for question in hard[:8]:
+                answer = client.chat.completions.create(model="sums", messages=asked(question))
+                assert answer.choices[0].message.content == str(expected[question])
+                assert answer.cauc["source"] == "large: sequence"
+            assert {question: server.asked[question] for question in hard[:8]} == dict.fromkeys(hard[:8], 2)
+            with pytest.raises(openai.APIStatusError) as raised:
+                client.chat.completions.create(model="sums", messages=asked("What is 50 + 49?"))
+        assert raised.value.status_code in (422, 503)
+        assert "no such question" in raised.value.body["message"]
 
 
 def test_it_asks_for_the_token_and_keeps_within_the_byte_budget(tmp_path, monkeypatch):

@@ -132,7 +132,7 @@ def test_limits_that_cannot_hold_are_refused_in_one_line(tmp_path, policy):
     ):
         with pytest.raises(error, match=names), cauc_ray.serve(sums.pool(tmp_path, limits=limits), policy, local=True):
             pass
-    other = policy.model_copy(update={"cost_unit": "GFLOPs"})
+    in_gflops = policy.model_copy(update={"cost_unit": "GFLOPs"})
     pool = cauc_ray.models.pool.load_pool(sums.pool(tmp_path, limits={"max_usd": 1.0}))
     with pytest.raises(PolicyError, match="USD"):
-        Allowance.of(pool, other)
+        Allowance.of(pool, in_gflops)
