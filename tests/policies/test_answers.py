@@ -9,7 +9,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 
 import cauc_ray
-from cauc_ray.data.answer_table import write_answers
+from cauc_ray.data.answer_table import AnswerTable, write_answers
 from cauc_ray.errors import PolicyError
 from cauc_ray.numbers.correctness import fit_correctness
 
@@ -104,6 +104,25 @@ def test_a_hundred_rows_are_enough(tmp_path):
     policy = cauc_ray.fit(table_of(tmp_path, calibration=100, validation=100, test=4000), rule="confidence")
     evaluation = cauc_ray.evaluate(tmp_path, policy, split="test")
     assert evaluation.measures.accuracy.value > evaluation.models[0].accuracy.value + 0.1
+
+
+@pytest.mark.parametrize("budget", [2.0, 6.0, 14.0])
+def test_no_other_threshold_is_more_accurate_within_the_budget(tmp_path, budget):
+    models = ["small", "large"]
+    folder = table_of(tmp_path, calibration=200, validation=120)
+    policy = cauc_ray.fit(folder, models=models, rule="confidence", budget=budget)
+    chain = AnswerTable(folder).read_chain(models, "validation")
+    answers = dict(zip(models, chain.logits, strict=True))
+
+    def measured(threshold):
+        replayed = policy.with_threshold(threshold).predict(answers)
+        return (replayed.prediction == chain.labels).mean(), replayed.cost.mean()
+
+    early = policy.with_threshold(0.0).predict(answers).confidence
+    points = [measured(threshold) for threshold in (*np.unique(early), 1.01)]
+    accuracy, cost = measured(policy.threshold)
+    assert cost <= budget
+    assert accuracy == max(accuracy for accuracy, cost in points if cost <= budget)
 
 
 def test_certificates_of_answers_hold_at_their_level(tmp_path):
