@@ -87,6 +87,15 @@ def test_probabilities_rise_with_each_confidence_and_no_model_is_infallible():
     assert 0.97 < certain[:100].mean() < 1 - 1 / 1000
 
 
+def test_rows_of_different_confidences_have_different_probabilities_so_that_any_budget_can_be_spent():
+    rng = np.random.default_rng(0)
+    graded, misleading = rng.integers(8, 11, 300) / 10, rng.random(300)
+    right = rng.random(300) < 0.4 + 0.5 * (graded > 0.85) - 0.3 * misleading
+    signals, none = np.column_stack([misleading, graded]), np.zeros((300, 0), dtype=bool)
+    odds = fit_correctness(signals, none, right).log_odds(signals, none)
+    assert len(np.unique(odds)) == 300
+
+
 def test_a_cascade_keeps_its_budget_and_beats_raw_confidences_and_random_routing(tmp_path):
     policy = cauc_ray.fit(table_of(tmp_path), budget=10.0)
     assert policy.method == "answers"
