@@ -32,6 +32,8 @@ MODELS = ("m0", "m1", "m2")
 N_FITTED, N_TEST, N_OPTIONS, N_FEATURES = 80, 60, 4, 8
 # The share of rows on which a model in words says nothing.
 _SILENT = 0.1
+# Of what models say in words; any 31 bits.
+_KEYS = np.random.default_rng(0).integers(2**31, size=N_OPTIONS, dtype=np.int32)
 
 
 def check_method(name: str, *, embedding: bool | None = None, seed: int = 0) -> None:
@@ -119,10 +121,10 @@ def _in_words(examples: Examples) -> Examples:
     for model, logits in enumerate(chain.logits):
         rng = np.random.default_rng([model, len(chain)])
         options, confidences = top_option(logits)
-        keys = np.where(rng.random(len(chain)) < _SILENT, NO_ANSWER, 100 + options)
+        keys = np.where(rng.random(len(chain)) < _SILENT, NO_ANSWER, _KEYS[options])
         lengths = np.where(rng.random(len(chain)) < _SILENT, np.nan, np.log(confidences))
         vectors.append(answer_vectors(keys, np.column_stack([confidences, lengths])))
-    labels = np.where(chain.labels == UNKNOWN_LABEL, UNKNOWN_LABEL, 100 + chain.labels).astype(np.int32)
+    labels = np.where(chain.labels == UNKNOWN_LABEL, UNKNOWN_LABEL, _KEYS[chain.labels]).astype(np.int32)
     kinds = (ANSWERS,) * len(chain.models)
     return replace(examples, chain=replace(chain, logits=tuple(vectors), labels=labels, logit_kind=kinds))
 

@@ -30,6 +30,7 @@ from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.policy import METHOD_GROUP
 from cauc_ray.schemas import CONFIGS, SCHEMAS
 from jobs.bench.ratios import grid
+from jobs.paper import answers
 from jobs.paper.pages import page_tables
 
 PAGES = Path(__file__).parent
@@ -62,6 +63,9 @@ def _generated(what: str, name: str = "") -> Iterator[str]:
             "",
             grid(json.loads((PAGES / "measured" / "speed.json").read_text("utf-8"))["figures"]).markdown().rstrip(),
         )
+    elif what == "answers":
+        made = json.loads((PAGES / "measured" / "answers.json").read_text("utf-8"))
+        yield from (f"\n{table.markdown().rstrip()}" for table in answers.grids(made))
     elif what == "paper":
         file, table, *keys = name.split()
         yield from (

@@ -272,7 +272,8 @@ def fit(
         return policy
     source = Source(logits, options, labels, example_ids)
     if method in METHODS and METHODS[method].reads not in (source.gives, "neither"):
-        raise ConfigError(f"{source.path}: method {method} {LACKING[METHODS[method].reads]}")
+        remedy = "; fit its answers in words with method answers" if source.has_answers else ""
+        raise ConfigError(f"{source.path}: method {method} {LACKING[METHODS[method].reads]}{remedy}")
     if options.is_ours:
         require_fit(options, len(source.models))
     if options.searches:

@@ -25,6 +25,9 @@ N_FOLDS, N_RAMPS = 5, 8
 MOST_CHOOSING = 4000
 # Shares are kept so far from 0 and 1, of which the log odds are infinite.
 _LEAST_SHARE = 1e-3
+# Slopes are at least this: rows whose confidences differ then differ in their log odds, and any budget can be spent. A
+# slope of 0 would leave a third of the rows at one probability, which a threshold cannot divide.
+_LEAST_SLOPE = 1e-3
 _MOST_STEPS, _TOLERANCE, _SHORTEST = 100, 1e-9, 1e-10
 
 
@@ -120,25 +123,25 @@ class Correctness:
         return odds
 
 
-def _terms(signals: Floats, flags: Bools, scales: Sequence[Scale], form: Form) -> Iterator[tuple[Floats, bool]]:
-    """Yield the terms of rows, float64 (n,), each with whether its weight must not be negative."""
+def _terms(signals: Floats, flags: Bools, scales: Sequence[Scale], form: Form) -> Iterator[tuple[Floats, float]]:
+    """Yield the terms of rows, float64 (n,), each with its least weight."""
     for values, scale in zip(signals.T, scales, strict=True):
         scaled = scale(values)
         lacking = np.isnan(scaled)
         linear = np.where(lacking, 0.0, scaled)
         if flags.shape[1]:  # a slope for each value of the first flag
-            yield linear * flags[:, 0], True
-            yield linear * ~flags[:, 0], True
+            yield linear * flags[:, 0], _LEAST_SLOPE
+            yield linear * ~flags[:, 0], _LEAST_SLOPE
         else:
-            yield linear, True
+            yield linear, _LEAST_SLOPE
         if form == "ramps":
             filled = np.where(lacking, scale.knots[0] if scale.knots else 0.0, scaled)
             for low, high in zip(scale.knots[:-1], scale.knots[1:], strict=True):
-                yield np.clip((filled - low) / (high - low), 0.0, 1.0), True
+                yield np.clip((filled - low) / (high - low), 0.0, 1.0), 0.0
         if scale.may_lack:
-            yield lacking.astype(np.float64), False
+            yield lacking.astype(np.float64), -np.inf
     for flag in flags.T:
-        yield flag.astype(np.float64), False
+        yield flag.astype(np.float64), -np.inf
 
 
 def fit_correctness(
@@ -186,32 +189,28 @@ def _chosen(signals: Floats, flags: Bools, right: Bools, plain: int) -> tuple[Fo
         seen, held_out = folds != fold, folds == fold
         scales = _scales(signals[seen], plain)
         for form in FORMS:
-            design, bounded = _design(signals, flags, scales, form)
+            design, lowest = _design(signals, flags, scales, form)
             weights: Floats | None = None
             for penalty in PENALTIES[::-1]:
-                weights = _solve(design[seen], bounded, right[seen], penalty, weights)
+                weights = _solve(design[seen], lowest, right[seen], penalty, weights)
                 signed = np.where(right[held_out], -1.0, 1.0) * np.vecdot(design[held_out], weights)
                 losses[form, penalty] += float(np.logaddexp(0.0, signed).sum())
     return min(losses, key=losses.__getitem__)
 
 
-def _design(signals: Floats, flags: Bools, scales: Sequence[Scale], form: Form) -> tuple[Floats, list[bool]]:
-    """Return the terms of rows as columns after one of ones, float64 (n, P), and whose weights are not negative."""
+def _design(signals: Floats, flags: Bools, scales: Sequence[Scale], form: Form) -> tuple[Floats, Floats]:
+    """Return the terms of rows as columns after one of ones, float64 (n, P), and their least weights, float64 (P,)."""
     terms = list(_terms(signals, flags, scales, form))
-    return np.column_stack([np.ones(len(signals)), *(term for term, _ in terms)]), [
-        False,
-        *(rises for _, rises in terms),
-    ]
+    lowest = np.array([-np.inf, *(least for _, least in terms)])
+    return np.column_stack([np.ones(len(signals)), *(term for term, _ in terms)]), lowest
 
 
-def _solve(
-    design: Floats, bounded: Sequence[bool], right: Bools, penalty: float, start: Floats | None = None
-) -> Floats:
+def _solve(design: Floats, lowest: Floats, right: Bools, penalty: float, start: Floats | None = None) -> Floats:
     """Return the weights, float64 (P,), the intercept's first, by projected Newton steps (Bertsekas, 1982)."""
     from scipy.special import expit
 
     n, p = design.shape
-    signs, penalties, lowest = np.where(right, 1.0, -1.0), np.full(p, penalty), np.where(bounded, 0.0, -np.inf)
+    signs, penalties = np.where(right, 1.0, -1.0), np.full(p, penalty)
     penalties[0] = 0.0
 
     def loss(weights: Floats) -> float:
@@ -219,7 +218,7 @@ def _solve(
         margins = np.append(signs * np.vecdot(design, weights), [weights[0], -weights[0]])
         return float(np.logaddexp(0.0, -margins).sum() + 0.5 * penalties @ weights**2)
 
-    weights = np.zeros(p) if start is None else start
+    weights = np.maximum(np.zeros(p), lowest) if start is None else start
     value = loss(weights)
     for _ in range(_MOST_STEPS):
         shares, of_centre = expit(np.vecdot(design, weights)), expit(weights[0])

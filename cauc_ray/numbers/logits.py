@@ -74,7 +74,7 @@ def real_options(logits: Floats, kind: LogitKind = "raw") -> Floats:
 
     Args:
         logits: Logits, float (n, K), returned as they are if they have no masks.
-        kind: Their kind; of log-probabilities only MASKS are masks.
+        kind: Their kind; of log-probabilities only MASKS are masks, and VECTOR_KINDS have none.
 
     >>> real_options(np.array([[1.0, -4000.0, -1e9]])).tolist()
     [[1.0, -4000.0, -inf]]
@@ -82,7 +82,7 @@ def real_options(logits: Floats, kind: LogitKind = "raw") -> Floats:
     logits = np.asarray(logits)
     if logits.dtype.kind != "f":
         logits = logits.astype(np.float64)
-    if not logits.size:
+    if not logits.size or kind in VECTOR_KINDS:
         return logits
     # In float64: float32 would round the difference between the largest value and a mask.
     lowest, highest = np.minimum.reduce(logits, axis=None), np.maximum.reduce(logits, axis=None)

@@ -17,14 +17,15 @@ from jobs.paper.tables import CONTENTS
 
 def page_numbers(made: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of a paper.json that pages show: its tables, to six digits."""
-    return {"seeds": made["config"]["seeds"], "tables": _rounded(made["tables"])}
+    return {"seeds": made["config"]["seeds"], "tables": rounded(made["tables"])}
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Return numbers, in lists and mappings too, to six digits."""
     if isinstance(value, dict):
-        return {key: _rounded(of) for key, of in value.items()}
+        return {key: rounded(of) for key, of in value.items()}
     if isinstance(value, list):
-        return [_rounded(of) for of in value]
+        return [rounded(of) for of in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 

@@ -217,7 +217,7 @@ def write_mmlu_pro(clone: Path, output: Path) -> None:
         for model, price in MMLU_PRO.items():
             rows = read_csv(clone / "results" / f"mmlu_pro_{model}_eval_all_None.csv")
             answers, right = (
-                rows[f"{which}_answer"].to_numpy(zero_copy_only=False) for which in ("extracted", "correct")
+                rows[f"{role}_answer"].to_numpy(zero_copy_only=False) for role in ("extracted", "correct")
             )
             confidences = {of: rows[CONFIDENCES[of]].cast(pa.float64()).to_numpy() for of in chosen}
             costs = 1000 * price * 1e-6 * rows["token_length"].to_numpy()

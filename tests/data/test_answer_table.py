@@ -96,7 +96,7 @@ def test_each_method_is_refused_on_the_table_that_it_cannot_read(tmp_path, capsy
     for split in ("calibration", "validation"):
         for model, cost in (("a", 1.0), ("b", 9.0)):
             written(tmp_path, model, ["x", "y"] * 30, [True, False] * 30, split=split, cost=cost)
-    with pytest.raises(CaucError, match="base reads models' logits"):
+    with pytest.raises(CaucError, match=r"method base reads.*method answers"):
         cauc_ray.fit(tmp_path, method="base")
     with pytest.raises(CaucError, match="answers reads answers in words"):
         cauc_ray.fit(cauc_ray.sample_logits(), method="answers")

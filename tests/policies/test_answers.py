@@ -9,7 +9,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 
 import cauc_ray
-from cauc_ray.data.answer_table import write_answers
+from cauc_ray.data.answer_table import AnswerTable, write_answers
 from cauc_ray.errors import PolicyError
 from cauc_ray.numbers.correctness import fit_correctness
 
@@ -87,6 +87,15 @@ def test_probabilities_rise_with_each_confidence_and_no_model_is_infallible():
     assert 0.97 < certain[:100].mean() < 1 - 1 / 1000
 
 
+def test_rows_of_different_confidences_have_different_probabilities_so_that_any_budget_can_be_spent():
+    rng = np.random.default_rng(0)
+    graded, misleading = rng.integers(8, 11, 300) / 10, rng.random(300)
+    right = rng.random(300) < 0.4 + 0.5 * (graded > 0.85) - 0.3 * misleading
+    signals, none = np.column_stack([misleading, graded]), np.zeros((300, 0), dtype=bool)
+    odds = fit_correctness(signals, none, right).log_odds(signals, none)
+    assert len(np.unique(odds)) == 300
+
+
 def test_a_cascade_keeps_its_budget_and_beats_raw_confidences_and_random_routing(tmp_path):
     policy = cauc_ray.fit(table_of(tmp_path), budget=10.0)
     assert policy.method == "answers"
@@ -104,6 +113,25 @@ def test_a_hundred_rows_are_enough(tmp_path):
     policy = cauc_ray.fit(table_of(tmp_path, calibration=100, validation=100, test=4000), rule="confidence")
     evaluation = cauc_ray.evaluate(tmp_path, policy, split="test")
     assert evaluation.measures.accuracy.value > evaluation.models[0].accuracy.value + 0.1
+
+
+@pytest.mark.parametrize("budget", [2.0, 6.0, 14.0])
+def test_no_other_threshold_is_more_accurate_within_the_budget(tmp_path, budget):
+    models = ["small", "large"]
+    folder = table_of(tmp_path, calibration=200, validation=120)
+    policy = cauc_ray.fit(folder, models=models, rule="confidence", budget=budget)
+    chain = AnswerTable(folder).read_chain(models, "validation")
+    answers = dict(zip(models, chain.logits, strict=True))
+
+    def measured(threshold):
+        replayed = policy.with_threshold(threshold).predict(answers)
+        return (replayed.prediction == chain.labels).mean(), replayed.cost.mean()
+
+    early = policy.with_threshold(0.0).predict(answers).confidence
+    points = [measured(threshold) for threshold in (*np.unique(early), 1.01)]
+    accuracy, cost = measured(policy.threshold)
+    assert cost <= budget
+    assert accuracy == max(accuracy for accuracy, cost in points if cost <= budget)
 
 
 def test_certificates_of_answers_hold_at_their_level(tmp_path):
