@@ -244,8 +244,8 @@ def _note(work: Collection, order: Sequence[str], out: AnyPath, rows: Dataset) -
     kind = work.stage.model.answers_kind
     source = f"{record.source}; {record.logit_kind}"
     declared = PoolModel(name=name, cost=cost, source=source, logit_kind=kind, dtype=record.dtype, noise=record.noise)
-    said = work.stage.model.said
-    asked = {"rule": said.rule, "confidences": list(said.confidences)} if said else {}
+    answer_format = work.stage.model.answer_format
+    asked = {"rule": answer_format.rule, "confidences": list(answer_format.confidences)} if answer_format else {}
     models = [declared.model_copy(update={"prompt": work.stage.model.shown, **asked})]
     for model in before.models if before else []:
         if before is not None and model.name != name:

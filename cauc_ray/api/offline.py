@@ -278,19 +278,19 @@ def fit(
         require_fit(options, len(source.models))
     if options.searches:
         check_pool(source.models)
-    chain_search, rule = None, options.threshold_rule
+    chain_search, choice = None, options.threshold_rule
     if options.searches:
         chain_search = search_chains(
-            options.method, *_pool(options, source), rule, validation_split, calibrator=calibrator
+            options.method, *_pool(options, source), choice, validation_split, calibrator=calibrator
         )
-        rule = of_sub_chains(rule, len(source.models))
+        choice = of_sub_chains(choice, len(source.models))
         # Read again: an example that only other models failed on counts here.
         source = source.of_models(chain_search.chosen.models)
         options = options.model_copy(update={"method": chain_search.chosen.method})
     if options.is_ours and options.embedding is None:
         splits = source.read(source.models, source.costs)
         segments = _segments(logits, options.by, [source.origin(split) for split in source.splits])
-        policy = _with_prompts(fit_chains(options, rule, *splits, segments), logits)
+        policy = _with_prompts(fit_chains(options, choice, *splits, segments), logits)
         policy = _with_noise(policy, logits, splits[-1] or splits[0])
     else:
         policy = _fit_method(options, source, logits)
@@ -368,7 +368,7 @@ def _segments_of_arrays(arrays: Mapping[str, Any], name: str, chain: Chain, posi
     """Return the segments of a chain of arrays by one of them.   positions: of the arrays' rows in the chain, (N,)."""
     if name not in arrays:
         raise ConfigError(
-            f"by: {unknown_name('array', name, [other for other in arrays if other not in chain.models])}"
+            f"by: {unknown_name('array', name, [array for array in arrays if array not in chain.models])}"
         )
     values = np.asarray(arrays[name])
     if values.shape != positions.shape:
@@ -612,7 +612,8 @@ def fit_shards(
     read_s = time.perf_counter() - started
     with _sharded(heads, options, on_pass) as (held, chains):
         started = time.perf_counter()
-        policy = fit_chains(options, options.threshold_rule, *chains)
+        validation = chains[1] if len(chains) > 1 else None
+        policy = fit_chains(options, options.threshold_rule, chains[0], validation)
         fit_s = time.perf_counter() - started
     return Calibration(policy, tuple(map(len, heads)), held.watched, read_s, fit_s)
 

@@ -52,7 +52,7 @@ def require_agreement(stages: tuple[StageSpec, ...], policy: Policy) -> None:
     compared.
     """
     for spec, stage, fitted in zip(stages, policy.stages, policy.logit_kinds, strict=True):
-        stage.require_said(spec.model.said)
+        stage.require_format(spec.model.answer_format)
         logit_kind = spec.model.answers_kind
         if fitted != logit_kind:
             raise PolicyError(
@@ -404,7 +404,7 @@ class Worker:
     def _with_said(self, before: Any, answers: Answers, carried: Bools) -> npt.NDArray[Any]:
         """Return what stages up to this one have said of deferred rows, object (m,), for people."""
         rows = np.flatnonzero(carried).tolist()
-        names = self._spec.model.said.confidences if self._spec.model.said else ()
+        names = self._spec.model.answer_format.confidences if self._spec.model.answer_format else ()
         numbers, texts = confidences_in(answers.logits[rows]), answers.texts or ()
         column = np.empty(len(rows), dtype=object)
         for place, row in enumerate(rows):

@@ -32,7 +32,7 @@ class AnswerRule:
     | `regex:PATTERN` | the first group of the pattern's last match, else the match |
     | `module:name` | as for exact; the function says of an answer and its row whether it is right |
 
-    An answer without a normal form is no answer. A right one has the normal form of the reference.
+    An answer without a normal form counts as none. A right one has the normal form of the reference.
     """
 
     def __init__(self, text: str) -> None:

@@ -31,7 +31,7 @@ from cauc_ray.numbers.answer_keys import (
     NO_ANSWER,
     NONE_RIGHT,
     WRONG,
-    Said,
+    AnswerFormat,
     agreement_keys,
     answer_keys,
     answer_vectors,
@@ -65,7 +65,7 @@ class AnswerTable(LogitTable):
         """Open a table. Raises DataError as LogitTable does, ConfigError for a kind of logits."""
         super().__init__(path)
         if logit_kind is not None:
-            raise ConfigError(f"{self.path} has answers in words, which are no logits: leave the kind of logits out")
+            raise ConfigError(f"{self.path} has answers in words in place of logits: leave the kind of logits out")
         self.kinds = dict.fromkeys(self.models, ANSWERS)
         self.facts = {model.name: model for model in self.info.models} if self.info else {}
 
@@ -98,7 +98,7 @@ class AnswerTable(LogitTable):
             raise DataError(f"{source}: example {duplicate!r} is a duplicate")
         texts = table.column(ANSWER).to_numpy()
         correct = pc.cast(table.column(CORRECT), pa.int8()).fill_null(-1).to_numpy()
-        vectors = vectors_of(table, Said(self.rule(model), names))
+        vectors = vectors_of(table, AnswerFormat(self.rule(model), names))
         refuse_rows(
             source,
             ids,
@@ -153,10 +153,10 @@ class AnswerTable(LogitTable):
             raise DataError(f"{source}: no example was answered by all of {', '.join(models)}")
         if len(left[0].example_ids) < max(len(of.example_ids) for of in rows):
             warn(f"{source}: {len(failed):,} examples are left out because some model of the chain failed on them")
-        labels, said = _labels(left)
+        labels, named = _labels(left)
         vectors = [
             answer_vectors(agreement_keys(of.logits), confidences_in(of.logits), of_model)
-            for of, of_model in zip(left, said, strict=True)
+            for of, of_model in zip(left, named, strict=True)
         ]
         reported = [of.costs for of in left]
         if costs is None:
@@ -188,14 +188,14 @@ def _labels(rows: Sequence[AnswerRows]) -> tuple[Ints, list[Ints]]:
     labels = np.where(right.any(axis=1), keys[n, right.argmax(axis=1)], NONE_RIGHT).astype(np.int32)
     for column in range(len(rows)):  # an answer of a model that is not judged may be one that is, by another model
         same = (keys == keys[:, [column]]) & (correct >= 0)
-        known = correct[n, same.argmax(axis=1)]
-        judged = np.where(same.any(axis=1), known, np.where(keys[:, column] == NO_ANSWER, 0, -1))
+        of_same = correct[n, same.argmax(axis=1)]
+        judged = np.where(same.any(axis=1), of_same, np.where(keys[:, column] == NO_ANSWER, 0, -1))
         correct[:, column] = np.where(correct[:, column] < 0, judged, correct[:, column])
     labels[(correct < 0).any(axis=1)] = UNKNOWN_LABEL
     same_words = keys == labels[:, None]
-    said = np.where(correct == 1, labels[:, None], np.where(same_words, WRONG, keys))
-    said = np.where(labels[:, None] == UNKNOWN_LABEL, keys, said)
-    return labels, list(said.astype(np.int32).T)
+    named = np.where(correct == 1, labels[:, None], np.where(same_words, WRONG, keys))
+    named = np.where(labels[:, None] == UNKNOWN_LABEL, keys, named)
+    return labels, list(named.astype(np.int32).T)
 
 
 def _first_file(table: AnyPath, model: str) -> AnyPath | None:
@@ -229,10 +229,10 @@ def table_info(path: str | AnyPath) -> TableInfo | None:
     info, table = read_info(path), open_table(path)
     if not isinstance(table, AnswerTable):
         return info
-    known = table.facts | {name: PoolModel(name=name, cost=0.0) for name in table.models if name not in table.facts}
+    facts = table.facts | {name: PoolModel(name=name, cost=0.0) for name in table.models if name not in table.facts}
     models = [
         model.model_copy(update={"rule": table.rule(name), "confidences": list(table.confidences(name))})
-        for name, model in known.items()
+        for name, model in facts.items()
         if name in table.models
     ]
     return (info or TableInfo(cost_unit="", models=[])).model_copy(update={"models": models})
@@ -293,7 +293,7 @@ def words_columns(
     labels: Ints | None,
     vectors: Sequence[Floats],
     texts: Sequence[str | None],
-    said: Said,
+    answer_format: AnswerFormat,
     costs: Floats | None,
 ) -> pa.Table:
     """Return rows of an answer table from what a model has given: answers are right whose key is the label.
@@ -303,11 +303,11 @@ def words_columns(
         labels: Keys of right answers, int (N,), UNKNOWN_LABEL where there is none; None for none.
         vectors: Of the answers, N.
         texts: The answers (N,).
-        said: Of the model.
+        answer_format: Of the model.
         costs: Of each call, float (N,); None without.
     """
-    whole = np.reshape(np.array(vectors, dtype=np.float32), (len(texts), N_KEYS + len(said.confidences)))
-    confidences = dict(zip(said.confidences, confidences_in(whole).T, strict=True))
+    whole = np.reshape(np.array(vectors, dtype=np.float32), (len(texts), N_KEYS + len(answer_format.confidences)))
+    confidences = dict(zip(answer_format.confidences, confidences_in(whole).T, strict=True))
     correct: list[bool | None] = [None] * len(texts)
     if labels is not None:
         right = (agreement_keys(whole) == labels).tolist()
@@ -315,10 +315,10 @@ def words_columns(
     return answer_columns(example_ids, texts, confidences, correct, costs)
 
 
-def vectors_of(table: pa.Table, said: Said) -> Floats:
+def vectors_of(table: pa.Table, answer_format: AnswerFormat) -> Floats:
     """Return the vectors of an answer table's rows, float32 (n, N_KEYS + C)."""
-    keys = answer_keys(rule_of(said.rule).forms(table.column(ANSWER).to_pylist()))
-    columns = [table.column(f"{CONFIDENCE}{name}").cast(pa.float64()).to_numpy() for name in said.confidences]
+    keys = answer_keys(rule_of(answer_format.rule).forms(table.column(ANSWER).to_pylist()))
+    columns = [table.column(f"{CONFIDENCE}{name}").cast(pa.float64()).to_numpy() for name in answer_format.confidences]
     return answer_vectors(keys, np.column_stack(columns) if columns else np.zeros((len(keys), 0)))
 
 

@@ -283,9 +283,13 @@ class CollectedTables(Sink):
             answers: The answers by position.
             reasons: Why rows have failed, by position.
         """
-        names, is_model, said = example_ids.to_pylist(), self._work.kind == "model", self._work.stage.model.said
+        names, is_model, answer_format = (
+            example_ids.to_pylist(),
+            self._work.kind == "model",
+            self._work.stage.model.answer_format,
+        )
         for row, logits in answers.rows.items():
-            if labels is not None and is_model and said is None and labels[row] >= len(logits):
+            if labels is not None and is_model and answer_format is None and labels[row] >= len(logits):
                 reasons[row] = f"its label {labels[row]} is outside its {len(logits)} options"
         failed, by_stage = failed_rows(names, [(row, self._work.name, why) for row, why in reasons.items()])
         rows = [row for row in range(len(names)) if row not in reasons]
@@ -295,14 +299,16 @@ class CollectedTables(Sink):
             labelled = None if labels is None else labels[rows]
             reported = answers.costs and self._work.calls_report_costs
             costs = np.array([answers.costs[row] for row in rows]) if reported else None
-            if said is None:
+            if answer_format is None:
                 table = logit_columns(ids, labelled, vectors, costs)
             else:
-                table = words_columns(ids, labelled, vectors, [answers.texts[row] for row in rows], said, costs)
+                table = words_columns(
+                    ids, labelled, vectors, [answers.texts[row] for row in rows], answer_format, costs
+                )
             if labelled is not None:
                 kind = self._work.stage.model.answers_kind
-                own = [own_answer(vector[None], kind)[0] for vector in vectors]
-                right = sum(label == answer for label, answer in zip(labelled, own, strict=True))
+                chosen = [own_answer(vector[None], kind)[0] for vector in vectors]
+                right = sum(label == answer for label, answer in zip(labelled, chosen, strict=True))
                 sums |= {"labelled": int((labelled >= 0).sum()), "right": int(right)}
             if costs is not None:
                 sums |= {"paid": len(costs), "cost": float(costs.sum())}
@@ -472,16 +478,19 @@ def _keys(ids: pa.Array, digests: pa.Array) -> pa.Array:
 def _answers(work: Collection, splits: Iterable[str], carried: AnyPath) -> pa.Table:
     """Return the answers of some splits and those that were carried over: example_id, input, values, cost."""
     tables = [read_parquet(carried)] if carried.is_file() else []
-    column, said = "logits" if work.kind == "model" else "embedding", work.stage.model.said
+    column = "logits" if work.kind == "model" else "embedding"
+    answer_format = work.stage.model.answer_format
     for rows, inputs in (part for split in splits for part in work.parts(split).read()):
         costs = rows.column("cost") if "cost" in rows.column_names else pa.nulls(len(rows), pa.float32())
         columns = {
             "example_id": rows.column("example_id"),
             "input": inputs,
-            "values": rows.column(column) if said is None else float_lists(list(vectors_of(rows, said))),
+            "values": rows.column(column)
+            if answer_format is None
+            else float_lists(list(vectors_of(rows, answer_format))),
             "cost": costs,
         }
-        columns |= {} if said is None else {"text": rows.column(ANSWER)}
+        columns |= {} if answer_format is None else {"text": rows.column(ANSWER)}
         tables.append(pa.table(columns))
     return pa.concat_tables(tables).combine_chunks()
 

@@ -16,7 +16,7 @@ from cauc_ray.data.answer_rules import rule_of
 from cauc_ray.models.chat import without_thoughts
 from cauc_ray.models.prompts import ImagePromptSpec
 from cauc_ray.models.words import Words
-from cauc_ray.numbers.answer_keys import Said
+from cauc_ray.numbers.answer_keys import AnswerFormat
 from cauc_ray.numbers.logits import ANSWERS, LogitKind
 
 Confidence: TypeAlias = Literal["sequence", "mean", "verbal", "samples"]
@@ -114,9 +114,9 @@ class GeneratingSpec(ImagePromptSpec):
         return self
 
     @property
-    def said(self) -> Said | None:
+    def answer_format(self) -> AnswerFormat | None:
         """Return how it answers in words."""
-        return None if self.generate is None else self.generate.said
+        return None if self.generate is None else self.generate.answer_format
 
     @property
     def answers_kind(self) -> LogitKind:
@@ -190,7 +190,7 @@ def answer_of(asked: Generation, samples: Sequence[Sample]) -> tuple[str | None,
         "sequence": _mean([sum(logprobs) for logprobs in scored]),
         "mean": _mean([sum(logprobs) / len(logprobs) for logprobs in scored]),
     }
-    return agreeing[0].text, [values[name] for name in asked.said.confidences]
+    return agreeing[0].text, [values[name] for name in asked.answer_format.confidences]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from cauc_ray.errors import ConfigError, require_packages, unknown_name
 from cauc_ray.files.paths import AnyPath, RemotePath, content_digest, path_from
 from cauc_ray.models.answers import Model
-from cauc_ray.numbers.answer_keys import Said
+from cauc_ray.numbers.answer_keys import AnswerFormat
 from cauc_ray.numbers.logits import LogitKind
 
 
@@ -196,7 +196,7 @@ class KindSpec(Section):
         return self.LOGITS
 
     @property
-    def said(self) -> Said | None:
+    def answer_format(self) -> AnswerFormat | None:
         """Return how it answers in words; None for models that score options, and where it is unknown."""
         return None
 

@@ -17,7 +17,7 @@ from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.models.answers import SAID, Answers, Batch, Model, ModelFacts, batch_size, require_columns
 from cauc_ray.models.kind import InputColumns, KindSpec, Location, Placement
 from cauc_ray.models.words import ANSWER, Rule, in_words
-from cauc_ray.numbers.answer_keys import Said
+from cauc_ray.numbers.answer_keys import AnswerFormat
 from cauc_ray.numbers.logits import ANSWERS, LogitKind
 
 ASKED, ANSWERED, SUFFIX = "asked", "answered", ".jsonl"
@@ -34,9 +34,9 @@ class SilentSpec(KindSpec):
     rule: Rule = DEFAULT_RULE
 
     @property
-    def said(self) -> Said:
+    def answer_format(self) -> AnswerFormat:
         """Return that it says how sure it is of nothing."""
-        return Said(self.rule, ())
+        return AnswerFormat(self.rule, ())
 
 
 class HumanSpec(SilentSpec):
@@ -81,7 +81,7 @@ class Nobody(Model):
     """Has no answer."""
 
     def __init__(self, spec: AbstainSpec, placement: Placement) -> None:
-        self.facts, self._words = ModelFacts("nobody", ANSWERS), spec.said
+        self.facts, self._words = ModelFacts("nobody", ANSWERS), spec.answer_format
 
     def __call__(self, batch: Batch) -> Answers:
         """Return that rows have no answer, at no cost."""
@@ -111,7 +111,7 @@ class Human(Model):
         self._ask(batch, ids, waiting)
         why = f"it waits for a person, who answers by {self._queue / ANSWERED}"
         texts = [answered.get(example) for example in ids]
-        return in_words(texts, {}, self._spec.said, dict.fromkeys(waiting, why), waiting=frozenset(waiting))
+        return in_words(texts, {}, self._spec.answer_format, dict.fromkeys(waiting, why), waiting=frozenset(waiting))
 
     def _answers(self) -> dict[str, str | None]:
         """Return the answers that have come by the ids of their rows: the last of several."""

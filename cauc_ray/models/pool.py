@@ -371,7 +371,11 @@ class Pool(PromptSettings):
             raise ValueError(f"two stages are named {repeated[0]!r}")
         for stage in self.stages:
             spec = stage.model
-            if isinstance(spec, LanguageSpec) and self.task != "multiple-choice" and not (spec.labels or spec.said):
+            if (
+                isinstance(spec, LanguageSpec)
+                and self.task != "multiple-choice"
+                and not (spec.labels or spec.answer_format)
+            ):
                 raise ValueError(f"stage {stage.name!r} is a language model: it needs labels to choose from")
             if unused := stage.model_fields_set & PromptSettings.model_fields.keys():
                 raise ValueError(f"stage {stage.name!r}: a model of kind {spec.kind!r} takes no {min(unused)}")
@@ -383,19 +387,21 @@ class Pool(PromptSettings):
             raise ValueError("labels are names of classes; in multiple-choice, choices name themselves")
         if len({len(labels) for labels in self._all_labels}) > 1:
             raise ValueError("stages differ in their number of labels")
-        silent = [stage.name for stage in self.stages if (stage.model.said is None) == (self.task == "generation")]
+        silent = [
+            stage.name for stage in self.stages if (stage.model.answer_format is None) == (self.task == "generation")
+        ]
         if silent:
             verb = "scores options" if self.task == "generation" else "answers in words"
             raise ValueError(f"stage {silent[0]!r} {verb}: task generation is for stages that all answer in words")
-        if len({stage.model.said.rule for stage in self.stages if stage.model.said is not None}) > 1:
+        if len({stage.model.answer_format.rule for stage in self.stages if stage.model.answer_format is not None}) > 1:
             raise ValueError("stages differ in the rule by which answers are the same")
         return self
 
     @property
     def rule(self) -> str | None:
         """Return the rule by which its models' answers in words are the same; None where they score options."""
-        said = self.stages[0].model.said
-        return None if said is None else said.rule
+        answer_format = self.stages[0].model.answer_format
+        return None if answer_format is None else answer_format.rule
 
     @property
     def _all_labels(self) -> list[tuple[str, ...]]:

@@ -223,7 +223,7 @@ class LanguageSpec(PromptSettings, KindSpec):
             missing = sorted((self.columns_read.required - self.image_columns | {"label"}) - example.keys())
             if missing:
                 raise ValueError(f"example {index} has no {missing[0]!r}; it has {', '.join(sorted(example))}")
-            if self.said is None:
+            if self.answer_format is None:
                 self.label_of(index, example)
         return self
 
@@ -248,7 +248,7 @@ class LanguageSpec(PromptSettings, KindSpec):
     @property
     def offers_choices(self) -> bool:
         """Return whether a row's own choices are the options."""
-        return self.labels is None and self.said is None
+        return self.labels is None and self.answer_format is None
 
     @property
     def image_columns(self) -> frozenset[str]:
@@ -326,7 +326,7 @@ class Prompts:
         """Return what is asked as one text, with columns by their names, and with all that tells labels apart."""
         names, text = self._spec.label_names or (), self._with == "text"
         asked = f"{self.head}{self._spec.template.rstrip()}"
-        if self._spec.said is not None:
+        if self._spec.answer_format is not None:
             return asked
         answer = f"<{' | '.join(names) if text and names else self._with}>"
         rows = "" if names or text else "\n{{ choices }}"
@@ -369,7 +369,7 @@ class Prompts:
             text = self._template.render({**values, "options": self._listing(options).rstrip()}).rstrip()
             return text if answer is None else f"{text} {answer}\n\n"
         text = f"{self._template.render(values).rstrip()}\n"
-        if self._spec.said is not None and answer is None:
+        if self._spec.answer_format is not None and answer is None:
             return text.rstrip()
         if self._spec.offers_choices:
             text += self._listing(options)
@@ -393,7 +393,7 @@ class Prompts:
             head = f"Options:\n{self._listing(names)}\n"
         for index, example in enumerate(spec.examples):
             options, answer = list[str](), str(example["label"])
-            if spec.said is None:
+            if spec.answer_format is None:
                 options = [option.strip() for option in names or example["choices"]]
                 right = spec.label_of(index, example)
                 answer = LETTERS[right] if self._with == "letter" else options[right]

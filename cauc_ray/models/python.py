@@ -25,7 +25,7 @@ from cauc_ray.models.answers import (
 from cauc_ray.models.kind import DeclaringSpec, Placement
 from cauc_ray.models.prompts import Labelled
 from cauc_ray.models.words import Words, read_words
-from cauc_ray.numbers.answer_keys import Said
+from cauc_ray.numbers.answer_keys import AnswerFormat
 from cauc_ray.numbers.logits import ANSWERS, LogitKind
 
 
@@ -62,9 +62,9 @@ class PythonSpec(Labelled, DeclaringSpec):
         return super().answers_kind if self.words is None else ANSWERS
 
     @property
-    def said(self) -> Said | None:
+    def answer_format(self) -> AnswerFormat | None:
         """Return how it answers in words."""
-        return None if self.words is None else self.words.said
+        return None if self.words is None else self.words.answer_format
 
     @property
     def import_paths(self) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ def load(spec: PythonSpec, placement: Placement) -> Model:
     """Import the factory and call it. Raises ConfigError if it cannot be imported or does not return a callable."""
     function = called(imported(spec.factory), spec.kwargs, placement)
     kind = spec.logit_kind if spec.words is None else ANSWERS
-    return python_model(function, f"python {spec.factory}", kind, spec.label_names, spec.said)
+    return python_model(function, f"python {spec.factory}", kind, spec.label_names, spec.answer_format)
 
 
 def imported(factory: str, what: str = "factory") -> Callable[..., object]:
@@ -108,20 +108,20 @@ def python_model(
     source: str,
     logit_kind: LogitKind | None = None,
     labels: tuple[str, ...] | None = None,
-    said: Said | None = None,
+    answer_format: AnswerFormat | None = None,
 ) -> Model:
     """Wrap what a factory returned as a model. Raises ConfigError if it is not callable."""
     if not callable(function):
         raise ConfigError(f"the factory of {source!r} returned {type(function).__name__}, which is not callable")
     kind = PreparingPythonModel if hasattr(function, "prepare") else PythonModel
-    return kind(function, ModelFacts(source, logit_kind or "as the model returns them", labels=labels), said)
+    return kind(function, ModelFacts(source, logit_kind or "as the model returns them", labels=labels), answer_format)
 
 
 class PythonModel(Model):
     """A user's callable whose answers are checked."""
 
-    def __init__(self, function: Any, facts: ModelFacts, said: Said | None = None) -> None:
-        self.function, self.facts, self._said = function, facts, said
+    def __init__(self, function: Any, facts: ModelFacts, answer_format: AnswerFormat | None = None) -> None:
+        self.function, self.facts, self._format = function, facts, answer_format
         self._is_checked = False
 
     def __call__(self, batch: Batch) -> Answers:
@@ -134,8 +134,8 @@ class PythonModel(Model):
         Raises ConfigError if labels of the first batch do not have the highest scores.
         """
         n, content = prepared
-        if self._said is not None:
-            return read_words(self.function(content), n, self._said)
+        if self._format is not None:
+            return read_words(self.function(content), n, self._format)
         answers = as_answers(self.function(content), n)
         if answers.labels is not None and not self._is_checked:
             require_same_labels(self.facts.source, answers, answers.labels, self.facts.labels)

@@ -80,8 +80,8 @@ class GeneratingModel(SamplingModel):
 
     def answers(self, n: int, inquiries: dict[int, Inquiry], faults: dict[int, str], costs: Floats | None) -> Answers:
         """Return the answers to the questions of n rows."""
-        assert self._spec.said is not None
-        words = self._spec.said
+        assert self._spec.answer_format is not None
+        words = self._spec.answer_format
         texts: list[str | None] = [None] * n
         confidences = np.full((n, len(words.confidences)), np.nan)
         for row, inquiry in inquiries.items():

@@ -207,7 +207,7 @@ class VllmGenerator(PreparingModel):
         else:
             texts = [question.text for question in questions.values()]
             outputs = self._engine.generate(texts, [self._params] * len(texts), **settings)
-        words = self._asked.said
+        words = self._asked.answer_format
         texts_of: list[str | None] = [None] * n
         confidences: dict[str, list[float]] = {name: [math.nan] * n for name in words.confidences}
         for row, output in zip(questions, outputs, strict=True):

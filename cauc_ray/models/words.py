@@ -12,7 +12,7 @@ from cauc_ray.data.answer_rules import DEFAULT_RULE, rule_of
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.answers import Answers
 from cauc_ray.models.kind import Section
-from cauc_ray.numbers.answer_keys import N_KEYS, Said, answer_keys, answer_vectors
+from cauc_ray.numbers.answer_keys import N_KEYS, AnswerFormat, answer_keys, answer_vectors
 from cauc_ray.numbers.types import Floats
 
 ANSWER, CONFIDENCE, COST = "answer", "confidence_", "cost"
@@ -42,15 +42,15 @@ class Words(Section):
     confidences: tuple[str, ...] = ()
 
     @property
-    def said(self) -> Said:
+    def answer_format(self) -> AnswerFormat:
         """Return it as a policy compares it."""
-        return Said(self.rule, tuple(sorted(self.confidences)))
+        return AnswerFormat(self.rule, tuple(sorted(self.confidences)))
 
 
 def in_words(
     texts: Sequence[str | None],
     confidences: Mapping[str, Floats | Sequence[float | None]],
-    said: Said,
+    answer_format: AnswerFormat,
     failures: Mapping[int, str] | None = None,
     **more: Any,
 ) -> Answers:
@@ -59,41 +59,41 @@ def in_words(
     Args:
         texts: (n,), None where it has no answer.
         confidences: By name, float (n,), NaN or None where it gave none.
-        said: The rule, and the names.
+        answer_format: The rule, and the names.
         failures: Why some rows could not be asked.
         **more: Other fields of Answers.
 
     Raises:
         DataError: A confidence is missing, unknown, infinite, or of another length.
     """
-    if sorted(confidences) != list(said.confidences):
+    if sorted(confidences) != list(answer_format.confidences):
         raise DataError(
             f"the model gave the confidences {', '.join(sorted(confidences)) or 'none'}, declared are "
-            f"{', '.join(said.confidences) or 'none'}"
+            f"{', '.join(answer_format.confidences) or 'none'}"
         )
     n = len(texts)
-    columns = [np.array(confidences[name], dtype=np.float64) for name in said.confidences]
-    for name, column in zip(said.confidences, columns, strict=True):
+    columns = [np.array(confidences[name], dtype=np.float64) for name in answer_format.confidences]
+    for name, column in zip(answer_format.confidences, columns, strict=True):
         if column.shape != (n,) or np.isinf(column).any():
             raise DataError(f"confidence {name!r} must be {n} finite numbers, NaN where there is none")
-    keys = answer_keys(rule_of(said.rule).forms(texts))
+    keys = answer_keys(rule_of(answer_format.rule).forms(texts))
     vectors = answer_vectors(keys, np.column_stack(columns) if columns else np.zeros((n, 0)))
     return Answers(vectors, texts=list(texts), failures=dict(failures or {}), **more)
 
 
-def read_words(output: object, n: int, said: Said) -> Answers:
+def read_words(output: object, n: int, answer_format: AnswerFormat) -> Answers:
     """Return what a user's callable has said of n rows.
 
     Args:
         output: A mapping with `answer`, `confidence_<name>` and perhaps `cost`, (n,) each.
         n: Number of rows.
-        said: The rule, and the names of the confidences.
+        answer_format: The rule, and the names of the confidences.
 
     Raises:
         DataError: It is no such mapping.
     """
     if isinstance(output, Answers):
-        if output.texts is None or np.shape(output.logits) != (n, N_KEYS + len(said.confidences)):
+        if output.texts is None or np.shape(output.logits) != (n, N_KEYS + len(answer_format.confidences)):
             raise DataError("Answers of a model that answers in words need texts")
         return output
     if not isinstance(output, Mapping) or ANSWER not in output:
@@ -113,4 +113,4 @@ def read_words(output: object, n: int, said: Said) -> Answers:
     costs = None if COST not in output else np.asarray(output[COST], dtype=np.float64)
     if costs is not None and (costs.shape != (n,) or not np.isfinite(costs).all() or (costs < 0).any()):
         raise DataError(f"the model returned costs that are not {n} finite numbers of at least 0")
-    return in_words(texts, confidences, said, costs=costs)
+    return in_words(texts, confidences, answer_format, costs=costs)

@@ -26,7 +26,7 @@ N_KEYS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class AnswerFormat:
     """How a model answers in words.
 
     Attributes:

@@ -20,7 +20,7 @@ from cauc_ray.errors import ConfigError, PolicyError, explain, warn
 from cauc_ray.files.documents import write_text
 from cauc_ray.files.entry_points import loaded, registered
 from cauc_ray.files.paths import AnyPath, path_of
-from cauc_ray.numbers.answer_keys import Said, said_keys
+from cauc_ray.numbers.answer_keys import AnswerFormat, said_keys
 from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind, Isotonic
 from cauc_ray.numbers.chain import LARGEST, Chain
 from cauc_ray.numbers.gains import Gains
@@ -116,7 +116,7 @@ class Stage(FrozenModel):
         """Return what its confidences are based on, next to its name."""
         return self.name if self.logit_kind == ANSWERS else f"{self.name}: logits"
 
-    def require_said(self, said: Said | None) -> None:
+    def require_format(self, answer_format: AnswerFormat | None) -> None:
         """Raise PolicyError where a model answers in words by another rule, or with other confidences."""
 
     def by_itself(self, logits: Floats) -> tuple[Ints, Floats, Floats]:

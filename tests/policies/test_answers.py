@@ -145,11 +145,11 @@ def test_certificates_of_answers_hold_at_their_level(tmp_path):
 
 
 def test_other_rules_and_confidences_than_those_of_the_fit_are_refused(tmp_path):
-    from cauc_ray.numbers.answer_keys import Said
+    from cauc_ray.numbers.answer_keys import AnswerFormat
 
     policy = cauc_ray.fit(table_of(tmp_path), models=["small", "large"])
     stage = policy.stages[0]
-    stage.require_said(Said("number", ("sequence", "verbal")))
-    for said in (Said("exact", ("sequence", "verbal")), Said("number", ("verbal",))):
+    stage.require_format(AnswerFormat("number", ("sequence", "verbal")))
+    for said in (AnswerFormat("exact", ("sequence", "verbal")), AnswerFormat("number", ("verbal",))):
         with pytest.raises(PolicyError, match="small"):
-            stage.require_said(said)
+            stage.require_format(said)

@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import Field
 
 from cauc_ray.errors import ConfigError, PolicyError
-from cauc_ray.numbers.answer_keys import NO_ANSWER, Said, agreement_keys, confidences_in, said_keys
+from cauc_ray.numbers.answer_keys import NO_ANSWER, AnswerFormat, agreement_keys, confidences_in, said_keys
 from cauc_ray.numbers.calibration import FitStatus
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain, ChainLogits
@@ -73,13 +73,13 @@ class AnswersStage(Stage):
         """Return what its confidence is based on: its name, and the names of the model's confidences."""
         return f"{self.name}: {', '.join(self.confidences or ())}" if self.confidences else self.name
 
-    def require_said(self, said: Said | None) -> None:
+    def require_format(self, answer_format: AnswerFormat | None) -> None:
         """Raise PolicyError where a model answers by another rule, or with other confidences, than was fitted on."""
-        if said is None:
+        if answer_format is None:
             return
         for what, now, fitted in (
-            ("the rule", said.rule, self.rule),
-            ("the confidences", said.confidences, self.confidences),
+            ("the rule", answer_format.rule, self.rule),
+            ("the confidences", answer_format.confidences, self.confidences),
         ):
             if fitted is not None and now != fitted:
                 raise PolicyError(
@@ -92,11 +92,11 @@ class AnswersStage(Stage):
 
         A raw confidence is the first that is a share; where there is none, the calibrated one.
         """
-        said, odds = said_keys(logits), self.odds_alone(logits)
+        keys, odds = said_keys(logits), self.odds_alone(logits)
         calibrated, signals = _probability(odds), confidences_in(logits)
         shares = (column for column, scale in zip(signals.T, self.alone.scales, strict=True) if scale.kind == "share")
         raw = next(shares, calibrated)
-        return said, calibrated, np.where(np.isnan(raw), calibrated, raw)
+        return keys, calibrated, np.where(np.isnan(raw), calibrated, raw)
 
     def odds_alone(self, logits: Floats) -> Floats:
         """Return the log odds that the model's answer is right by its confidences alone, float64 (n,)."""
@@ -114,33 +114,33 @@ class _Reading:
         held: Keys of the answer held, as vectors without confidences, float (n, N_KEYS).
         odds: Log odds of that answer, float64 (n,).
         agrees: Whether the model says the same, bool (n,).
-        others: Whether it says what another answer before was, bool (n,); false at the second stage.
+        repeats: Whether it says what another answer before was, bool (n,); false at the second stage.
     """
 
     vectors: Floats
     held: Floats
     odds: Floats
     agrees: Bools
-    others: Bools
+    repeats: Bools
 
     @classmethod
     def of(cls, stage: int, vectors: Floats, state: Floats) -> _Reading:
         """Return what a stage reads.   state: of its rows, float64 (n, S)."""
-        own, held = agreement_keys(vectors), state[:, : _N_HELD - 1]
-        agrees, others = own == agreement_keys(held), np.zeros(len(own), dtype=bool)
+        keys, held = agreement_keys(vectors), state[:, : _N_HELD - 1]
+        agrees, repeats = keys == agreement_keys(held), np.zeros(len(keys), dtype=bool)
         for earlier in range(stage):
             high, low = state[:, _N_HELD + 2 * earlier : _N_HELD + 2 * earlier + 2].T
-            others |= (own == ((high.astype(np.int64) << 16) | low.astype(np.int64))) & ~agrees
-        return cls(vectors, held, state[:, _N_HELD - 1], agrees, others)
+            repeats |= (keys == ((high.astype(np.int64) << 16) | low.astype(np.int64))) & ~agrees
+        return cls(vectors, held, state[:, _N_HELD - 1], agrees, repeats)
 
     def own_signals(self) -> tuple[Floats, Bools]:
         """Return the signals and flags of the model's own answer."""
         support = np.where(self.agrees, self.odds, -self.odds)
-        return np.column_stack([confidences_in(self.vectors), support]), np.column_stack([self.agrees, self.others])
+        return np.column_stack([confidences_in(self.vectors), support]), np.column_stack([self.agrees, self.repeats])
 
     def held_signals(self, alone: Floats) -> tuple[Floats, Bools]:
         """Return those of the answer held.   alone: log odds of the model's own answer by itself, float64 (n,)."""
-        return np.column_stack([self.odds, -alone]), self.others[:, None]
+        return np.column_stack([self.odds, -alone]), self.repeats[:, None]
 
 
 class AnswersPolicy(Policy):
@@ -184,15 +184,15 @@ def state_after(numbers: AnswersStage, stage: int, vectors: Floats, state: Float
         state: State before it, float64 (n, S); None at the first.
     """
     vectors = np.asarray(vectors, dtype=np.float64)
-    own, odds = vectors[:, : _N_HELD - 1], numbers.odds_alone(vectors)
+    newest, odds = vectors[:, : _N_HELD - 1], numbers.odds_alone(vectors)
     if state is None or numbers.informed is None or numbers.held is None:
-        return np.column_stack([own, odds, vectors[:, 2:4]])
+        return np.column_stack([newest, odds, vectors[:, 2:4]])
     state = state[:, : _N_HELD + 2 * stage]  # rows of other policies in the call may be wider
     reading = _Reading.of(stage, vectors, state)
     own_odds = np.where(odds == _NEVER, _NEVER, numbers.informed.log_odds(*reading.own_signals()))
     held_odds = np.where(reading.odds == _NEVER, _NEVER, numbers.held.log_odds(*reading.held_signals(odds)))
     takes = reading.agrees | (own_odds >= held_odds) | numbers.abstains
-    held = np.where(takes[:, None], own, reading.held)
+    held = np.where(takes[:, None], newest, reading.held)
     return np.column_stack([held, np.where(takes, own_odds, held_odds), state[:, _N_HELD:], vectors[:, 2:4]])
 
 
@@ -214,18 +214,25 @@ def fit_stages(chain: ChainLogits, like: Sequence[AnswersStage] = ()) -> list[An
     for index, vectors in enumerate(chain.logits):
         vectors = np.asarray(vectors, dtype=np.float64)
         template = like[index] if like else None
-        right, own = said_keys(vectors) == chain.labels, agreement_keys(vectors) != NO_ANSWER
+        right, answered = said_keys(vectors) == chain.labels, agreement_keys(vectors) != NO_ANSWER
         none = np.zeros((len(right), 0), dtype=bool)
         alone = fit_correctness(
-            confidences_in(vectors)[own], none[own], right[own], None if template is None else template.alone
+            confidences_in(vectors)[answered],
+            none[answered],
+            right[answered],
+            None if template is None else template.alone,
         )
-        entry: dict[str, Any] = _entry(chain, index) | {"alone": alone, "abstains": not own.any()}
+        entry: dict[str, Any] = _entry(chain, index) | {"alone": alone, "abstains": not answered.any()}
         stage = AnswersStage(**entry)
         if state is not None:
             reading = _Reading.of(index, vectors, state)
             signals, flags = reading.own_signals()
             entry["informed"] = fit_correctness(
-                signals[own], flags[own], right[own], None if template is None else template.informed, plain=1
+                signals[answered],
+                flags[answered],
+                right[answered],
+                None if template is None else template.informed,
+                plain=1,
             )
             differs = ~reading.agrees & (reading.odds > _NEVER)
             signals, flags = reading.held_signals(stage.odds_alone(vectors))
@@ -255,8 +262,8 @@ def _entry(chain: ChainLogits, index: int) -> dict[str, Any]:
 
 def _diagnosed(chain: ChainLogits, index: int, stage: AnswersStage) -> AnswersStage:
     """Return a stage with the diagnostics of its model's own confidences."""
-    said, calibrated, raw = stage.by_itself(chain.logits[index])
-    right = said == chain.labels
+    keys, calibrated, raw = stage.by_itself(chain.logits[index])
+    right = keys == chain.labels
     losses = [float(np.mean(-np.log(np.clip(np.where(right, p, 1 - p), 1e-12, 1)))) for p in (raw, calibrated)]
     diagnostics = TemperatureDiagnostics(
         status=FitStatus.SEPARABLE if right.all() else FitStatus.CONVERGED,
