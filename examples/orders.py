@@ -25,7 +25,13 @@ TEMPLATES = (
     "{person}, your {sold_out} are sold out. Instead, {n} {goods} leave for {house} {street}, order {order}.",
 )
 QUESTIONS = ("How many {goods} were ordered?", "What is the number of the order?", "What is the house number?")
-MOST_TOKENS = 8
+# Turns before the question show that a number is enough.
+SHOTS = (
+    ("Hi Ben, order 8123 is ready. 7 rugs go to 71 Hill Road in 3 days. How many rugs were ordered?", "7"),
+    ("Order 2345: Ana from 88 Mill Lane has bought 14 desks. What is the number of the order?", "2345"),
+    ("Ida, 25 lamps of order 5512 leave for 93 Park Avenue. What is the house number?", "93"),
+)
+MOST_TOKENS = 16
 
 
 def write_orders(folder: Path, n_labelled: int = 900, n_new: int = 300, seed: int = 0) -> None:
@@ -67,7 +73,8 @@ def generating(gguf_file: str) -> Callable[[Mapping[str, npt.NDArray[Any]]], Map
     network = AutoModelForCausalLM.from_pretrained(MODELS, gguf_file=gguf_file, dtype=torch.float32).eval()
 
     def one_answer(text: str) -> tuple[str, float]:
-        messages = [{"role": "user", "content": f"{text} Answer with the number only."}]
+        turns = [turn for shot in SHOTS for turn in zip(("user", "assistant"), shot, strict=True)]
+        messages = [{"role": role, "content": content} for role, content in (*turns, ("user", text))]
         prompt = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
