@@ -252,12 +252,14 @@ class _Recorded(Model):
 def _workers(policy: Policy, chain: ChainLogits, padding: int) -> Sequence[Worker]:
     per_call = np.broadcast_to(chain.costs.per_call, (len(chain), len(chain.models)))
     workers = []
-    for stage, kind in enumerate(chain.logit_kinds):
-        width = 0 if kind in VECTOR_KINDS else padding
+    for stage, logit_kind in enumerate(chain.logit_kinds):
+        width = 0 if logit_kind in VECTOR_KINDS else padding
         logits = np.pad(chain.logits[stage], ((0, 0), (0, width)), constant_values=-np.inf)
-        facts = ModelFacts(chain.models[stage], logit_kind=kind)
+        facts = ModelFacts(chain.models[stage], logit_kind=logit_kind)
         model = _Recorded(logits, per_call[:, stage], policy.cost_unit, facts)
-        spec: Any = SimpleNamespace(name=chain.models[stage], cost=None, load=lambda model=model: model)
+        kind = SimpleNamespace(TAKES_LONG=False)
+        name, load = chain.models[stage], lambda model=model: model
+        spec: Any = SimpleNamespace(name=name, model=kind, cost=None, load=load)
         workers.append(Worker(spec, stage, {"": policy}))
         workers[-1].load()
     return workers
