@@ -575,3 +575,9 @@ def says(kills=(), flag=None):
         }
 
     return answer
+
+
+def first_word(answer):
+    """Return the first word of an answer: a rule by which answers are the same."""
+    words = answer.casefold().split()
+    return words[0].strip(",.") if words else None

@@ -7,16 +7,16 @@ import json
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from cauc_ray.errors import ConfigError, DataError
 
 Normaliser: TypeAlias = Callable[[str], str | None]
 DEFAULT_RULE = "exact"
-RULES = "exact, number, json:FIELD, regex:PATTERN or a function as module:name"
+RULES = "exact, number, json:FIELD, regex:PATTERN or a function as module:function"
 _NUMBER = re.compile("[-+\u2212]?" r"(?:\d[\d,_]*)?(?:\.\d+|\d)(?:[eE][-+]?\d+)?\s*%?")
 _OUTER = string.whitespace + string.punctuation.replace("%", "").replace("-", "").replace("+", "")
 
@@ -30,7 +30,7 @@ class AnswerRule:
     | `number` | its last number |
     | `json:FIELD` | that field of the JSON object in it |
     | `regex:PATTERN` | the first group of the pattern's last match, else the match |
-    | `module:name` | as for exact; the function says of an answer and its row whether it is right |
+    | `module:name` | what that function returns for it: a text, or None |
 
     An answer without a normal form counts as none. A right one has the normal form of the reference.
     """
@@ -38,7 +38,6 @@ class AnswerRule:
     def __init__(self, text: str) -> None:
         """Read a rule. Raises ConfigError for a text that is none."""
         self.text = text
-        self._judge: Callable[[str, Mapping[str, Any]], object] | None = None
         kind, _, rest = text.partition(":")
         if text == "exact":
             self._normal: Normaliser = exact_form
@@ -49,7 +48,7 @@ class AnswerRule:
         elif kind == "regex" and rest:
             self._normal = _by_pattern(rest)
         elif kind and rest:
-            self._normal, self._judge = exact_form, _function(text)
+            self._normal = _function(text)
         else:
             raise ConfigError(f"unknown rule {text!r} for answers; expected {RULES}")
 
@@ -64,27 +63,6 @@ class AnswerRule:
     def references(self, texts: Sequence[str | None]) -> list[str | None]:
         """Return the normal forms of right answers, which may be the bare ones; None where one is missing."""
         return [None if not text else self.form(text) or exact_form(text) for text in texts]
-
-    def is_right(self, answer: str | None, reference: object, row: Mapping[str, Any]) -> bool | None:
-        """Return whether an answer is right; None where that is unknown: without a reference, or a function's answer.
-
-        Args:
-            answer: The answer; one without a normal form is wrong.
-            reference: The right one; None if unknown.
-            row: The row's columns, for a function.
-        """
-        form = self.form(answer)
-        if self._judge is not None:
-            if form is None or answer is None:
-                return False
-            verdict = self._judge(answer, row)
-            if verdict is not None and verdict not in (0, 1):
-                raise DataError(f"{self.text} must return whether the answer is right, got {verdict!r}")
-            return None if verdict is None else bool(verdict)
-        if reference is None:
-            return None
-        (expected,) = self.references([reference if isinstance(reference, str) else json.dumps(reference)])
-        return form is not None and form == expected
 
 
 @lru_cache(maxsize=64)
@@ -147,12 +125,19 @@ def _by_pattern(pattern: str) -> Normaliser:
     return form
 
 
-def _function(text: str) -> Callable[[str, Mapping[str, Any]], object]:
+def _function(text: str) -> Normaliser:
     module, _, name = text.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"unknown rule {text!r} for answers; expected {RULES}: {error}") from error
     if not callable(function):
-        raise ConfigError(f"the rule {text!r} for answers is not a function")
-    return function  # type: ignore[no-any-return]
+        raise ConfigError(f"the rule {text!r} for answers does not name a function")
+
+    def form(answer: str) -> str | None:
+        returned = function(answer)
+        if returned is not None and not isinstance(returned, str):
+            raise DataError(f"the rule {text} must return a text or None, got {returned!r:.80}")
+        return returned
+
+    return form

@@ -34,7 +34,8 @@ class Words(Section):
     """How a model answers in words.
 
     Attributes:
-        rule: By which answers are the same, and right: exact, number, json:FIELD, regex:PATTERN or module:function.
+        rule: By which answers are the same, and right: exact, number, json:FIELD, regex:PATTERN, or
+            module:function, which returns an answer's normal form.
         confidences: Names of the confidences that it gives.
     """
 

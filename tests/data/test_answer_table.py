@@ -28,6 +28,7 @@ def written(folder, model, answers, correct, *, split="test", rule="exact", cost
         ("exact", [" The  Cat.", "the cat", "THE CAT!"], ["a cat", "the cats"]),
         ("number", ["It is 1,234.50", "1234.5", "= 1.2345e3 EUR"], ["-1234.5", "1234.5 %"]),
         ("number", ["5 %", "0.05", "first 7, then .05"], ["5"]),
+        ("user_models:first_word", ["Yes, it is", "yes. of course"], ["no", "it is yes"]),
         ("json:city", ['{"city": "Paris", "why": 1}', 'so: {"city": " paris"}'], ['{"city": "Rome"}']),
         (r"regex:answer is \(?([A-J])", ["The answer is (B).", "answer is A? No: answer is b"], ["answer is C"]),
     ],
@@ -39,9 +40,8 @@ def test_answers_are_the_same_by_a_rule_and_right_where_they_equal_the_reference
     assert len(set(forms)) == 1
     assert forms[0] is not None
     assert forms[0] not in rule_of(rule).forms(different)
-    assert all(rule_of(rule).is_right(answer, same[0], {}) for answer in same)
-    assert not any(rule_of(rule).is_right(answer, same[0], {}) for answer in [*different, None])
-    assert rule_of(rule).is_right(same[0], None, {}) is None
+    assert rule_of(rule).references(same[:1]) == forms[:1]
+    assert rule_of(rule).references([None, ""]) == [None, None]
 
 
 @pytest.mark.parametrize("rule", ["", "exactly", "json:", "regex:(", "no_such_module:f", "math:pi"])
