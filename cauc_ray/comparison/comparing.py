@@ -49,6 +49,7 @@ from cauc_ray.execution.outcomes import Outcome, Task
 from cauc_ray.files.paths import AnyPath, absolute, content_digest, path_of
 from cauc_ray.numbers.metrics import aiq, upper_hull
 from cauc_ray.numbers.sweep import Objective
+from cauc_ray.policies.method import Reads
 
 # What says nothing of a cell, or is a part of its keys.
 _NOT_OF_CELLS = {
@@ -230,7 +231,7 @@ def _benches(
             of_chain = of_chain.model_copy(update={"models": source.models, "costs": source.costs})
             name, located = "arrays", logits
             if source.gives != "logits":
-                _require_enough(of_chain, str(source.path))
+                _require_enough(of_chain, str(source.path), source.gives)
             if source.table is not None:
                 _require_splits(source.table, of_chain, encoder)
                 located = absolute(source.table.path)
@@ -255,15 +256,16 @@ def _benches(
     return benches, not_run
 
 
-def _require_enough(options: CompareOptions, path: str) -> None:
+def _require_enough(options: CompareOptions, path: str, gives: Reads) -> None:
     """Raise ConfigError for options of a comparison that need logits."""
     if not (options.all_budgets or options.relative_budgets or options.points):
         raise ConfigError(
             f"{path} has no logits: Base cannot give the budget; give {{budget}}, {{budgets}}, "
             "{relative_budgets} or {points}"
         )
-    if options.objective != "accuracy" or options.texts is not None:
-        raise ConfigError(f"{path} has no logits: leave {{objective}} and {{texts}} out")
+    reads_embedding = options.embedding is not None and gives == "neither"
+    if options.objective != "accuracy" or options.texts is not None or reads_embedding:
+        raise ConfigError(f"{path} has no logits: leave {{objective}}, {{texts}}, {{embedding}} out")
 
 
 def _require_splits(table: LogitTable, options: CompareOptions, encoder: str | None) -> None:
