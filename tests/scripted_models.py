@@ -31,7 +31,8 @@ def worker_of(
     facts: ModelFacts = SCRIPTED,
 ) -> Worker:
     """Return the worker of a stage that answers by a function; it has policies from the start, by key."""
-    spec = SimpleNamespace(name=f"stage-{stage}", cost=None, load=lambda: ScriptedModel(answer, facts))
+    kind = SimpleNamespace(TAKES_LONG=False)
+    spec = SimpleNamespace(name=f"stage-{stage}", cost=None, model=kind, load=lambda: ScriptedModel(answer, facts))
     worker = Worker(spec, stage, dict(policies), replica=replica)
     worker.load()
     return worker
