@@ -232,6 +232,7 @@ class Inference:
             "outputs": [
                 {"name": name, "datatype": datatype, "shape": [-1, -1] if name in VECTORS else [-1]}
                 for name, datatype in OUTPUTS.items()
+                if name != "answer" or self._service.pool.rule is not None
             ],
             "parameters": {
                 "policy_id": member.id,
