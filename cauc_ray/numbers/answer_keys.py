@@ -79,12 +79,12 @@ def said_keys(vectors: Floats) -> Ints:
     >>> said_keys(answer_vectors(np.array([7, 2**31 - 1]), np.zeros((2, 1)))).tolist()
     [7, 2147483647]
     """
-    return _joined(vectors[:, :2])
+    return joined_keys(vectors[:, :2])
 
 
 def agreement_keys(vectors: Floats) -> Ints:
     """Return the keys by which answers agree, int32 (n,).   vectors: of answer_vectors."""
-    return _joined(vectors[:, 2:N_KEYS])
+    return joined_keys(vectors[:, 2:N_KEYS])
 
 
 def confidences_in(vectors: Floats) -> Floats:
@@ -99,7 +99,8 @@ def own_answer(logits: Floats, kind: LogitKind) -> Ints:
     return said_keys(logits) if kind == ANSWERS else logits.argmax(axis=1)
 
 
-def _joined(halves: Floats) -> Ints:
+def joined_keys(halves: Floats) -> Ints:
+    """Return keys, int32 (n,), from the two columns that hold them, float (n, 2)."""
     high, low = halves.astype(np.int64).T
     keys: Ints = ((high << _LOW_BITS) | low).astype(np.int32)
     return keys

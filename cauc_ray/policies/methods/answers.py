@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import Field
 
 from cauc_ray.errors import ConfigError, PolicyError
-from cauc_ray.numbers.answer_keys import NO_ANSWER, AnswerFormat, agreement_keys, confidences_in, said_keys
+from cauc_ray.numbers.answer_keys import NO_ANSWER, AnswerFormat, agreement_keys, confidences_in, joined_keys, said_keys
 from cauc_ray.numbers.calibration import FitStatus
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain, ChainLogits
@@ -129,8 +129,8 @@ class _Reading:
         keys, held = agreement_keys(vectors), state[:, : _N_HELD - 1]
         agrees, repeats = keys == agreement_keys(held), np.zeros(len(keys), dtype=bool)
         for earlier in range(stage):
-            high, low = state[:, _N_HELD + 2 * earlier : _N_HELD + 2 * earlier + 2].T
-            repeats |= (keys == ((high.astype(np.int64) << 16) | low.astype(np.int64))) & ~agrees
+            first = _N_HELD + 2 * earlier
+            repeats |= (keys == joined_keys(state[:, first : first + 2])) & ~agrees
         return cls(vectors, held, state[:, _N_HELD - 1], agrees, repeats)
 
     def own_signals(self) -> tuple[Floats, Bools]:
