@@ -57,7 +57,13 @@ def texts(tmp_path_factory, minilm):
     return *written(tmp_path_factory.mktemp("texts"), sentences(minilm), rows), rows
 
 
-@pytest.mark.parametrize("method", ["benchmark-routing", "routellm-sw", "frugalgpt"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "frugalgpt",
+        *(pytest.param(name, marks=pytest.mark.soak("full")) for name in ("benchmark-routing", "routellm-sw")),
+    ],
+)
 def test_a_sentence_encoder_routes_texts_in_a_service_as_in_the_replay(texts, method):
     pool, table, rows = texts
     policy = cauc_ray.fit(table, models=["small", "large"], method=method, embedding="enc")

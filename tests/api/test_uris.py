@@ -16,6 +16,7 @@ from cauc_ray.files.documents import make_folder
 from cauc_ray.files.parquet import read_parquet
 from cauc_ray.files.paths import path_of
 from cauc_ray.models.pool import load_pool
+from cauc_ray.planning import simulation
 
 
 @pytest.fixture
@@ -44,7 +45,9 @@ def test_fit_and_evaluate_by_uri_are_those_by_path(places, command):
     assert results[0] == results[1]
 
 
-def test_a_pool_and_a_ledger_by_uri_are_planned_as_by_path(places):
+def test_a_pool_and_a_ledger_by_uri_are_planned_as_by_path(places, monkeypatch):
+    monkeypatch.setattr(simulation, "LEAST_ROWS", 500)
+    monkeypatch.setattr(simulation, "LEAST_LAST_ROWS", 50)
     sizes = (8, 8, 4, 8)
     calls = [call(m, 0, 60.0 * n, rows, 0.01 + 0.001 * rows) for m in MODELS for n, rows in enumerate(sizes)]
     plans, logits = [], []

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import planted
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pytest
@@ -44,7 +45,8 @@ def figures(comparison, method):
     return row["accuracy"], row["cost"]
 
 
-def test_routers_and_controls_run_on_texts_and_others_are_named_with_the_reason(tmp_path):
+def test_routers_and_controls_run_on_texts_and_others_are_named_with_the_reason(tmp_path, monkeypatch):
+    planted.train_quickly(monkeypatch)
     rows = scores()
     comparison = cauc_ray.compare(written(tmp_path / "t.parquet", rows), methods=["all"], budget=6.0, seed=3)
     for row in comparison.rows:

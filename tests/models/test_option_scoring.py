@@ -25,6 +25,8 @@ TOLERANCE = 1e-4
 CASES = [
     (name, how) for name in VOCABULARIES for how in ("letter", "name", "text") if (name, how) != ("unigrams", "letter")
 ]
+# Every vocabulary with and without a template, and every form of options with each; the soak has all combinations.
+SERVED = [case for case in CASES if case[0] != "dated"]  # a server is given a date, but no clock
 LABELS = ("order", "order_status", "order status by e-mail", "other")
 TEXTS = column(["Where is it?", "I would like two of these.", "And then", "x", "It broke: 17"])
 ROWS = question_batch(
@@ -50,6 +52,19 @@ def models(tmp_path_factory):
     return model
 
 
+def some_of(cases):
+    """Parametrise with cases and chat; of the two values of chat one stays out of the suite, in turn."""
+    combinations = [(*case, chat) for case in cases for chat in (True, False)]
+    return pytest.mark.parametrize(
+        ("name", "options", "chat"),
+        [
+            case if chosen else pytest.param(*case, marks=pytest.mark.soak("full"))
+            for number, case in enumerate(combinations)
+            for chosen in [number % 4 in (0, 3)]
+        ],
+    )
+
+
 def choice_spec(model, rows="choices", **more):
     more |= {"labels": LABELS, "prompt": "Text: {{ text }}"} if rows == "labels" else {}
     return TransformersChoiceSpec(kind="transformers-choice", model=str(model.folder), **more)
@@ -66,8 +81,7 @@ def assert_scores(answers, model, spec, rows, *, chat, shifted=False):
     assert answers.failures.keys() == ({3} if rows == "choices" else set())
 
 
-@pytest.mark.parametrize(("name", "options"), CASES)
-@pytest.mark.parametrize("chat", [True, False])
+@some_of(CASES)
 def test_options_are_scored_as_in_the_whole_text(models, monkeypatch, name, chat, options):
     fake_vllm.install(monkeypatch)
     model = models(name)
@@ -80,9 +94,7 @@ def test_options_are_scored_as_in_the_whole_text(models, monkeypatch, name, chat
         assert_scores(served(inputs), model, spec, rows, chat=chat, shifted=options == "letter")
 
 
-# A server is given a date, but no clock.
-@pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] != "dated"])
-@pytest.mark.parametrize("chat", [True, False])
+@some_of(SERVED)
 def test_servers_score_options_by_the_same_rule(models, name, chat, options):
     model = models(name)
     with language_server(model, scores_tokens=True) as url:

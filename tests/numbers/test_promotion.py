@@ -77,7 +77,7 @@ WORST = {
 }
 
 
-@pytest.mark.parametrize("n_runs", [150, pytest.param(1000, marks=pytest.mark.soak("full"))])
+@pytest.mark.parametrize("n_runs", [60, pytest.param(1000, marks=pytest.mark.soak("full"))])
 @pytest.mark.parametrize(
     ("candidate", "rows", "options"),
     [

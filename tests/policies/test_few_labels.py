@@ -37,7 +37,7 @@ def fitted(seed, **options):
         (5.0, {"method": "rf"}),
         (12.0, {"method": "rf"}),
         (12.0, {"method": "rf", "search": True}),
-        (7.0, {"method": "stacked"}),
+        pytest.param(7.0, {"method": "stacked"}, marks=pytest.mark.soak("full")),
     ],
 )
 def test_a_budget_at_a_confidence_is_exceeded_no_more_often_than_that(budget, options, n_draws):

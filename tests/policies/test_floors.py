@@ -120,7 +120,7 @@ def test_a_grid_without_zeros_bounds_the_zeros_to_come():
     assert answers.confidence[0] == pytest.approx(answers.confidence[1], rel=1e-6)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 999), n=st.integers(5, 60), n_votes=st.sampled_from([1, 5, 30]), k=st.integers(2, 6))
 def test_few_rows_and_no_right_zero_still_give_a_floor(seed, n, n_votes, k):
     p, _ = calibrated(n, k, seed)

@@ -89,7 +89,7 @@ def test_a_method_of_answers_in_words_keeps_its_promises(method):
     check_method(method)
 
 
-@of_cases(CASES)
+@of_cases([case for case in CASES if case[1] or case[0] not in LEARNED])
 def test_the_seed_alone_decides_on_any_number_of_threads_and_global_generators_stay(method, embedded):
     fitted, fitting, test = fit_few(method, embedded=embedded)
     threads = torch.get_num_threads()
