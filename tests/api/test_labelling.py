@@ -85,7 +85,7 @@ def assert_decided(row, choice, score):
 
 
 @pytest.mark.filterwarnings("ignore:.*uninformative:cauc_ray.errors.CaucWarning")  # random weights know little
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_texts_are_collected_fitted_and_labelled_and_another_prompt_is_refused(home, ray_session, capsys):
     columns = {"label": "category"}
     cauc_ray.collect(home / "pool.yaml", home / "texts.csv", home / "logits", columns=columns)

@@ -254,8 +254,13 @@ def test_a_cluster_that_is_not_there_is_told(tmp_path, home):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+@pytest.mark.parametrize(
+    ("number", "word"),
+    [
+        pytest.param(signal.SIGINT, "interrupted", marks=pytest.mark.soak("full")),
+        pytest.param(signal.SIGTERM, "terminated", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_is_stopped_says_so_and_keeps_what_is_finished(tmp_path, monkeypatch, number, word):
     log = tmp_path / "calls"
     pool = python_pool(

@@ -102,7 +102,7 @@ def tiered(tmp_path_factory):
     return *calls, nodes
 
 
-@pytest.mark.slow
+@pytest.mark.soak("faults")
 def test_a_gpu_that_one_stage_no_longer_needs_goes_to_the_stage_that_does(tiered):
     """The second stage has the GPU to spare, until the third has more to do. All stand where their labels ask for."""
     calls, _, _, nodes = tiered
@@ -114,7 +114,7 @@ def test_a_gpu_that_one_stage_no_longer_needs_goes_to_the_stage_that_does(tiered
     assert max(replicas["m1"]) < max(replicas["m2"])
 
 
-@pytest.mark.slow
+@pytest.mark.soak("faults")
 def test_a_stage_makes_way_for_one_that_only_its_node_has_room_for(tiered):
     """The first stage found no place but that of the second, whose licence and whose own place others held."""
     _, calls, _, nodes = tiered
@@ -123,7 +123,7 @@ def test_a_stage_makes_way_for_one_that_only_its_node_has_room_for(tiered):
     assert ran_on <= {*itertools.product(["m0"], nodes.values()), ("m1", nodes["edge"]), ("m2", nodes["cloud"])}
 
 
-@pytest.mark.slow
+@pytest.mark.soak("faults")
 def test_a_node_that_is_drained_is_left(tiered):
     """Ray would leave the replicas there for ten minutes."""
     *_, calls, nodes = tiered
@@ -143,7 +143,7 @@ def test_a_node_that_dies_changes_no_fit_by_shards_and_no_task(tmp_path):
     assert max(report["attempts"]) >= 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak("faults")
 @pytest.mark.timeout(900)
 def test_nodes_that_an_autoscaler_has_yet_to_start_are_waited_for(tmp_path):
     """Only a node of a group at zero has the GPU that the last stage asks for, and one of another a shard's licence."""

@@ -273,7 +273,7 @@ def test_rows_that_fail_are_reported_and_left_out_of_chains_and_a_model_without_
     assert not (tmp_path / "none").exists()  # nothing that another attempt would take for done
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_operations_are_counted_where_nobody_declares_a_cost(tmp_path):
     images(tmp_path / "i.parquet", [bytes([row] * 4) for row in range(40)], [0] * 40)
     costs = {"counted": None, "auto": {"gflops": "auto"}, "doubled": {"gflops": 24e-9}}

@@ -259,7 +259,7 @@ def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path, ending):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # of Ray Data's own context
-@pytest.mark.parametrize("kind", ranked(["ray dataset", "csv", "parquet"], quick=0, slow=1))
+@pytest.mark.parametrize("kind", ranked(["csv", "ray dataset", "parquet"], quick=0, slow=1))
 def test_as_many_rows_in_another_order_are_not_resumed_with(tmp_path, kind):
     import ray.data
 
