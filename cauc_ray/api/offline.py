@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 from pydantic import Field
 
 from cauc_ray.api.checked import Check
@@ -37,16 +36,18 @@ from cauc_ray.api.sources import (
     Logits,
     Source,
     examples_of,
+    labelled_examples,
     option_names,
     positions_of_rows,
     read_policy_chain,
     read_policy_heads,
+    segments_of,
+    validation_arrays,
 )
 from cauc_ray.data.answer_table import holds_answers, table_info
-from cauc_ray.data.kept import NO_VALUE, read_segments
 from cauc_ray.data.logits import ChainHeads, LogitKinds
 from cauc_ray.data.writing import read_info
-from cauc_ray.errors import ConfigError, DataError, PolicyError, unknown_name, warn
+from cauc_ray.errors import ConfigError, PolicyError, unknown_name, warn
 from cauc_ray.files.documents import require_writable
 from cauc_ray.files.paths import AnyPath, absolute, path_of
 from cauc_ray.models.resources import Resources
@@ -55,7 +56,6 @@ from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.guarantees import RiskLimit, require_certifiable
 from cauc_ray.numbers.segments import Segments
 from cauc_ray.numbers.sweep import Objective
-from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.by_method import SINGLE, fit_method, fit_policy, refit
 from cauc_ray.policies.checks import require_quiet, warn_of
 from cauc_ray.policies.evidence import Noise
@@ -230,7 +230,8 @@ def fit(
             compares gains.
         objective: What a chosen threshold maximises.
         certify: Limit of the risk of early answers and its confidence, as risk<=0.05@0.95.
-        by: Column that the table keeps, in each of whose segments the risk is certified.
+        by: Column that the table keeps, or name of an array (N,) next to those of the models, in each of whose
+            segments the risk is certified.
         search: Fit the best sub-chain of the models, at most 12, in any order.
         safe: Fuse only where supported, and fall back on a single model that is at least as good.
         strict: Treat a guard that fires as an error, with exit code 3.
@@ -270,7 +271,7 @@ def fit(
         policy = _with_prompts(fit_shards(_table(logits), options).policy, logits)
         warn_of(policy.guards)
         return policy
-    source = Source(logits, options, labels, example_ids)
+    source = Source(logits, options, labels, example_ids, by=options.by)
     if method in METHODS and METHODS[method].reads not in (source.gives, "neither"):
         remedy = "; fit its answers in words with method answers" if source.has_answers else ""
         raise ConfigError(f"{source.path}: method {method} {LACKING[METHODS[method].reads]}{remedy}")
@@ -289,7 +290,7 @@ def fit(
         options = options.model_copy(update={"method": chain_search.chosen.method})
     if options.is_ours and options.embedding is None:
         splits = source.read(source.models, source.costs)
-        segments = _segments(logits, options.by, [source.origin(split) for split in source.splits])
+        segments = source.segments(options.by)
         policy = _with_prompts(fit_chains(options, choice, *splits, segments), logits)
         policy = _with_noise(policy, logits, splits[-1] or splits[0])
     else:
@@ -353,29 +354,6 @@ def _with_noise(policy: Policy, logits: Logits, chain: ChainLogits) -> Policy:
     n = may_flip(policy, chain, [noise_by_model.get(name, 0.0) for name in policy.models])
     split = (policy.validation or policy.calibration).split
     return policy.model_copy(update={"noise": Noise(logits=noise_by_model, may_flip=n, n=len(chain), split=split)})
-
-
-def _segments(logits: Logits, column: str | None, splits: Sequence[str]) -> list[Segments]:
-    """Return the segments of splits by a column of a table; none without a column."""
-    if column is None:
-        return []
-    if isinstance(logits, Mapping):
-        raise ConfigError("arrays keep no columns, which segments are made by: write a logit table, or leave by out")
-    return [read_segments(logits, column, split) for split in splits]
-
-
-def _segments_of_arrays(arrays: Mapping[str, Any], name: str, chain: Chain, positions: Ints) -> Segments:
-    """Return the segments of a chain of arrays by one of them.   positions: of the arrays' rows in the chain, (N,)."""
-    if name not in arrays:
-        raise ConfigError(
-            f"by: {unknown_name('array', name, [array for array in arrays if array not in chain.models])}"
-        )
-    values = np.asarray(arrays[name])
-    if values.shape != positions.shape:
-        raise DataError(f"by: array {name!r} has shape {values.shape}; one value for each row is {positions.shape}")
-    named = (NO_VALUE if value is None else str(value) for value in values.tolist())
-    ids = (chain.example_ids[position] for position in positions.tolist())
-    return Segments(name, dict(zip(ids, named, strict=True)))
 
 
 def _table(logits: Logits) -> str | AnyPath:
@@ -485,8 +463,7 @@ def replace_model(
         splits = source.read(models, {**source.declared, **costs_by_model})
     certificate = policy.threshold_choice.certificate
     by = None if certificate is None else certificate.by
-    segments = _segments(logits, by, [source.origin(split) for split in source.splits])
-    replaced = _with_prompts(refit(policy, *splits, segments), logits, policy)
+    replaced = _with_prompts(refit(policy, *splits, source.segments(by)), logits, policy)
     warn_of(replaced.guards)
     return replaced
 
@@ -514,7 +491,7 @@ def evaluate(
         labels: Int (N,), labels of arrays; without them no accuracy is measured.
         example_ids: Ids of the rows of arrays, as for fit().
         split: Split to replay.
-        by: Column that the table keeps, or name of an array (N,) beside those of the models, by whose values results
+        by: Column that the table keeps, or name of an array (N,) next to those of the models, by whose values results
             are shown, too.
         logit_kind: Kind of the logits, of all models or by model (default: as declared in the table, else the kind that
             the policy was fitted on).
@@ -539,18 +516,15 @@ def evaluate(
     """
     options: ShardOptions = options_of(evaluate).of(locals())
     policy = policy_of(policy)
-    segments = [] if isinstance(logits, Mapping) else _segments(logits, options.by, [options.split])
+    segments = None if options.by is None else segments_of(logits, options.by, options.split, example_ids)
     if options.shards is not None:
         evaluation, _ = evaluate_shards(_table(logits), policy, options)
     else:
         chain = read_policy_chain(logits, policy, options.split, options.logit_kind, labels, example_ids)
-        order = None
-        if isinstance(logits, Mapping):
-            order = positions_of_rows(chain, example_ids)
-            segments = [] if options.by is None else [_segments_of_arrays(logits, options.by, chain, order)]
+        order = positions_of_rows(chain, example_ids) if isinstance(logits, Mapping) else None
         evaluation = Evaluation.of(policy, chain, order, option_names(logits))
-    if segments:
-        evaluation = replace(evaluation, segments=segment_results(evaluation.replay, evaluation.chain, segments[0]))
+    if segments is not None:
+        evaluation = replace(evaluation, segments=segment_results(evaluation.replay, evaluation.chain, segments))
     warn_of(evaluation.guards)
     _warn_of_own_rows(policy, evaluation.chain)
     return evaluation
@@ -648,6 +622,7 @@ def check(
     *,
     labels: Any = None,
     example_ids: Any = None,
+    validation: Any = None,
     split: Common[str] = "test",
     by: str | None = None,
     logit_kind: Kinds | None = None,
@@ -663,9 +638,11 @@ def check(
         policy: A policy file, fitted with labelled validation. In Python also a Policy.
         labels: Labels of arrays, as for evaluate().
         example_ids: Ids of the rows of arrays.
+        validation: Only for arrays with segments: (logits, labels) or (logits, labels, example_ids) of the examples
+            that the threshold was chosen on, as fit() had them.
         split: Split to check.
-        by: Column that the table keeps: each of its values is checked, too, against the same examples of validation,
-            which the table must have as well.
+        by: Column that the table keeps, or name of an array (N,) next to those of the models: each of its values is
+            checked, too, against the same segment of validation, which is read as well.
         logit_kind: Kind of the logits, of all models or by model (default: as declared in the table, else the kind that
             the policy was fitted on).
         seed: Seed of the order in which examples come; the order in a table means nothing.
@@ -679,19 +656,21 @@ def check(
     """
     options, policy = options_of(check).of(locals()), policy_of(policy)
     require_reference(policy)
-    segments = _segments(logits, options.by, [options.split])
+    segments = None if options.by is None else segments_of(logits, options.by, options.split, example_ids)
     chain = read_policy_chain(logits, policy, options.split, options.logit_kind, labels, example_ids)
-    if not segments:
+    if segments is None:
+        if validation is not None:
+            raise ConfigError("validation is what segments are compared with: give by as well, or leave it out")
         return Check(policy, chain.source, watched_chain(policy, chain, options.seed))
-    chosen_on = policy.validation
+    chosen_on, rows = policy.validation, validation_arrays(logits, validation)
     assert chosen_on is not None
-    segments += _segments(logits, options.by, [chosen_on.split])
-    validation = read_policy_chain(logits, policy, chosen_on.split, options.logit_kind)
-    if validation.examples_fingerprint() != chosen_on.examples_fingerprint:
+    validation_segments = segments_of(rows[0], segments.column, chosen_on.split, rows[2])
+    reference = labelled_examples(read_policy_chain(rows[0], policy, chosen_on.split, options.logit_kind, *rows[1:]))
+    if reference.examples_fingerprint() != chosen_on.examples_fingerprint:
         raise PolicyError(
-            f"{validation.source} has other examples than the policy was chosen on, which its segments are compared "
-            "with: leave by out, or check on a table that has them"
+            f"{reference.source} has other examples than the policy was chosen on, which its segments are compared "
+            "with: leave by out, or check with those examples"
         )
-    checks = check_segments(policy, chain, validation, (segments[0], segments[1]), options.seed)
+    checks = check_segments(policy, chain, reference, (segments, validation_segments), options.seed)
     watched = watched_chain(policy, chain, options.seed, len(checks) + 1)
     return Check(policy, chain.source, watched, checks)

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from cauc_ray.api.options import Cut, Options
 from cauc_ray.data.answer_table import AnswerTable, open_table
+from cauc_ray.data.kept import read_segments, segment_name
 from cauc_ray.data.logits import (
     CallCosts,
     ChainHeads,
@@ -36,6 +37,7 @@ from cauc_ray.numbers.chain import UNNAMED_UNIT, Chain, ChainExamples, ChainLogi
 from cauc_ray.numbers.ids import NumberIds, ids_of, number_order, text_order
 from cauc_ray.numbers.logits import LogitKind
 from cauc_ray.numbers.rows import ascending
+from cauc_ray.numbers.segments import Segments
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.method import Reads
 from cauc_ray.policies.policy import Policy
@@ -58,11 +60,15 @@ class LogitArrays:
         logit_kind: LogitKinds = None,
         *,
         undeclared: Mapping[str, LogitKind] = MappingProxyType({}),
+        by: str | None = None,
     ) -> None:
-        """Take arrays with their labels, or None, and if there are any their ids, by split; else as LogitTable."""
+        """Take arrays with their labels, or None, and if there are any their ids, by split; else as LogitTable.
+
+        by: the array that makes segments, which is not a model's.
+        """
         self.path = "the arrays"
         self._splits = splits
-        self.models = list(next(iter(splits.values()))[0])
+        self.models = [name for name in next(iter(splits.values()))[0] if name != by]
         if not self.models or not all(isinstance(model, str) for model in self.models):
             raise ConfigError(f"{self.path}: models have names, as {{'small': (N, K)}}, got {self.models}")
         self.kinds = model_kinds(self.path, self.models, logit_kind, undeclared)
@@ -151,14 +157,17 @@ class Source:
         labels: Any = None,
         example_ids: Any = None,
         undeclared: Mapping[str, LogitKind] = MappingProxyType({}),
+        *,
+        by: str | None = None,
     ) -> None:
-        """Open a table, or take arrays with their labels and ids.   undeclared: as LogitTable has it."""
+        """Open a table, or take arrays with their labels and ids.   undeclared, by: as LogitTable, LogitArrays have."""
         self._options = options
         arrays = {split: cut for split, cut in options.cuts.items() if isinstance(cut, tuple)}
-        splits = {options.calibration_split: (logits, labels, example_ids), **arrays}
+        splits: dict[str, Sequence[Any]] = {options.calibration_split: (logits, labels, example_ids), **arrays}
+        self._splits = splits
         self._source: LogitTable | LogitArrays | ScoreTable
         if not is_score_file(logits):
-            self._source = _opened(logits, splits, options.logit_kind, undeclared)
+            self._source = _opened(logits, splits, options.logit_kind, undeclared, by)
         elif options.takes_scores:
             self._source = ScoreTable.read(logits)
         else:
@@ -217,6 +226,17 @@ class Source:
     def origin(self, split: str) -> str:
         """Return the split that a split's examples are of: its own, or calibration where it is a share of that."""
         return self._options.calibration_split if isinstance(self._options.cuts[split], float) else split
+
+    def segments(self, column: str | None) -> list[Segments]:
+        """Return the segments of all splits by a column; none without one. Raises as segments_of."""
+        if column is None:
+            return []
+        origins = [self.origin(split) for split in self.splits]
+        parts = [self._splits.get(split, self._splits[self._options.calibration_split]) for split in origins]
+        return [
+            segments_of(logits, column, split, *further[1:])
+            for split, (logits, *further) in zip(origins, parts, strict=True)
+        ]
 
     def _given_costs(self) -> dict[str, float] | None:
         """Return what calls cost by model, None where options do not give it."""
@@ -339,14 +359,18 @@ def _in_order(costs: ModelCosts, models: Sequence[str]) -> CallCosts:
 
 
 def _opened(
-    logits: Any, splits: Mapping[str, Sequence[Any]], logit_kind: LogitKinds, undeclared: Mapping[str, LogitKind]
+    logits: Any,
+    splits: Mapping[str, Sequence[Any]],
+    logit_kind: LogitKinds,
+    undeclared: Mapping[str, LogitKind],
+    by: str | None = None,
 ) -> LogitTable | LogitArrays:
     """Open a table, or take arrays, by splits as LogitArrays takes them, the first with the logits.
 
     Raises ConfigError unless logits are arrays by model, or the path of a table without anything that goes with arrays.
     """
     if isinstance(logits, Mapping):
-        return LogitArrays(splits, logit_kind, undeclared=undeclared)
+        return LogitArrays(splits, logit_kind, undeclared=undeclared, by=by)
     if not isinstance(logits, str | PathLike | RemotePath):
         raise ConfigError(
             "logits: the path of a logit table, or arrays by model, as {'small': (N, K), 'large': (N, K)}; got "
@@ -396,6 +420,44 @@ def read_policy_chain(
         order = positions_of_rows(chain, example_ids)
         chain = chain.after_encoder(encoder, vectors_of(logits, encoder, len(chain))[np.argsort(order)], paid)
     return replace(chain, costs=Costs(policy.cost_unit, chain.costs.per_call))
+
+
+def segments_of(logits: Logits, column: str, split: str, example_ids: Any = None) -> Segments:
+    """Return the segments of a split of a table by a column that it keeps, or of arrays by one of them.
+
+    Args:
+        logits: The table, or arrays by name.
+        column: The column, or the name of an array with one value for each row.
+        split: The split of the table.
+        example_ids: Ids of the rows of arrays, None for their positions.
+
+    Raises:
+        ConfigError: There is no such column.
+        DataError: An example has no value.
+    """
+    if not isinstance(logits, Mapping):
+        return read_segments(logits, column, split)
+    if column not in logits:
+        raise ConfigError(f"by: {unknown_name('array', column, logits)}")
+    values = np.asarray(logits[column])
+    n = len(next((array for name, array in logits.items() if name != column), values))
+    if values.shape != (n,):
+        raise DataError(f"by: array {column!r} has shape {values.shape}; one value for each row is {(n,)}")
+    ids = NumberIds(np.arange(n)) if example_ids is None else ids_of(example_ids)
+    return Segments(column, dict(zip(ids, map(segment_name, values.tolist()), strict=False)))
+
+
+def validation_arrays(logits: Logits, validation: Any) -> tuple[Logits, Any, Any]:
+    """Return where the examples are that a policy was chosen on: a table, or arrays with their labels and ids.
+
+    Raises ConfigError where arrays are checked without those examples, or a table with them.
+    """
+    if isinstance(logits, Mapping) != isinstance(validation, tuple) or len(validation or (0, 0)) not in (2, 3):
+        raise ConfigError(
+            "segments are compared with the examples that the policy was chosen on: give validation=(logits, labels) "
+            "or (logits, labels, example_ids) with arrays, and leave it out for a logit table, which has them"
+        )
+    return (*validation, None)[:3] if isinstance(validation, tuple) else (logits, None, None)
 
 
 def read_policy_heads(logits: str | AnyPath, policy: Policy, split: str, logit_kind: LogitKinds = None) -> ChainHeads:

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 
 from cauc_ray.baselines.routing import Read, fit_router, note_of_router
-from cauc_ray.numbers.products import products
-from cauc_ray.numbers.types import Bools, Floats
+from cauc_ray.numbers.products import Weights, products
+from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.features import unit_rows
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import Method
@@ -34,8 +34,8 @@ class BenchmarkRoutingPolicy(ValueRouter):
         """Return the share of each model's right answers on the nearest calibration queries, float64 (n, M)."""
         assert self.k is not None
         assert self.sharpness is not None
-        queries, correct = self.arrays["known"], self.arrays["correct"]
-        shares: Floats = near_shares(vectors, queries, correct, (self.k,), (self.sharpness,))[0, 0]
+        queries = self.arrays.once("known", unit_weights)
+        shares: Floats = near_shares(vectors, queries, self.arrays["correct"], (self.k,), (self.sharpness,))[0, 0]
         return shares
 
 
@@ -71,14 +71,23 @@ def sizes_to_try(n: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size < n))
 
 
+def unit_weights(queries: Floats) -> Weights:
+    """Return queries, float32 (n, d), at length 1, prepared for products."""
+    return Weights.of(unit_rows(queries))
+
+
 def near_shares(
-    vectors: Floats, queries: Floats, correct: Floats | Bools, sizes: Sequence[int], sharpnesses: Sequence[float]
+    vectors: Floats,
+    queries: Floats | Weights,
+    correct: Floats | Bools,
+    sizes: Sequence[int],
+    sharpnesses: Sequence[float],
 ) -> Floats:
     """Return the shares of right answers on the nearest calibration queries.
 
     Args:
         vectors: The queries to route, float32 (N, d).
-        queries: The calibration queries, float32 (n, d).
+        queries: The calibration queries, float32 (n, d), or what unit_weights() has made of them.
         correct: Which models answer the calibration queries right, (n, M).
         sizes: S numbers of neighbours by cosine, rising.
         sharpnesses: B sharpnesses; a neighbour weighs exp(sharpness x (cosine - 1)).
@@ -88,18 +97,30 @@ def near_shares(
         whatever the query.
     """
     estimates = np.empty((len(sharpnesses), len(sizes), len(vectors), correct.shape[1]))
-    last, asked, unit_queries = np.array(sizes) - 1, unit_rows(vectors), unit_rows(queries)
+    last, asked = np.array(sizes) - 1, unit_rows(vectors)
+    prepared = queries if isinstance(queries, Weights) else unit_weights(queries)
     right = np.asarray(correct, dtype=np.float64)
     for start in range(0, len(vectors), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
-        cosines = products(asked[rows], unit_queries)
-        near = np.argsort(-cosines, axis=1, kind="stable")[:, : sizes[-1]]
+        cosines = products(asked[rows], prepared)
+        near = _nearest(cosines, sizes[-1])
         distances = 1.0 - np.take_along_axis(cosines, near, axis=1)
         for at, sharpness in enumerate(sharpnesses):
             weights = np.exp(-sharpness * distances)[:, :, None]
             shares = np.cumsum(weights * right[near], axis=1) / np.cumsum(weights, axis=1)
             estimates[at, :, rows] = np.moveaxis(shares[:, last], 1, 0)
     return estimates
+
+
+def _nearest(cosines: Floats, k: int) -> Ints:
+    """Return the columns of the k highest of each row, int (n, k), highest first and of equals the first ones first."""
+    n_columns = cosines.shape[1]
+    lowest = np.partition(cosines, n_columns - k, axis=1)[:, n_columns - k]
+    near = np.empty((len(cosines), k), dtype=np.int64)
+    for row, (values, least) in enumerate(zip(cosines, lowest, strict=True)):
+        candidates = np.flatnonzero(values >= least)  # more than k where some equal the lowest
+        near[row] = candidates[np.argsort(-values[candidates], kind="stable")[:k]]
+    return near
 
 
 METHOD = Method(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from cauc_ray.baselines.benchmark_routing import near_shares
+from cauc_ray.baselines.benchmark_routing import near_shares, unit_weights
 from cauc_ray.baselines.routing import Read, fit_router, note_of_router
 from cauc_ray.numbers.multinomial import folds_of
 from cauc_ray.numbers.types import Floats
@@ -58,7 +58,9 @@ class CarrotPolicy(ValueRouter):
         return ordered_choices(self.values(vectors)[:, order], costs)
 
     def _near(self, name: str, k: int, vectors: Floats) -> Floats:
-        means: Floats = near_shares(vectors, self.arrays["known"], self.arrays[name], (k,), (0.0,))[0, 0]
+        means: Floats = near_shares(vectors, self.arrays.once("known", unit_weights), self.arrays[name], (k,), (0.0,))[
+            0, 0
+        ]
         return means
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from cauc_ray.baselines.routing import Read, fit_first_or_last, note_of_router
 from cauc_ray.baselines.texts import text_method
-from cauc_ray.numbers.products import products
+from cauc_ray.numbers.products import Weights, products
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.features import unit_rows
 from cauc_ray.policies.fitting import Fitting
@@ -45,7 +45,7 @@ class SimilarityPolicy(FirstOrLastRouter):
 
     def values(self, vectors: Floats) -> Floats:
         """Return the share of the last model's wins on known queries, which weigh by their similarity, float64 (n,)."""
-        queries, outcomes = self.arrays["known"], np.float64(self.arrays["outcomes"])
+        queries, outcomes = self.arrays.once("known", Weights.of), np.float64(self.arrays["outcomes"])
         shares = np.empty(len(vectors))
         for start in range(0, len(vectors), ROWS_AT_ONCE):
             rows = slice(start, start + ROWS_AT_ONCE)

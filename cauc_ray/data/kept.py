@@ -41,6 +41,11 @@ def keep_columns(table: AnyPath, dataset: Dataset, splits: Mapping[str, int]) ->
                 write_parquet(folder / f"part-{number}.parquet", values.add_column(0, ID, part.ids.take(rows)))
 
 
+def segment_name(value: object) -> str:
+    """Return the name of the segment of the examples with a value."""
+    return NO_VALUE if value is None else str(value)
+
+
 def read_segments(logits: str | AnyPath, column: str, split: str) -> Segments:
     """Return the segments that a kept column divides a split into.
 
@@ -59,6 +64,6 @@ def read_segments(logits: str | AnyPath, column: str, split: str) -> Segments:
         columns = [name for name in stored.column_names if name != ID]
         if column not in columns:
             raise ConfigError(f"{file}: {unknown_name('column', column, columns)}")
-        values = (NO_VALUE if value is None else str(value) for value in stored.column(column).to_pylist())
+        values = map(segment_name, stored.column(column).to_pylist())
         by_id |= zip(typed_column(stored, ID, pa.string(), str(file)).to_pylist(), values, strict=True)
     return Segments(column, by_id)

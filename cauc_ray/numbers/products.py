@@ -6,6 +6,8 @@ each way, whose sums float64 holds exactly in any order.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from cauc_ray.numbers.types import Floats
@@ -27,14 +29,32 @@ def _units(vectors: Floats) -> tuple[Floats, Floats]:
     return scaled, lengths
 
 
-def products(rows: Floats, weights: Floats) -> Floats:
-    """Return the inner products of rows, float (n, d), and weights, float (m, d), float64 (n, m).
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights that are prepared once for many products.
+
+    Attributes:
+        units: Scaled to length 1, in whole numbers of 1 / 2^24, float64 (m, d).
+        lengths: Their lengths, float64 (m,).
+    """
+
+    units: Floats
+    lengths: Floats
+
+    @classmethod
+    def of(cls, weights: Floats) -> Weights:
+        """Prepare weights, float (m, d)."""
+        return cls(*_units(weights))
+
+
+def products(rows: Floats, weights: Floats | Weights) -> Floats:
+    """Return the inner products of rows, float (n, d), and weights, float (m, d) or prepared, float64 (n, m).
 
     They are as precise as in float32. Rows are finite.
 
     >>> products(np.array([[3.0, 4.0]]), np.array([[1.0, 0.0], [0.0, 2.0]])).round(6).tolist()
     [[3.0, 8.0]]
     """
-    (unit_rows, of_rows), (unit_weights, of_weights) = _units(rows), _units(weights)
-    inner: Floats = (unit_rows @ unit_weights.T) * (of_rows / _UNIT)[:, None] * (of_weights / _UNIT)
+    (unit_rows, of_rows), prepared = _units(rows), weights if isinstance(weights, Weights) else Weights.of(weights)
+    inner: Floats = (unit_rows @ prepared.units.T) * (of_rows / _UNIT)[:, None] * (prepared.lengths / _UNIT)
     return inner

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from cauc_ray.numbers.logits import VECTOR_KINDS
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy, Step
 
+_Result = TypeVar("_Result")
 SUFFIX = ".safetensors"
 _PACKED, _DIGEST = "arrays", "arrays_sha256"
 
@@ -40,6 +41,17 @@ class Arrays(dict[str, npt.NDArray[Any]]):
             return cls(load(content))
         except SafetensorError as error:
             raise PolicyError(f"{source} is not a safetensors file: {error}") from error
+
+    def once(self, name: str, work: Callable[[Any], _Result]) -> _Result:
+        """Return what work makes of an array; of the same work on the same array, what it has made already."""
+        made: dict[Any, Any] = self.__dict__.setdefault("made", {})
+        if (name, work) not in made:
+            made[name, work] = work(self[name])
+        result: _Result = made[name, work]
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Arrays, (dict(self),)  # without what was made of them
 
     @property
     def content(self) -> bytes:

@@ -1,6 +1,7 @@
 """Results, checks and certificates by the values of a column that a logit table keeps."""
 
 import json
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -11,9 +12,10 @@ import cauc_ray
 from cauc_ray.cli.command import main
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import write_logits
-from cauc_ray.errors import ConfigError, DataError, RiskError
+from cauc_ray.errors import ConfigError, DataError, PolicyError, RiskError
 from cauc_ray.files.documents import write_json
 from cauc_ray.files.parquet import read_parquet, write_parquet
+from cauc_ray.numbers.chain import UNKNOWN_LABEL
 
 pytestmark = pytest.mark.filterwarnings("ignore::cauc_ray.CaucWarning")
 SPLITS, NAMES = ("calibration", "validation", "test"), ("easy", "hard", "odd")
@@ -181,6 +183,67 @@ def test_arrays_have_the_results_of_a_table_in_whatever_order_their_rows_are(tmp
     assert [segment["n"] for segment in printed] == [segment["n"] for segment in expected]
 
 
+def arrays_of(table, split, order):
+    """Return a split's arrays by name, the column of segments among them, its labels and its ids, in some order."""
+    chain, segments = LogitTable(table).read_chain(["m0", "m1"], split), values_of(table, split)
+    arrays = {model: logits[order] for model, logits in zip(chain.models, chain.logits, strict=True)}
+    return arrays | {"difficulty": segments[order]}, chain.labels[order], np.array(chain.example_ids)[order]
+
+
+def test_arrays_have_the_certificate_and_the_check_of_a_table_with_their_segments(tmp_path):
+    table = write_segmented(tmp_path / "L", n=900, drifted=["odd"])
+    order = np.random.default_rng(1).permutation(900)
+    calibration, validation, test = (arrays_of(table, split, order) for split in SPLITS)
+    claim = {"method": "rf", "certify": "risk<=0.15@0.8", "by": "difficulty"}
+    arrays, labels, ids = calibration
+    policy = cauc_ray.fit(
+        arrays, labels, example_ids=ids, validation=validation, costs=[1.0, 9.0], cost_unit="s", **claim
+    )
+    of_table = cauc_ray.fit(table, **claim)
+    assert policy.threshold_choice.certificate == of_table.threshold_choice.certificate
+    assert policy.id == of_table.id
+    arrays, labels, ids = test
+    checked = cauc_ray.check(
+        arrays, policy, labels=labels, example_ids=ids, by="difficulty", validation=validation, seed=3
+    )
+    expected = cauc_ray.check(table, of_table, by="difficulty", seed=3)
+    assert [of.as_json() for of in checked.segments] == [of.as_json() for of in expected.segments]
+    assert checked.holds is expected.holds is False
+    with pytest.raises(ConfigError, match="validation="):
+        cauc_ray.check(arrays, policy, labels=labels, example_ids=ids, by="difficulty")
+    with pytest.raises(PolicyError, match="other examples"):
+        cauc_ray.check(arrays, policy, labels=labels, example_ids=ids, by="difficulty", validation=test)
+
+
+def test_a_share_of_arrays_is_certified_in_the_segments_of_its_own_rows(tmp_path, capsys):
+    table = write_segmented(tmp_path / "L", n=1500)
+    arrays, labels, _ = arrays_of(table, "calibration", np.random.default_rng(2).permutation(1500))
+    np.savez(tmp_path / "arrays.npz", labels=labels, **arrays)
+    command = ["fit", str(tmp_path / "arrays.npz"), "--costs", "m0=1,m1=9", "--method", "rf", "--validation", "0.5"]
+    command += ["--certify", "risk<=0.05@0.8", "--by", "difficulty", "-o", str(tmp_path / "policy.json")]
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    assert ended.value.code == 0
+    policy = cauc_ray.Policy.load(tmp_path / "policy.json")
+    assert policy.models == ("m0", "m1")
+    certificate = policy.threshold_choice.certificate
+    assert [segment.name for segment in certificate.segments] == sorted(NAMES)
+    assert certificate.n_accepted < policy.validation.n == 750
+
+
+def test_a_check_by_segment_leaves_out_the_examples_of_validation_that_the_fit_left_out(tmp_path):
+    table = write_segmented(tmp_path / "L")
+    _, labels, ids = arrays_of(table, "validation", np.arange(900))
+    labels[:50] = UNKNOWN_LABEL
+    for model, logits in zip(
+        ("m0", "m1"), LogitTable(table).read_chain(["m0", "m1"], "validation").logits, strict=True
+    ):
+        shutil.rmtree(table / f"model={model}" / "split=validation")
+        write_logits(table, model, "validation", example_ids=ids, labels=labels, logits=list(logits))
+    policy = cauc_ray.fit(table, method="rf", budget=5.0)
+    assert cauc_ray.check(table, policy, by="difficulty").holds
+
+
 def test_wrong_columns_are_refused(tmp_path):
     table = write_segmented(tmp_path / "L")
     policy = cauc_ray.fit(table, budget=5.0)
@@ -194,8 +257,8 @@ def test_wrong_columns_are_refused(tmp_path):
         cauc_ray.evaluate(arrays | {"difficulty": chain.labels}, policy, by="dificulty")
     with pytest.raises(DataError, match=r"'difficulty' has shape \(1,\)"):
         cauc_ray.evaluate(arrays | {"difficulty": ["x"]}, policy, by="difficulty")
-    with pytest.raises(ConfigError, match="logit table"):
-        cauc_ray.check(arrays | {"difficulty": chain.labels}, policy, by="difficulty")
+    with pytest.raises(ConfigError, match="give by"):
+        cauc_ray.check(arrays, policy, validation=(arrays, chain.labels))
     write_parquet(
         table / "columns" / "split=test" / "part-0.parquet", pa.table({"example_id": ["0"], "difficulty": ["x"]})
     )

@@ -1,5 +1,6 @@
 """Routers by neighbouring queries, and RouteLLM's two, against slow loops and independent fits."""
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from sklearn.metrics.pairwise import cosine_similarity
 from synthetic import seeds
 
 from cauc_ray.baselines.benchmark_routing import SHARPNESSES, near_shares, sizes_to_try
+from cauc_ray.numbers.products import Weights
 from cauc_ray.policies.method import METHODS
 
 
@@ -49,6 +51,27 @@ def test_no_other_size_and_weight_are_better_on_validation(seed):
 
     tried = [(k, sharpness) for k in sizes_to_try(60) for sharpness in SHARPNESSES]
     assert loss(chosen.k, chosen.sharpness) <= min(loss(*pair) for pair in [*tried, (60, 0.0)]) + 1e-6
+
+
+@pytest.mark.parametrize("method", ["benchmark-routing", "carrot", "routellm-sw"])
+def test_known_queries_are_prepared_once_for_all_batches_and_no_copy_of_a_policy_has_another_s(method, monkeypatch):
+    fitting, test = problem(3, n=40, n_test=30)
+    policy = METHODS[method].family(fitting).members[0]
+    expected, prepared = policy.values(test.embeddings), []
+    fresh, prepare = pickle.loads(pickle.dumps(policy)), Weights.of
+    monkeypatch.setattr(Weights, "of", lambda weights: prepared.append(weights.shape) or prepare(weights))
+    parts = [fresh.values(rows) for rows in np.array_split(test.embeddings, 6)]
+    np.testing.assert_array_equal(np.concatenate(parts), expected)
+    assert prepared == [fitting.calibration.embeddings.shape]
+    turned = fresh.with_arrays({**fresh.arrays, "known": -fresh.arrays["known"]})
+    assert not np.array_equal(turned.values(test.embeddings), expected)
+
+
+def test_of_queries_that_are_as_near_the_first_count():
+    known = np.float32([[1, 0], [0, 1], [1, 0], [1, 0]])
+    correct = np.array([[1], [0], [0], [1]])
+    shares = near_shares(np.float32([[1, 0]]), known, correct, (1, 2, 3), (0.0,))[0, :, 0, 0]
+    np.testing.assert_allclose(shares, [1, 1 / 2, 2 / 3])
 
 
 def with_copies(split):
