@@ -19,7 +19,8 @@ from cauc_ray.models.http_client import HttpClient, all_until_error, json_of, va
 from cauc_ray.models.input_tensors import InputTensors, input_tensors
 from cauc_ray.models.kind import IN_TIME, Placement
 from cauc_ray.models.remote import RemoteSpec
-from cauc_ray.models.words import COST, in_words
+from cauc_ray.models.words import in_words
+from cauc_ray.numbers.answer_arrays import COST
 from cauc_ray.numbers.logits import LOGIT_KINDS
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.protocol.messages import (

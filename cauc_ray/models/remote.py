@@ -11,7 +11,8 @@ from pydantic import Field, model_validator
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.credentials import Access, ServerSpec, ServerUrl, required_secret
 from cauc_ray.models.kind import InputColumns, LocalFile
-from cauc_ray.models.words import ANSWER, WordsSpec
+from cauc_ray.models.words import WordsSpec
+from cauc_ray.numbers.answer_arrays import ANSWER
 
 LOOPBACK = re.compile(r"http://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?(/|$)")
 

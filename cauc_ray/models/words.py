@@ -8,15 +8,14 @@ from typing import Annotated, Any, TypeAlias
 import numpy as np
 from pydantic import AfterValidator
 
-from cauc_ray.data.answer_rules import DEFAULT_RULE, rule_of
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.answers import Answers
 from cauc_ray.models.kind import DeclaringSpec, Section
+from cauc_ray.numbers.answer_arrays import ANSWER, CONFIDENCE, COST
 from cauc_ray.numbers.answer_keys import N_KEYS, AnswerFormat, answer_keys, answer_vectors
+from cauc_ray.numbers.answer_rules import DEFAULT_RULE, rule_of
 from cauc_ray.numbers.logits import ANSWERS, LogitKind
 from cauc_ray.numbers.types import Floats
-
-ANSWER, CONFIDENCE, COST = "answer", "confidence_", "cost"
 
 
 def _is_rule(text: str) -> str:
@@ -27,7 +26,7 @@ def _is_rule(text: str) -> str:
     return text
 
 
-# The rule by which answers are the same (data.answer_rules).
+# The rule by which answers are the same (numbers.answer_rules).
 Rule: TypeAlias = Annotated[str, AfterValidator(_is_rule)]
 
 
