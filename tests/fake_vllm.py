@@ -60,7 +60,7 @@ class LLM:
         ids = [token for token, _ in steps]
         answer = "".join(tokenizer.decode([token]) for token in ids)
         output = SimpleNamespace(text=answer, token_ids=ids, logprobs=[logprobs for _, logprobs in steps])
-        return SimpleNamespace(outputs=[output] * params.n)
+        return SimpleNamespace(prompt_token_ids=prompt, outputs=[output] * params.n)
 
     def generate(self, prompts, params, *, use_tqdm, lora_request):
         if isinstance(prompts[0], str):

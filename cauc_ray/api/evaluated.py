@@ -29,7 +29,7 @@ from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.checks import as_expected
 from cauc_ray.policies.evidence import Guard, Measures, OfflineAccuracy
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.predictions import Predictions
+from cauc_ray.policies.predictions import OptionNames, Predictions
 from cauc_ray.policies.trace import (
     Answered,
     measure,
@@ -63,7 +63,7 @@ class Evaluation(Shown):
         guards: Checks of the costs against the expected ones.
         offline: Results of the first stages alone; empty without labels.
         order: Int (N,), order of the examples in predictions; None for the chain's own.
-        names: Names of the options; None if unknown.
+        names: Names of the options, or texts by keys of answers; None if unknown.
         segments: Results of each segment; empty without a column that makes them.
     """
 
@@ -76,12 +76,12 @@ class Evaluation(Shown):
     guards: tuple[Guard, ...]
     offline: tuple[OfflineAccuracy, ...]
     order: Ints | None = None
-    names: tuple[str, ...] | None = None
+    names: OptionNames | None = None
     segments: tuple[SegmentResult, ...] = ()
 
     @classmethod
     def of(
-        cls, policy: Policy, chain: Chain, order: Ints | None = None, names: tuple[str, ...] | None = None
+        cls, policy: Policy, chain: Chain, order: Ints | None = None, names: OptionNames | None = None
     ) -> Evaluation:
         """Evaluate a policy on a chain."""
         policy.check_chain(chain)

@@ -209,8 +209,10 @@ def fit(
 
     Args:
         logits: A table's path or URI; or by model arrays (N, K) with a column for each option: numpy arrays, lists,
-            pandas or polars frames.
-        labels: Int (N,), index of the right option; only for arrays, whose policy is fitted on them.
+            pandas or polars frames. For answers in words by model columns (N,): answer, confidence_<name>, perhaps
+            correct and cost, and the text rule (data frames, or mappings).
+        labels: Int (N,), index of the right option, or right answers, if no column is correct; only for arrays, whose
+            policy is fitted on them.
         example_ids: (N,), unique ids of the rows of arrays; without them row i is "i", the position as text. The order
             of rows means nothing, except for shares that are cut off where ids are positions.
         models: The chain, cheapest first (default: all models, by cost).
@@ -334,7 +336,7 @@ def _fit_method(options: FitOptions, source: Source, logits: Logits) -> Policy:
 
 def _with_prompts(policy: Policy, logits: Logits, before: Policy | None = None) -> Policy:
     """Return a policy with the prompts of its models: those that a logit table records, else those of before."""
-    info = None if isinstance(logits, Mapping) else table_info(logits)
+    info = table_info(logits)
     asked: dict[str, dict[str, Any]] = {}
     asked |= {stage.name: {"prompt": stage.prompt} for stage in before.stages} if before else {}
     for model in info.models if info else ():
@@ -488,7 +490,7 @@ def evaluate(
     Args:
         logits: A table or arrays, as for fit().
         policy: A policy file. In Python also a Policy.
-        labels: Int (N,), labels of arrays; without them no accuracy is measured.
+        labels: Labels of arrays, as for fit(); without them no accuracy is measured.
         example_ids: Ids of the rows of arrays, as for fit().
         split: Split to replay.
         by: Column that the table keeps, or name of an array (N,) next to those of the models, by whose values results
@@ -522,7 +524,7 @@ def evaluate(
     else:
         chain = read_policy_chain(logits, policy, options.split, options.logit_kind, labels, example_ids)
         order = positions_of_rows(chain, example_ids) if isinstance(logits, Mapping) else None
-        evaluation = Evaluation.of(policy, chain, order, option_names(logits))
+        evaluation = Evaluation.of(policy, chain, order, option_names(logits, policy))
     if segments is not None:
         evaluation = replace(evaluation, segments=segment_results(evaluation.replay, evaluation.chain, segments))
     warn_of(evaluation.guards)
@@ -596,7 +598,7 @@ def evaluate_shards(logits: str | AnyPath, policy: Policy, options: ShardOptions
     """Measure a policy as evaluate() does, on logits that stay in shards on a Ray cluster."""
     heads = read_policy_heads(absolute(logits), policy, options.split, options.logit_kind)
     with _sharded([heads], options) as (held, (chain,)):
-        evaluation = Evaluation.of(policy, chain, names=option_names(logits))
+        evaluation = Evaluation.of(policy, chain, names=option_names(logits, policy))
     return evaluation, held.watched
 
 

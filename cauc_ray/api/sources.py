@@ -32,16 +32,18 @@ from cauc_ray.data.splits import split_shares
 from cauc_ray.data.writing import read_info
 from cauc_ray.errors import ConfigError, DataError, unknown_name, warn
 from cauc_ray.files.paths import AnyPath, RemotePath, hive_values
+from cauc_ray.numbers.answer_arrays import ANSWER, answer_chain, answer_columns_of, holds_columns, texts_of
+from cauc_ray.numbers.answer_keys import AnswerFormat
 from cauc_ray.numbers.arrays import array_chain
 from cauc_ray.numbers.chain import UNNAMED_UNIT, Chain, ChainExamples, ChainLogits, Costs
 from cauc_ray.numbers.ids import NumberIds, ids_of, number_order, text_order
-from cauc_ray.numbers.logits import LogitKind
+from cauc_ray.numbers.logits import ANSWERS, LogitKind
 from cauc_ray.numbers.rows import ascending
 from cauc_ray.numbers.segments import Segments
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.method import Reads
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.predictions import vectors_of
+from cauc_ray.policies.predictions import OptionNames, rules_of, vectors_of
 from cauc_ray.policies.trace import EmbeddingCall, Examples
 
 # A table by its path or URI, or arrays by model.
@@ -61,18 +63,35 @@ class LogitArrays:
         *,
         undeclared: Mapping[str, LogitKind] = MappingProxyType({}),
         by: str | None = None,
+        rules: Mapping[str, str | None] = MappingProxyType({}),
     ) -> None:
         """Take arrays with their labels, or None, and if there are any their ids, by split; else as LogitTable.
 
-        by: the array that makes segments, which is not a model's.
+        by: the array that makes segments, which is not a model's.   rules: of models that answer in words, where their
+        columns name none.
         """
         self.path = "the arrays"
         self._splits = splits
-        self.models = [name for name in next(iter(splits.values()))[0] if name != by]
+        first = {name: of for name, of in next(iter(splits.values()))[0].items() if name != by}
+        self.models, self.has_answers = list(first), holds_columns(first)
         if not self.models or not all(isinstance(model, str) for model in self.models):
             raise ConfigError(f"{self.path}: models have names, as {{'small': (N, K)}}, got {self.models}")
-        self.kinds = model_kinds(self.path, self.models, logit_kind, undeclared)
+        if self.has_answers and logit_kind is not None:
+            raise ConfigError("answers in words are no logits: leave the kind of logits out")
+        declared = dict.fromkeys(self.models, ANSWERS) if self.has_answers else undeclared
+        self.kinds = model_kinds(self.path, self.models, logit_kind, declared)
+        self._rules = dict(rules)
         self.declared_costs: dict[str, float] = {}  # arrays do not say what calls cost
+
+    @property
+    def answer_formats(self) -> dict[str, AnswerFormat]:
+        """Return how models answer in words, by their names."""
+        if not self.has_answers:
+            return {}
+        first = next(iter(self._splits.values()))[0]
+        return {
+            model: of.answer_format for model, of in answer_columns_of(first, self.models, rules=self._rules).items()
+        }
 
     def splits(self, model: str) -> list[str]:
         """Return the names of the splits."""
@@ -80,8 +99,6 @@ class LogitArrays:
 
     def read_chain(self, models: Sequence[str], split: str, *, costs: CallCosts = None) -> ChainLogits:
         """Return a chain on a split, in the order of example ids, as a table has it. Raises as LogitTable."""
-        if costs is None or isinstance(costs, str):
-            raise ConfigError("arrays do not say what a call of each model costs; give costs={model: cost}")
         if split not in self._splits:
             raise ConfigError(
                 f"the arrays have no split {split!r}: give validation and test each as a share of the arrays, "
@@ -90,16 +107,26 @@ class LogitArrays:
         arrays, labels, *ids = self._splits[split]
         if not isinstance(arrays, Mapping):
             raise ConfigError(f"{split}: a pair is (logits by model, labels), got {type(arrays).__name__} first")
-        chain = array_chain(
-            arrays,
-            models,
-            labels,
-            costs=Costs(UNNAMED_UNIT, np.array(costs, dtype=np.float64)),
-            kinds=self.kinds,
-            example_ids=ids[0] if ids else None,
-            source=f"{self.path}, split {split!r}",
-        )
+        source, example_ids = f"{self.path}, split {split!r}", ids[0] if ids else None
+        if self.has_answers:
+            said = answer_columns_of(arrays, models, source, self._rules)
+            paid = self._costs(costs, [of.costs for of in said.values()])
+            chain = answer_chain(said, labels, costs=paid, example_ids=example_ids, source=source)
+        else:
+            paid = self._costs(costs, [None])
+            chain = array_chain(
+                arrays, models, labels, costs=paid, kinds=self.kinds, example_ids=example_ids, source=source
+            )
         return chain.of_rows(text_order(chain.example_ids))
+
+    def _costs(self, costs: CallCosts, reported: Sequence[Floats | None]) -> Costs:
+        """Return the costs of calls: as given, else as columns of answers have them."""
+        if costs is not None and not isinstance(costs, str):
+            return Costs(UNNAMED_UNIT, np.array(costs, dtype=np.float64))
+        columns = [column for column in reported if column is not None]
+        if len(columns) < len(reported):
+            raise ConfigError("arrays do not say what a call of each model costs; give costs={model: cost}")
+        return Costs(UNNAMED_UNIT, np.stack(columns, axis=1))
 
 
 class ChainOptions(Options):
@@ -201,7 +228,9 @@ class Source:
     @property
     def has_answers(self) -> bool:
         """Return whether its models answer in words."""
-        return isinstance(self._source, AnswerTable)
+        return isinstance(self._source, AnswerTable) or (
+            isinstance(self._source, LogitArrays) and self._source.has_answers
+        )
 
     def of_models(self, models: Sequence[str]) -> Source:
         """Return the source with some of its models as the chain."""
@@ -364,13 +393,14 @@ def _opened(
     logit_kind: LogitKinds,
     undeclared: Mapping[str, LogitKind],
     by: str | None = None,
+    rules: Mapping[str, str | None] = MappingProxyType({}),
 ) -> LogitTable | LogitArrays:
     """Open a table, or take arrays, by splits as LogitArrays takes them, the first with the logits.
 
     Raises ConfigError unless logits are arrays by model, or the path of a table without anything that goes with arrays.
     """
     if isinstance(logits, Mapping):
-        return LogitArrays(splits, logit_kind, undeclared=undeclared, by=by)
+        return LogitArrays(splits, logit_kind, undeclared=undeclared, by=by, rules=rules)
     if not isinstance(logits, str | PathLike | RemotePath):
         raise ConfigError(
             "logits: the path of a logit table, or arrays by model, as {'small': (N, K), 'large': (N, K)}; got "
@@ -406,15 +436,22 @@ def read_policy_chain(
     labels, example_ids: of arrays, None where there are none.   logit_kind: as for evaluate. Calls cost the policy's
     means there. Examples are in the order of their ids. Arrays have an encoder's embeddings by its name.
     """
-    source = _opened(logits, {split: (logits, labels, example_ids)}, logit_kind, policy.kinds_by_model)
+    if isinstance(logits, Mapping):  # a column of segments may be among them
+        logits = {name: of for name, of in logits.items() if name in policy.models} or logits
+    opened = {split: (logits, labels, example_ids)}
+    source = _opened(logits, opened, logit_kind, policy.kinds_by_model, rules=rules_of(policy))
     models, encoder, paid = [stage.name for stage in policy.answering], policy.encoder, policy.stages[0].cost
     if isinstance(source, LogitTable):
         chain = source.read_chain(models, split, costs=_costs_of(policy))
+        policy.require_formats(source.answer_formats)
         if encoder is not None:
             vectors = read_embeddings(source.path, encoder, split, chain.example_ids)
             chain = chain.after_encoder(encoder, vectors, paid)
         return chain
-    chain = source.read_chain(models, split, costs=[stage.cost for stage in policy.answering])
+    paid_by_call = source.has_answers and policy.costs == "per-call"
+    costs: CallCosts = "per-call" if paid_by_call else [stage.cost for stage in policy.answering]
+    chain = source.read_chain(models, split, costs=costs)
+    policy.require_formats(source.answer_formats)
     if encoder is not None:
         assert isinstance(logits, Mapping)
         order = positions_of_rows(chain, example_ids)
@@ -440,7 +477,8 @@ def segments_of(logits: Logits, column: str, split: str, example_ids: Any = None
     if column not in logits:
         raise ConfigError(f"by: {unknown_name('array', column, logits)}")
     values = np.asarray(logits[column])
-    n = len(next((array for name, array in logits.items() if name != column), values))
+    first = next((array for name, array in logits.items() if name != column), values)
+    n = len(first[ANSWER] if isinstance(first, Mapping) else first)
     if values.shape != (n,):
         raise DataError(f"by: array {column!r} has shape {values.shape}; one value for each row is {(n,)}")
     ids = NumberIds(np.arange(n)) if example_ids is None else ids_of(example_ids)
@@ -468,8 +506,10 @@ def read_policy_heads(logits: str | AnyPath, policy: Policy, split: str, logit_k
     return table.read_chain_heads(policy.models, split, costs=_costs_of(policy))
 
 
-def option_names(logits: Logits) -> tuple[str, ...] | None:
-    """Return the names of the options, where a table has them."""
+def option_names(logits: Logits, policy: Policy) -> OptionNames | None:
+    """Return the names of the options, where a table has them, or the texts of answers that are here."""
+    if isinstance(logits, Mapping) and holds_columns(logits):
+        return texts_of(answer_columns_of(logits, policy.models, rules=rules_of(policy)).values())
     info = None if isinstance(logits, Mapping) else read_info(logits)
     return None if info is None or info.labels is None else tuple(info.labels)
 

@@ -138,7 +138,8 @@ def _halves(rows: Ints) -> list[Ints]:
 
 def _joined(n: int, answered: Sequence[tuple[Ints, Answers]], raised: Mapping[int, str]) -> Answers:
     """Return the answers to parts of n rows as one, with those that raised as failures."""
-    logits, as_returned, costs = dict[int, Floats](), dict[int, Floats](), None
+    logits, as_returned = dict[int, Floats](), dict[int, Floats]()
+    costs = tokens = None
     texts: list[str | None] | None = None
     failures, counts = dict(raised), Counter[str]()
     for rows, answers in answered:
@@ -154,6 +155,9 @@ def _joined(n: int, answered: Sequence[tuple[Ints, Answers]], raised: Mapping[in
         if answers.costs is not None:
             costs = np.zeros(n) if costs is None else costs
             costs[rows] = answers.costs
+        if answers.tokens is not None:
+            tokens = np.zeros((n, 2), dtype=np.int64) if tokens is None else tokens
+            tokens[rows] = answers.tokens
         failures |= {int(rows[row]): reason for row, reason in answers.failures.items()}
     seconds = [answers.device_s for _, answers in answered if answers.device_s is not None]
     return Answers(
@@ -166,4 +170,5 @@ def _joined(n: int, answered: Sequence[tuple[Ints, Answers]], raised: Mapping[in
         wires(answers.wire for _, answers in answered),
         ragged(n, as_returned)[0],
         texts=texts,
+        tokens=tokens,
     )

@@ -61,6 +61,7 @@ class CallResult:
         next: The stage of a row that does not stop, int8 (n,); None for the one after.
         texts: What the model has said, object (n,), where that is the answer held now; None elsewhere, and of models
             that score options.
+        tokens: Of prompts, and generated, as the model reports them, int (n, 2); None where it does not.
         n_batches: Batches that the model was given one after the other.
         wire: Of a remote call, None of others.
     """
@@ -87,6 +88,7 @@ class CallResult:
     likeliest: Ints | None = None
     next: Ints | None = None
     texts: Texts | None = None
+    tokens: Ints | None = None
     n_batches: int = 1
     wire: Wire | None = None
 
@@ -103,7 +105,7 @@ class CallResult:
         placed = list(zip(starts, results, strict=False))
         device_s = [result.device_s for result in results if result.device_s is not None]
         arrays = {"predictions": -1, "confidences": np.nan, "accepted": False, "costs": 0.0}
-        optional = {"carried": False, "likeliest": -1, "next": -1, "texts": None}
+        optional = {"carried": False, "likeliest": -1, "next": -1, "texts": None, "tokens": 0}
         joined = {name: _joined(results, name, unknown) for name, unknown in (arrays | optional).items()}
         sums: dict[str, Any] = {name: sum(getattr(result, name) or 0 for result in results) for name in _SUMMED}
         return replace(
@@ -140,14 +142,17 @@ _SUMMED = ("compute_s", "policy_s", "n_batches")
 
 
 def _joined(results: Sequence[CallResult], name: str, unknown: Any) -> Any:
-    """Return arrays (n,) of batches as one; None if no batch has one, unknown for those of a batch that has none."""
+    """Return arrays (n, …) of batches as one; None if no batch has one, unknown for those of a batch that has none."""
     values = [getattr(result, name) for result in results]
     example = next((array for array in values if array is not None), None)
     if example is None:
         return None
     filled = zip(values, results, strict=True)
     return np.concatenate(
-        [np.full(len(result.accepted), unknown, example.dtype) if array is None else array for array, result in filled]
+        [
+            np.full((len(result.accepted), *example.shape[1:]), unknown, example.dtype) if array is None else array
+            for array, result in filled
+        ]
     )
 
 

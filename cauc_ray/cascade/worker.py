@@ -391,6 +391,7 @@ class Worker:
             device_s=answers.device_s,
             failures=failures,
             waiting=answers.waiting,
+            tokens=answers.tokens,
             state_bytes=max((state.shape[1] * state.itemsize for _, state in states), default=0.0),
             raised=isolated.raised,
             carried=carried,

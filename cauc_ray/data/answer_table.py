@@ -17,7 +17,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.answer_rules import DEFAULT_RULE, rule_of
 from cauc_ray.data.blocks import first_duplicate
 from cauc_ray.data.logits import CallCosts, ChainHeads, LogitKinds, LogitTable
 from cauc_ray.data.model_rows import ModelRows, joined_labels, typed_column
@@ -26,23 +25,28 @@ from cauc_ray.errors import ConfigError, DataError, warn
 from cauc_ray.files.documents import make_folder
 from cauc_ray.files.parquet import parquet_files, read_footer, read_parquet, write_parquet
 from cauc_ray.files.paths import AnyPath, RemotePath, hive_values, path_of
+from cauc_ray.numbers.answer_arrays import (
+    ANSWER,
+    CONFIDENCE,
+    CORRECT,
+    answer_columns_of,
+    holds_columns,
+    joined_answers,
+)
 from cauc_ray.numbers.answer_keys import (
     N_KEYS,
     NO_ANSWER,
-    NONE_RIGHT,
-    WRONG,
     AnswerFormat,
     agreement_keys,
     answer_keys,
     answer_vectors,
     confidences_in,
 )
+from cauc_ray.numbers.answer_rules import DEFAULT_RULE, rule_of
 from cauc_ray.numbers.arrays import refuse_rows
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainLogits
 from cauc_ray.numbers.logits import ANSWERS, LogitKind, SumsToOne
 from cauc_ray.numbers.types import Floats, Ints
-
-ANSWER, CORRECT, CONFIDENCE = "answer", "correct", "confidence_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,11 @@ class AnswerTable(LogitTable):
         file = _first_file(self.path, model)
         names = [] if file is None else read_footer(file).schema.names
         return tuple(sorted(name.removeprefix(CONFIDENCE) for name in names if name.startswith(CONFIDENCE)))
+
+    @property
+    def answer_formats(self) -> dict[str, AnswerFormat]:
+        """Return how models answer in words, by their names."""
+        return {model: AnswerFormat(self.rule(model), self.confidences(model)) for model in self.models}
 
     def read_model(self, model: str, split: str, *, as_stored: bool = False, with_logits: bool = True) -> AnswerRows:
         """Read one model's rows of one split, in order of example_id.
@@ -153,7 +162,9 @@ class AnswerTable(LogitTable):
             raise DataError(f"{source}: no example was answered by all of {', '.join(models)}")
         if len(left[0].example_ids) < max(len(of.example_ids) for of in rows):
             warn(f"{source}: {len(failed):,} examples are left out because some model of the chain failed on them")
-        labels, named = _labels(left)
+        labels, named = joined_answers(
+            np.column_stack([agreement_keys(of.logits) for of in left]), np.column_stack([of.correct for of in left])
+        )
         vectors = [
             answer_vectors(agreement_keys(of.logits), confidences_in(of.logits), of_model)
             for of, of_model in zip(left, named, strict=True)
@@ -179,25 +190,6 @@ class AnswerTable(LogitTable):
         raise ConfigError(f"{self.path} has answers in words, which one process keeps: leave shards out")
 
 
-def _labels(rows: Sequence[AnswerRows]) -> tuple[Ints, list[Ints]]:
-    """Return the labels of examples, int32 (N,), and what predictions name of each model's answers, int32 (N,) each."""
-    correct = np.stack([of.correct for of in rows], axis=1)
-    keys = np.stack([agreement_keys(of.logits) for of in rows], axis=1)
-    n = np.arange(len(keys))
-    right = correct == 1
-    labels = np.where(right.any(axis=1), keys[n, right.argmax(axis=1)], NONE_RIGHT).astype(np.int32)
-    for column in range(len(rows)):  # an answer of a model that is not judged may be one that is, by another model
-        same = (keys == keys[:, [column]]) & (correct >= 0)
-        of_same = correct[n, same.argmax(axis=1)]
-        judged = np.where(same.any(axis=1), of_same, np.where(keys[:, column] == NO_ANSWER, 0, -1))
-        correct[:, column] = np.where(correct[:, column] < 0, judged, correct[:, column])
-    labels[(correct < 0).any(axis=1)] = UNKNOWN_LABEL
-    same_words = keys == labels[:, None]
-    named = np.where(correct == 1, labels[:, None], np.where(same_words, WRONG, keys))
-    named = np.where(labels[:, None] == UNKNOWN_LABEL, keys, named)
-    return labels, list(named.astype(np.int32).T)
-
-
 def _first_file(table: AnyPath, model: str) -> AnyPath | None:
     folder = table / f"model={model}"
     return next(
@@ -216,7 +208,9 @@ def open_table(
 
 
 def holds_answers(path: object) -> bool:
-    """Return whether something is the path of a table of answers in words."""
+    """Return whether something is the path of a table of answers in words, or columns of those by model."""
+    if isinstance(path, Mapping):
+        return holds_columns(path)
     folder = path_of(path) if isinstance(path, str | Path | RemotePath) else None
     if folder is None or not folder.is_dir():
         return False
@@ -224,8 +218,18 @@ def holds_answers(path: object) -> bool:
     return file is not None and ANSWER in read_footer(file).schema.names
 
 
-def table_info(path: str | AnyPath) -> TableInfo | None:
-    """Return a table's pool.json, with rules and confidences of its models where it has answers; None without one."""
+def table_info(path: str | AnyPath | Mapping[str, Any]) -> TableInfo | None:
+    """Return a table's pool.json, with rules and confidences of its models where it has answers; None without one.
+
+    path: columns of answers by model will do, too.
+    """
+    if isinstance(path, Mapping):
+        said = answer_columns_of(path, list(path)) if holds_columns(path) else {}
+        models = [
+            PoolModel(name=model, cost=0.0, rule=of.rule.text, confidences=list(of.confidences))
+            for model, of in said.items()
+        ]
+        return TableInfo(cost_unit="", models=models) if models else None
     info, table = read_info(path), open_table(path)
     if not isinstance(table, AnswerTable):
         return info
@@ -265,7 +269,7 @@ def write_answers(
         costs: Of each call, float (N,), if calls have different costs.
         cost: The cost of one call of this model, recorded in ANSWERS/pool.json.
         cost_unit: Such as "USD".
-        rule: By which answers are the same (data.answer_rules).
+        rule: By which answers are the same (numbers.answer_rules).
 
     Returns:
         The file. A file of that name is replaced atomically.

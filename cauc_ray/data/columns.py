@@ -14,7 +14,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.answer_rules import rule_of
 from cauc_ray.data.benchmarks import Benchmark
 from cauc_ray.data.blocks import InputBlock
 from cauc_ray.data.sources import ID
@@ -23,6 +22,7 @@ from cauc_ray.errors import ConfigError, DataError, first_line, unknown_name
 from cauc_ray.files.parquet import cast_table, plain_schema
 from cauc_ray.files.paths import AnyPath, RemotePath, path_from, side_by_side
 from cauc_ray.numbers.answer_keys import NO_ANSWER, answer_keys
+from cauc_ray.numbers.answer_rules import rule_of
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.types import Ints
 

@@ -28,6 +28,7 @@ from cauc_ray.data.writing import LABELS, LOGGED, read_info
 from cauc_ray.errors import ConfigError, DataError, unknown_name, warn
 from cauc_ray.files.parquet import parquet_below, parquet_files, read_parquet
 from cauc_ray.files.paths import AnyPath, hive_values, path_of
+from cauc_ray.numbers.answer_keys import AnswerFormat
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, UNNAMED_UNIT, ChainExamples, ChainLogits, ChainPart, Costs
 from cauc_ray.numbers.logits import LOGIT_KINDS, LogitKind, widened
 from cauc_ray.numbers.types import Floats, Ints
@@ -222,6 +223,11 @@ class LogitTable:
             logit_kind=tuple(self.kinds[model] for model in models),
             heads=tuple(rows),
         )
+
+    @property
+    def answer_formats(self) -> dict[str, AnswerFormat]:
+        """Return how models answer in words, by their names; none, since they score options."""
+        return {}
 
     def _require_chain(self, models: Sequence[str], costs: CallCosts) -> None:
         if not models:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.cascade.worker import Collected
-from cauc_ray.data.answer_table import ANSWER, vectors_of, words_columns
+from cauc_ray.data.answer_table import vectors_of, words_columns
 from cauc_ray.data.blocks import ids_digest
 from cauc_ray.data.datasets import Dataset
 from cauc_ray.data.logits import FAILED
@@ -36,6 +36,7 @@ from cauc_ray.files.paths import AnyPath, hive_values
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.costs import model_cost
 from cauc_ray.models.pool import Replicas, StageSpec
+from cauc_ray.numbers.answer_arrays import ANSWER
 from cauc_ray.numbers.answer_keys import own_answer
 from cauc_ray.numbers.types import Bools, Floats, Ints
 

@@ -57,6 +57,8 @@ class Answers:
         texts: What a model that says something has answered (n,), None for a row without an answer; its logits are
             the answers' vectors (numbers.answer_keys). None of models that score options.
         waiting: Failed rows whose answer is yet to come, as that of a person: not the model's fault.
+        tokens: Of each row's prompt, and generated for it, as the model or its server counts them, int (n, 2); None
+            where they are unknown.
     """
 
     logits: Floats
@@ -72,6 +74,7 @@ class Answers:
     not_finite: frozenset[int] = frozenset()
     texts: Sequence[str | None] | None = None
     waiting: frozenset[int] = frozenset()
+    tokens: Ints | None = None
 
     @property
     def as_returned(self) -> Floats:

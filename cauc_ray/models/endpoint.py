@@ -47,6 +47,7 @@ class Inquiry:
         question: The question.
         deadline: When its call ends, by the monotonic clock.
         usd: Costs of its requests so far.
+        tokens: Of its prompts, and generated, as far as the server reports them.
         counts: What Answers.counts has of it.
         logits: Of the model's kind, float (K,), None without an answer; the confidences of an answer in words.
         text: Of an answer in words.
@@ -56,6 +57,7 @@ class Inquiry:
     question: Asked
     deadline: float
     usd: float = 0.0
+    tokens: tuple[int, int] = (0, 0)
     counts: Counter[str] = field(default_factory=Counter)
     logits: Floats | None = None
     text: str | None = None
@@ -162,12 +164,15 @@ class EndpointModel(Model):
             questions, faults = self._with_images(batch, questions, faults)
         inquiries = self._http.run(self._ask_all(questions))
         n, costs = batch_size(batch), None
+        tokens = np.zeros((n, 2), dtype=np.int64)
+        tokens[list(inquiries)] = np.reshape([inquiry.tokens for inquiry in inquiries.values()], (-1, 2))
         if self._spec.prices:
             costs = np.zeros(n)
             costs[list(inquiries)] = [inquiry.usd for inquiry in inquiries.values()]
         faults |= {row: inquiry.failure for row, inquiry in inquiries.items() if inquiry.failure is not None}
         inquiries = {row: inquiry for row, inquiry in inquiries.items() if inquiry.logits is not None}
-        return self.answers(n, inquiries, faults, costs)
+        answers = self.answers(n, inquiries, faults, costs)
+        return replace(answers, tokens=tokens) if tokens.any() else answers
 
     def answers(self, n: int, inquiries: dict[int, Inquiry], faults: dict[int, str], costs: Floats | None) -> Answers:
         """Return the answers to the questions of n rows.
@@ -234,7 +239,9 @@ class EndpointModel(Model):
             try:
                 # Providers have computed the attempts that were not answered in time, too.
                 answer = await self.send(path, content, inquiry, partial(bill.append, attempt_usd))
-                bill[:] = [self._cost_usd(answer)] * (len(bill) + 1)
+                tokens = _tokens(answer)
+                bill[:] = [self._cost_usd(tokens)] * (len(bill) + 1)
+                inquiry.tokens = inquiry.tokens[0] + (tokens[0] or 0), inquiry.tokens[1] + (tokens[1] or 0)
             finally:
                 inquiry.usd += sum(bill)
         return answer
@@ -278,14 +285,10 @@ class EndpointModel(Model):
         self._answered_at = time.monotonic()
         return answer
 
-    def _cost_usd(self, answer: object) -> float:
-        prices, usage = self._spec.prices, value_at(answer, "usage")
+    def _cost_usd(self, tokens: tuple[int | None, int | None]) -> float:
+        prices, (n_prompt, n_completion) = self._spec.prices, tokens
         if prices is None:
             return 0.0
-        n_prompt, n_completion = (
-            next((n for name in names if isinstance(n := value_at(usage, name), int)), None)
-            for names in (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))
-        )
         if n_prompt is None or n_completion is None:
             raise DataError("the answer has no usage, so its cost is unknown")
         return (n_prompt * prices.input + n_completion * prices.output) / 1e6
@@ -302,6 +305,16 @@ class EndpointModel(Model):
         if status not in _TRANSIENT or (status == 500 and self._answered_at > started_at):
             return DataError(f"the server rejects it ({message})")
         return self._http.away(message)
+
+
+def _tokens(answer: object) -> tuple[int | None, int | None]:
+    """Return the tokens of the prompt and of the answer that a server reports, None where it does not."""
+    usage = value_at(answer, "usage")
+    n_prompt, n_completion = (
+        next((n for name in names if isinstance(n := value_at(usage, name), int)), None)
+        for names in (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))
+    )
+    return n_prompt, n_completion
 
 
 def messages(spec: EndpointSpec, text: dict[str, Any], image: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -12,11 +12,11 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from pydantic import Field, model_validator
 
-from cauc_ray.data.answer_rules import rule_of
 from cauc_ray.models.chat import without_thoughts
 from cauc_ray.models.prompts import ImagePromptSpec
 from cauc_ray.models.words import Words
 from cauc_ray.numbers.answer_keys import AnswerFormat
+from cauc_ray.numbers.answer_rules import rule_of
 from cauc_ray.numbers.logits import ANSWERS, LogitKind
 
 Confidence: TypeAlias = Literal["sequence", "mean", "verbal", "samples"]

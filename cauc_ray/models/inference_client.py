@@ -6,8 +6,9 @@ import asyncio
 import gzip
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import httpx2
 import numpy as np
@@ -18,6 +19,8 @@ from cauc_ray.models.http_client import HttpClient, all_until_error, json_of, va
 from cauc_ray.models.input_tensors import InputTensors, input_tensors
 from cauc_ray.models.kind import IN_TIME, Placement
 from cauc_ray.models.remote import RemoteSpec
+from cauc_ray.models.words import in_words
+from cauc_ray.numbers.answer_arrays import COST
 from cauc_ray.numbers.logits import LOGIT_KINDS
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.protocol.messages import (
@@ -38,6 +41,27 @@ MAX_REJECTIONS_BEFORE_FIRST_SUCCESS = 16
 JSON_LENGTH = "Inference-Header-Content-Length"
 
 
+class OutputForm(NamedTuple):
+    """What an output holds.
+
+    Attributes:
+        kind: The letter of its dtype's kind.
+        n_dims: Its number of dimensions, that of rows included.
+        text: Both in words.
+    """
+
+    kind: str
+    n_dims: int
+    text: str
+
+
+_LOGITS, _NUMBERS = (
+    OutputForm("f", 2, "numbers of shape [rows, options]"),
+    OutputForm("f", 1, "numbers of shape [rows]"),
+)
+_TEXTS, _FLOATS = OutputForm("O", 1, "texts of shape [rows]"), ("FP16", "FP32", "FP64")
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model as its server describes it.
@@ -46,14 +70,14 @@ class ServedModel:
         inputs: Tensors by the columns that fill them.
         optional: Tensors that may be left out, by their columns.
         n_options: Options of each row, None if rows differ.
-        outputs: Outputs to request.
+        outputs: Outputs to request, and what they hold.
         cost_unit: Unit of the output `cost`, None if there is none.
     """
 
     inputs: Mapping[str, TensorMetadata]
     optional: Mapping[str, TensorMetadata]
     n_options: int | None
-    outputs: tuple[str, ...]
+    outputs: Mapping[str, OutputForm]
     cost_unit: str | None
 
 
@@ -65,16 +89,16 @@ class _Call:
         served: The model.
         tensors: The rows as the server reads them.
         deadline: When the call ends, by the monotonic clock.
-        logits: Logits by row, float32 (K,).
-        costs: Reported costs, float64 (n,).
-        failures: Why rows have no logits, by row.
+        numbers: Outputs with one number for each row by name, float64 (n,): costs and confidences.
+        answers: Logits by row, float32 (K,), or answers in words, bytes.
+        failures: Why rows have no answer, by row.
     """
 
     served: ServedModel
     tensors: InputTensors
     deadline: float
-    costs: Floats
-    logits: dict[int, Floats] = field(default_factory=dict)
+    numbers: Mapping[str, Floats]
+    answers: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
 
 
@@ -111,27 +135,40 @@ class RemoteModel(Model):
         """
         began = time.perf_counter()
         call = self._http.run(self._answered(batch))
-        served, n = call.served, batch_size(batch)
-        n_choices = choices_in(batch) or [None] * n
-        failures = dict(call.tensors.faults) | call.failures
-        logits: dict[int, Floats] = {}
-        for row, padded in call.logits.items():
-            if np.isfinite(padded.max(initial=-np.inf)):
-                logits[row] = padded[: served.n_options or _n_options(padded, n_choices[row])]
-            else:
-                failures[row] = "the server's logits for it are NaN or infinite"
-        self._has_answered = self._has_answered or bool(logits)
-        if not logits:
+        answers = self._logits(call, batch) if self._spec.answer_format is None else self._words(call, batch)
+        is_answered = len(answers.failures) < len(answers.logits)
+        self._has_answered = self._has_answered or is_answered
+        if not is_answered:
             self._served = None  # it may have become another model
         totals, before = (self._http.bytes_out, self._http.bytes_in), self._reported_bytes
         self._reported_bytes = totals
-        return Answers(
-            *ragged(n, logits),
-            costs=None if served.cost_unit is None else call.costs,
-            failures=failures,
-            cost_unit=served.cost_unit,
+        unit = call.served.cost_unit
+        return replace(
+            answers,
+            costs=None if unit is None else call.numbers[COST],
+            cost_unit=unit,
             wire=Wire(totals[0] - before[0], totals[1] - before[1], time.perf_counter() - began),
         )
+
+    def _logits(self, call: _Call, batch: Batch) -> Answers:
+        """Return the logits of a call's rows."""
+        n, n_options = batch_size(batch), call.served.n_options
+        n_choices = choices_in(batch) or [None] * n
+        failures, logits = dict(call.tensors.faults) | call.failures, dict[int, Floats]()
+        for row, padded in call.answers.items():
+            if np.isfinite(padded.max(initial=-np.inf)):
+                logits[row] = padded[: n_options or _n_options(padded, n_choices[row])]
+            else:
+                failures[row] = "the server's logits for it are NaN or infinite"
+        return Answers(*ragged(n, logits), failures=failures)
+
+    def _words(self, call: _Call, batch: Batch) -> Answers:
+        """Return the answers in words to a call's rows; an empty one is none."""
+        assert self._spec.answer_format is not None
+        texts = [(call.answers.get(row) or b"").decode(errors="replace") or None for row in range(batch_size(batch))]
+        confidences = {name: call.numbers[name] for name in self._spec.answer_format.confidences}
+        faults = dict(call.tensors.faults) | call.failures
+        return in_words(texts, confidences, self._spec.answer_format, faults)
 
     async def _answered(self, batch: Batch) -> _Call:
         """Ask for all rows; after an error that concerns all of them, ask no more."""
@@ -140,7 +177,8 @@ class RemoteModel(Model):
             if self._served is None:
                 self._served = await self._described(deadline)
             tensors = input_tensors(batch, self._served.inputs, self._served.optional)
-            call = _Call(self._served, tensors, deadline, np.zeros(batch_size(batch)))
+            numbers = {name: np.zeros(batch_size(batch)) for name in self._served.outputs}
+            call = _Call(self._served, tensors, deadline, numbers)
             requests = [partial(self._ask, call, rows) for rows in tensors.requests(self._max_rows)]
             await all_until_error(requests, asyncio.Semaphore(self._spec.max_concurrency))
         except CaucError:
@@ -168,7 +206,7 @@ class RemoteModel(Model):
         limit, fails = MAX_REJECTIONS_BEFORE_FIRST_SUCCESS, rejection.status_code >= 500
         if fails and not self._has_answered:
             limit = min(limit, len(call.tensors.elements))
-        if call.logits or len(call.failures) < limit:
+        if call.answers or len(call.failures) < limit:
             return
         if fails:
             raise self._http.away(f"it fails on every row, {self._http.message(rejection)}")
@@ -181,14 +219,14 @@ class RemoteModel(Model):
 
     async def _infer(self, call: _Call, rows: Ints) -> httpx2.Response:
         """Make one request."""
-        inputs = call.tensors.of(rows)
+        inputs, names = call.tensors.of(rows), tuple(call.served.outputs)
 
         def compose(left_s: float) -> tuple[dict[str, str], bytes]:
             timeout = {"timeout": max(1, int(left_s * 1e6))}
             try:
-                body, length = write_infer_request(inputs, call.served.outputs, timeout, binary=self._takes_binary)
+                body, length = write_infer_request(inputs, names, timeout, binary=self._takes_binary)
             except RequestError:  # only raw bytes can hold them
-                body, length = write_infer_request(inputs, call.served.outputs, timeout, binary=True)
+                body, length = write_infer_request(inputs, names, timeout, binary=True)
             headers = {"Content-Type": "application/json"}
             if length is not None:
                 headers = {"Content-Type": "application/octet-stream", JSON_LENGTH: str(length)}
@@ -199,7 +237,7 @@ class RemoteModel(Model):
         return await self._http.request("POST", f"/v2/models/{self._spec.model}/infer", call.deadline, compose)
 
     def _read(self, call: _Call, rows: Ints, response: httpx2.Response) -> None:
-        """Take the logits of rows, and their costs. Raises ExecutionError if the response is invalid."""
+        """Take the outputs of rows. Raises ExecutionError if the response is invalid."""
         length, n = response.headers.get(JSON_LENGTH, ""), len(rows)
         try:
             outputs, parameters = read_infer_response(response.content, int(length) if length.isdigit() else None)
@@ -208,18 +246,20 @@ class RemoteModel(Model):
         self._takes_binary = self._takes_binary or bool(length)  # all outputs are requested as raw bytes
         if parameters.get("degraded") is True:
             raise self._http.away(f"its answer is degraded: {parameters.get('reason')}")
-        for name in call.served.outputs:
-            values: Floats = outputs[name].values if name in outputs else np.empty(())
-            n_dims, shape = (2, "[rows, options]") if name == self._spec.output else (1, "[rows]")
-            if values.ndim != n_dims or len(values) != n or values.dtype.kind != "f" or 0 in values.shape:
+        for name, form in call.served.outputs.items():
+            values: Any = outputs[name].values if name in outputs else np.empty(())
+            if values.dtype == object and form.kind == "f" and outputs[name].datatype in _FLOATS:
+                values = values.astype(np.float64)  # JSON has null for NaN
+            if values.ndim != form.n_dims or len(values) != n or values.dtype.kind != form.kind or 0 in values.shape:
                 got = f"{values.dtype} of shape {list(values.shape)}" if name in outputs else "no such output"
-                raise self._http.away(f"it answers {n} rows with {got} as {name!r}; expected numbers of shape {shape}")
-            if n_dims == 2:
-                call.logits |= zip(rows.tolist(), values.astype(np.float32, copy=False), strict=True)
-            elif not (np.isfinite(values) & (values >= 0)).all():
-                raise self._http.away("it answers with costs that are negative, NaN or infinite")
+                raise self._http.away(f"it answers {n} rows with {got} as {name!r}; expected {form.text}")
+            if name == self._spec.answer_output:
+                answers = values if form is _TEXTS else values.astype(np.float32, copy=False)
+                call.answers |= zip(rows.tolist(), answers, strict=True)
+            elif np.isinf(values).any() or (name == COST and not (values >= 0).all()):
+                raise self._http.away(f"it answers with values of {name!r} that are negative, NaN or infinite")
             else:
-                call.costs[rows] = values
+                call.numbers[name][rows] = values
 
     async def _described(self, deadline: float) -> ServedModel:
         """Ask the server about the model. Raises ConfigError if the model is not as the settings say."""
@@ -240,25 +280,31 @@ class RemoteModel(Model):
         inputs = {tensor["name"]: tensor for tensor in model["inputs"]}
         names = str(parameters.get("optional_inputs") or "").split(",")
         optional = {name: TensorMetadata(name=name, datatype="BYTES", shape=[-1]) for name in names if name}
-        if spec.output not in outputs:
-            raise self._misfit(f"no output {spec.output!r}, only {', '.join(outputs)}", "output")
-        datatype, shape = outputs[spec.output]["datatype"], outputs[spec.output]["shape"]
-        if datatype not in ("FP16", "FP32", "FP64") or len(shape) != 2:
-            raise self._misfit(f"the output {spec.output!r} as {datatype} of shape {shape}, no logits", "output")
+        words = spec.answer_format
+        forms = {spec.answer_output: _LOGITS if words is None else _TEXTS}
+        forms |= dict.fromkeys(() if words is None else words.confidences, _NUMBERS)
+        for name, form in forms.items():
+            setting = "output" if name == spec.answer_output else "confidences"
+            if name not in outputs:
+                raise self._misfit(f"no output {name!r}, only {', '.join(outputs)}", setting)
+            datatype, shape = outputs[name]["datatype"], outputs[name]["shape"]
+            if datatype not in (_FLOATS if form.kind == "f" else ("BYTES",)) or len(shape) != form.n_dims:
+                raise self._misfit(f"the output {name!r} as {datatype} of shape {shape}, no {form.text}", setting)
         kind = parameters.get("logit_kind")
-        if kind in LOGIT_KINDS and kind != spec.answers_kind and spec.output == "logits":
+        if kind in LOGIT_KINDS and kind != spec.answers_kind and spec.answer_output == "logits":
             raise self._misfit(f"logits of kind {kind}, not {spec.answers_kind}", "logit_kind")
         if unknown := [name for name in spec.inputs.values() if name not in inputs and name not in optional]:
             available = ", ".join([*inputs, *optional]) or "none"
             raise self._misfit(f"no input {unknown[0]!r}, only {available}", "inputs")
         if not inputs and not spec.inputs:
             raise self._misfit("no names of its inputs", "inputs")
-        cost_unit = parameters.get("cost_unit") if "cost" in outputs and spec.output != "cost" else None
+        cost_unit = parameters.get("cost_unit") if COST in outputs and COST not in forms else None
+        options = outputs[spec.answer_output]["shape"][-1]
         return ServedModel(
             inputs={column: (inputs | optional)[name] for column, name in spec.inputs.items()} or inputs,
             optional={} if spec.inputs else optional,
-            n_options=shape[1] if shape[1] > 0 else None,
-            outputs=(spec.output,) if cost_unit is None else (spec.output, "cost"),
+            n_options=options if options > 0 else None,
+            outputs=forms | ({} if cost_unit is None else {COST: _NUMBERS}),
             cost_unit=None if cost_unit is None else str(cost_unit),
         )
 

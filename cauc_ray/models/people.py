@@ -10,14 +10,15 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic_core import to_json
 
-from cauc_ray.data.answer_rules import DEFAULT_RULE
 from cauc_ray.errors import ConfigError
 from cauc_ray.files.documents import make_folder, write_bytes
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.models.answers import SAID, Answers, Batch, Model, ModelFacts, batch_size, require_columns
 from cauc_ray.models.kind import InputColumns, KindSpec, Location, Placement
-from cauc_ray.models.words import ANSWER, Rule, in_words
+from cauc_ray.models.words import Rule, in_words
+from cauc_ray.numbers.answer_arrays import ANSWER
 from cauc_ray.numbers.answer_keys import AnswerFormat
+from cauc_ray.numbers.answer_rules import DEFAULT_RULE
 from cauc_ray.numbers.logits import ANSWERS, LogitKind
 
 ASKED, ANSWERED, SUFFIX = "asked", "answered", ".jsonl"

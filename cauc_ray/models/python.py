@@ -22,14 +22,14 @@ from cauc_ray.models.answers import (
     batch_size,
     require_same_labels,
 )
-from cauc_ray.models.kind import DeclaringSpec, Placement
+from cauc_ray.models.kind import Placement
 from cauc_ray.models.prompts import Labelled
-from cauc_ray.models.words import Words, read_words
+from cauc_ray.models.words import WordsSpec, read_words
 from cauc_ray.numbers.answer_keys import AnswerFormat
 from cauc_ray.numbers.logits import ANSWERS, LogitKind
 
 
-class PythonSpec(Labelled, DeclaringSpec):
+class PythonSpec(Labelled, WordsSpec):
     """`{kind: python, factory: "package.module:function", kwargs: {…}}`.
 
     function(**kwargs) returns a callable. A parameter `device` of the function that kwargs leave out gets "cuda" if the
@@ -47,24 +47,13 @@ class PythonSpec(Labelled, DeclaringSpec):
             lists: answer, confidence_<name> for each of these, and perhaps cost.
     """
 
-    EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = DeclaringSpec.EXCLUDED_FROM_IDENTITY | {"labels"}
+    EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = WordsSpec.EXCLUDED_FROM_IDENTITY | {"labels"}
     LOADER: ClassVar[str] = "cauc_ray.models.python:load"
     SPANS_GPUS: ClassVar[bool] = True
     kind: Literal["python"]
     factory: str = Field(pattern=r"^[\w.]+:\w+$")
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    words: Words | None = None
     _import_paths: tuple[str, ...] = PrivateAttr(())
-
-    @property
-    def answers_kind(self) -> LogitKind:
-        """Return the declared kind, that of answers in words where it gives these."""
-        return super().answers_kind if self.words is None else ANSWERS
-
-    @property
-    def answer_format(self) -> AnswerFormat | None:
-        """Return how it answers in words."""
-        return None if self.words is None else self.words.answer_format
 
     @property
     def import_paths(self) -> tuple[str, ...]:

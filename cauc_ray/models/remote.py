@@ -10,12 +10,14 @@ from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.credentials import Access, ServerSpec, ServerUrl, required_secret
-from cauc_ray.models.kind import DeclaringSpec, InputColumns, LocalFile
+from cauc_ray.models.kind import InputColumns, LocalFile
+from cauc_ray.models.words import WordsSpec
+from cauc_ray.numbers.answer_arrays import ANSWER
 
 LOOPBACK = re.compile(r"http://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?(/|$)")
 
 
-class RemoteSpec(DeclaringSpec, ServerSpec):
+class RemoteSpec(WordsSpec, ServerSpec):
     """`{kind: remote, url: https://cloud:8000, model: NAME}`: a model of another server.
 
     Attributes:
@@ -25,7 +27,9 @@ class RemoteSpec(DeclaringSpec, ServerSpec):
         key: PEM file of the key of that certificate.
         inputs: Tensors of the model by the columns that fill them; without them each input is filled from the column
             of its name.
-        output: The output that has the logits, rows by options.
+        output: The output that has the logits, rows by options; with words the answers, by default `answer`.
+        words: Of a model that answers in words, such as a cascade of those: its rule, and the outputs that have its
+            confidences, one number for each row, as `confidence` of a cascade.
         timeout_s: Seconds of a call, all attempts together. An attempt has half of what is left, the last one all.
         retries: Further attempts of a request after a fault of the connection, or if the server is busy or down.
         compress: Whether bodies are sent gzipped.
@@ -35,7 +39,7 @@ class RemoteSpec(DeclaringSpec, ServerSpec):
 
     LOADER: ClassVar[str] = "cauc_ray.models.inference_client:RemoteModel"
     PACKAGES: ClassVar[tuple[str, ...]] = ("remote", "httpx2")
-    EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = DeclaringSpec.EXCLUDED_FROM_IDENTITY | {
+    EXCLUDED_FROM_IDENTITY: ClassVar[frozenset[str]] = WordsSpec.EXCLUDED_FROM_IDENTITY | {
         *("token_env", "headers", "ca", "cert", "key", "timeout_s", "retries", "compress", "max_rows"),
         "max_concurrency",
     }
@@ -67,6 +71,11 @@ class RemoteSpec(DeclaringSpec, ServerSpec):
         if len(set(self.inputs.values())) < len(self.inputs):
             raise ValueError("two columns fill the same tensor")
         return self
+
+    @property
+    def answer_output(self) -> str:
+        """Return the output that has the logits or the answers."""
+        return self.output if self.words is None or "output" in self.model_fields_set else ANSWER
 
     @property
     def columns_read(self) -> InputColumns:

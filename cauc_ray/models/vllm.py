@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError, first_line
@@ -210,11 +211,14 @@ class VllmGenerator(PreparingModel):
         words = self._asked.answer_format
         texts_of: list[str | None] = [None] * n
         confidences: dict[str, list[float]] = {name: [math.nan] * n for name in words.confidences}
+        tokens = np.zeros((n, 2), dtype=np.int64)
         for row, output in zip(questions, outputs, strict=True):
             texts_of[row], values = answer_of(self._asked, [self._sample(one) for one in output.outputs])
+            n_generated = sum(len(one.token_ids) for one in output.outputs)
+            tokens[row] = len(output.prompt_token_ids or ()), n_generated
             for name, value in zip(words.confidences, values, strict=True):
                 confidences[name][row] = value
-        return in_words(texts_of, confidences, words, faults)
+        return in_words(texts_of, confidences, words, faults, tokens=tokens)
 
     def _sample(self, output: Any) -> Sample:
         """Return an answer of the engine."""

@@ -8,14 +8,14 @@ from typing import Annotated, Any, TypeAlias
 import numpy as np
 from pydantic import AfterValidator
 
-from cauc_ray.data.answer_rules import DEFAULT_RULE, rule_of
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.answers import Answers
-from cauc_ray.models.kind import Section
+from cauc_ray.models.kind import DeclaringSpec, Section
+from cauc_ray.numbers.answer_arrays import ANSWER, CONFIDENCE, COST
 from cauc_ray.numbers.answer_keys import N_KEYS, AnswerFormat, answer_keys, answer_vectors
+from cauc_ray.numbers.answer_rules import DEFAULT_RULE, rule_of
+from cauc_ray.numbers.logits import ANSWERS, LogitKind
 from cauc_ray.numbers.types import Floats
-
-ANSWER, CONFIDENCE, COST = "answer", "confidence_", "cost"
 
 
 def _is_rule(text: str) -> str:
@@ -26,7 +26,7 @@ def _is_rule(text: str) -> str:
     return text
 
 
-# The rule by which answers are the same (data.answer_rules).
+# The rule by which answers are the same (numbers.answer_rules).
 Rule: TypeAlias = Annotated[str, AfterValidator(_is_rule)]
 
 
@@ -46,6 +46,26 @@ class Words(Section):
     def answer_format(self) -> AnswerFormat:
         """Return it as a policy compares it."""
         return AnswerFormat(self.rule, tuple(sorted(self.confidences)))
+
+
+class WordsSpec(DeclaringSpec):
+    """A model that scores options, or answers in words.
+
+    Attributes:
+        words: How it answers in words; null for a model that scores options.
+    """
+
+    words: Words | None = None
+
+    @property
+    def answers_kind(self) -> LogitKind:
+        """Return the declared kind, that of answers in words where it gives these."""
+        return super().answers_kind if self.words is None else ANSWERS
+
+    @property
+    def answer_format(self) -> AnswerFormat | None:
+        """Return how it answers in words."""
+        return None if self.words is None else self.words.answer_format
 
 
 def in_words(

@@ -120,7 +120,7 @@ def array_chain(
     rows = {model: read_rows(f"{source}: model {model!r}", arrays[model]) for model in models}
     first, (expected, n_options) = models[0], rows[models[0]]
     n, k = expected.shape
-    ids = _ids(source, example_ids, n)
+    ids = row_ids(source, example_ids, n)
     named = {model: columns for model in models if (columns := _columns(arrays[model]))}
     all_labels = _labels(source, labels, n)
     labelled = all_labels != UNKNOWN_LABEL
@@ -205,7 +205,8 @@ def _labels(source: str, labels: Any, n: int) -> Ints:
     return whole
 
 
-def _ids(source: str, values: Any, n: int) -> Sequence[str]:
+def row_ids(source: str, values: Any, n: int) -> Sequence[str]:
+    """Return the ids of n rows, (n,), their numbers where values is None. Raises DataError unless they are unique."""
     if values is None:
         return NumberIds(np.arange(n))
     ids = ids_of(values)

@@ -565,11 +565,17 @@ class Policy(Shown, FrozenModel):
             changes["guards"] = changes["figures"] = ()
         return self.model_copy(update=changes)
 
+    def require_formats(self, formats: Mapping[str, AnswerFormat]) -> None:
+        """Raise PolicyError where models answer in words otherwise than the policy was fitted on; formats by model."""
+        for stage in self.answering:
+            stage.require_format(formats.get(stage.name))
+
     def predict(self, logits: Mapping[str, Any], *, example_ids: Any = None) -> Predictions:
         """Answer examples from all models' logits, exactly as a run and a service do.
 
         logits: by model, (N, K): numpy arrays, lists or frames with a column for each option; of the kind that the
-        policy was fitted on. Row i of each is example i. Costs are the models' own.   example_ids: (N,), unique;
+        policy was fitted on; or columns of answers in words, as for fit(). Row i of each is example i. Costs are the
+        models' own.   example_ids: (N,), unique;
         without them row numbers as str.
         Raises ConfigError if a model is missing, DataError naming the example for invalid logits.
         """

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 from cauc_ray.display import Grid, Sheet, Shown, percent
 from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.numbers.answer_arrays import answer_chain, answer_columns_of, holds_columns, texts_of
 from cauc_ray.numbers.arrays import array_chain
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, Costs
 from cauc_ray.numbers.ids import NumberIds, rows_of
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import Answered, replay
+
+# Names of options in their order, or texts by the keys of answers in words.
+OptionNames: TypeAlias = Sequence[str] | Mapping[int, str]
 
 
 def predictions_table(
@@ -26,7 +30,7 @@ def predictions_table(
     stages: Ints,
     costs: Floats,
     labels: Ints | None,
-    names: Sequence[str] | None = None,
+    names: OptionNames | None = None,
 ) -> pa.Table:
     """Return the predictions as design says: one row per example, with its label where labels are known.
 
@@ -37,7 +41,8 @@ def predictions_table(
         stages: Int (N,), which one answered, 0 the cheapest.
         costs: Float (N,), of all calls made.
         labels: Int (N,) or None.
-        names: Names of the options, for a column of answers; None without it. An option without a name is its number.
+        names: Names of the options, or texts by keys of answers, for a column of them; None without it. An option
+            without a name is its number.
     """
     columns = {
         "example_id": _id_column(example_ids),
@@ -47,7 +52,9 @@ def predictions_table(
         "cost": pa.array(costs.astype(np.float32)),
     }
     if names is not None:
-        named = [names[option] if option < len(names) else str(option) for option in predictions.tolist()]
+        by_option = names if isinstance(names, Mapping) else dict(enumerate(names))
+        default = (lambda option: None) if isinstance(names, Mapping) else str
+        named = [by_option.get(option, default(option)) for option in predictions.tolist()]
         columns["prediction_label"] = pa.array(named, pa.string())
     if labels is not None:
         columns["label"] = pa.array(labels.astype(np.int32), mask=labels == UNKNOWN_LABEL)
@@ -73,7 +80,7 @@ class Predictions(Shown):
         labels: Int32 (N,), None where there are none.
         models: The chain.
         cost_unit: Unit of the costs.
-        names: Names of the options; None if unknown.
+        names: Names of the options, or what keys of answers in words stand for; None if unknown.
     """
 
     prediction: Ints
@@ -84,7 +91,7 @@ class Predictions(Shown):
     labels: Ints | None
     models: tuple[str, ...]
     cost_unit: str
-    names: tuple[str, ...] | None = None
+    names: OptionNames | None = None
 
     @classmethod
     def of(cls, answers: Answered, chain: Chain, cost_unit: str) -> Predictions:
@@ -141,10 +148,20 @@ def predict(policy: Policy, logits: Mapping[str, Any], example_ids: Any = None) 
     kinds = policy.kinds_by_model
     models, encoder = [stage.name for stage in policy.answering], policy.encoder
     costs = Costs(policy.cost_unit, np.array([stage.cost for stage in policy.answering]))
+    if holds_columns(logits):
+        said = answer_columns_of(logits, models, rules=rules_of(policy))
+        policy.require_formats({model: columns.answer_format for model, columns in said.items()})
+        chain = answer_chain(said, None, costs=costs, example_ids=example_ids)
+        return replace(Predictions.of(replay(policy, chain), chain, policy.cost_unit), names=texts_of(said.values()))
     chain = array_chain(logits, models, None, costs=costs, kinds=kinds, example_ids=example_ids)
     if encoder is not None:
         chain = chain.after_encoder(encoder, vectors_of(logits, encoder, len(chain)), policy.stages[0].cost)
     return Predictions.of(replay(policy, chain), chain, policy.cost_unit)
+
+
+def rules_of(policy: Policy) -> dict[str, str | None]:
+    """Return by model the rule by which its answers in words are the same, None of others."""
+    return {stage.name: getattr(stage, "rule", None) for stage in policy.answering}
 
 
 def vectors_of(logits: Mapping[str, Any], encoder: str, n: int) -> Floats:

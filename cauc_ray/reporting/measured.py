@@ -83,7 +83,7 @@ def measure_policy(inputs: Inputs, split: str) -> Measured:
         calibration=chains[0],
         validation=chains[1] if len(chains) > 1 and chains[1].labelled.all() else None,
         test=test,
-        evaluation=Evaluation.of(policy, test, names=option_names(inputs.logits)),
+        evaluation=Evaluation.of(policy, test, names=option_names(inputs.logits, policy)),
         split=split,
     )
 

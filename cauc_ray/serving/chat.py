@@ -106,7 +106,7 @@ def completion(request: ChatRequest, answered: RequestState, parameters: Mapping
     return {
         **_head(request, parameters, "chat.completion"),
         "choices": [choice],
-        "usage": _USAGE,
+        "usage": _usage(answered),
         "cauc": _details(answered, parameters),
     }
 
@@ -125,12 +125,14 @@ def _events(request: ChatRequest, answered: RequestState, parameters: Mapping[st
     end = {"index": 0, "delta": {}, "finish_reason": "stop"}
     yield json.dumps({**head, "choices": [end], "cauc": _details(answered, parameters)})
     if request.stream_options is not None and request.stream_options.include_usage:
-        yield json.dumps({**head, "choices": [], "usage": _USAGE})
+        yield json.dumps({**head, "choices": [], "usage": _usage(answered)})
     yield "[DONE]"
 
 
-# Models' tokens are in the cost, where it is measured by them; the field is required.
-_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+def _usage(answered: RequestState) -> dict[str, int]:
+    """Return the tokens of all stages that were called, as far as they report them."""
+    n_prompt, n_completion = answered.tokens.tolist()
+    return {"prompt_tokens": n_prompt, "completion_tokens": n_completion, "total_tokens": n_prompt + n_completion}
 
 
 def _answer(answered: RequestState) -> str | None:

@@ -139,12 +139,13 @@ def response(
         }
         confidence = float(answered.confidences[row])
         answers.append({**_answer(question, [float(p) for p in shares], confidence), "name": question.name, **extra})
+    n_input, n_output = answered.tokens.tolist()
     usage = {
-        "input_tokens": 0,
+        "input_tokens": n_input,
         "input_tokens_details": {"cache_write_tokens": 0, "cached_tokens": 0},
-        "output_tokens": 0,
+        "output_tokens": n_output,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": 0,
+        "total_tokens": n_input + n_output,
     }
     return {"answers": answers, "model": request.model, "usage": usage, **parameters}
 

@@ -6,10 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import cauc_ray
-from cauc_ray.data.answer_rules import rule_of
 from cauc_ray.data.answer_table import AnswerTable, write_answers
 from cauc_ray.errors import CaucError, ConfigError, DataError
 from cauc_ray.numbers.answer_keys import NONE_RIGHT, agreement_keys, said_keys
+from cauc_ray.numbers.answer_rules import rule_of
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 
 

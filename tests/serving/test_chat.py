@@ -113,6 +113,8 @@ def test_an_upstream_that_cuts_and_limits_costs_no_answer_and_one_that_refuses_i
             hard = [question for question, right in expected.items() if right > sums.MOST]
             for question in hard[:8]:
                 answer = client.chat.completions.create(model="sums", messages=asked(question))
+                usage = answer.usage  # of the stage that reports its tokens
+                assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (20, 1, 21)
                 assert answer.choices[0].message.content == str(expected[question])
                 assert answer.cauc["source"] == "large: sequence"
             assert {question: server.asked[question] for question in hard[:8]} == dict.fromkeys(hard[:8], 2)

@@ -1,13 +1,20 @@
-"""A cascade of models that answer in words, from a CSV file to a service, by the commands alone."""
+"""A cascade of models that answer in words: from a CSV file to a service by the commands, and as a remote stage."""
 
 import csv
 
+import numpy as np
 import openai
 import pyarrow.parquet as pq
 import pytest
 import sums
+import yaml
+from asking import infer, outputs_of
+from user_models import adder
 
 import cauc_ray
+from cauc_ray.data.answer_table import write_answers
+from cauc_ray.errors import ConfigError
+from cauc_ray.models.pool import load_pool
 
 
 @pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")  # of few examples
@@ -39,3 +46,70 @@ def test_the_service_answers_as_the_run_and_the_replay_of_the_collected_answers(
             assert answer.choices[0].message.content == offline["answer"]
             assert answer.cauc["source"] == offline["source"]
             assert answer.cauc["confidence"] == pytest.approx(offline["confidence"], abs=1e-6)
+
+
+def edge_pool(folder, url, *confidences):
+    """Write a pool of a small model and the cascade of sums at a URL, which reports its costs."""
+    content = yaml.safe_load(sums.pool(folder).read_text())
+    small, large = content["stages"]
+    small["model"]["kwargs"]["most"] = 40
+    words = {"rule": "number", "confidences": list(confidences)}
+    large |= {"name": "cloud", "model": {"kind": "remote", "url": url, "model": "sums", "words": words}, "cost": None}
+    path = folder / "edge.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_a_cascade_elsewhere_is_a_stage_whose_answers_confidences_and_costs_are_passed_on(tmp_path):
+    questions, right = sums.questions(300, seed=3)
+    table, outputs, splits = (
+        tmp_path / "ANSWERS",
+        ("answer", "confidence", "cost"),
+        ("calibration", "validation", "test"),
+    )
+    with cauc_ray.serve(sums.pool(tmp_path), sums.policy(tmp_path), port=0, name="sums", local=True) as cloud:
+        status, content = infer(cloud.url, "sums", {"question": questions}, outputs, {})
+        assert status == 200, content
+        texts, confidences, costs = (outputs_of(content)[name] for name in outputs)
+        assert len(set(costs)) == 2
+        path = edge_pool(tmp_path, cloud.url, "confidence")
+        answers = load_pool(path).stages[1].load()({"question": np.array(questions, dtype=object)})
+        assert not answers.failures
+        assert (list(answers.texts), answers.logits[:, 4].tolist()) == (list(texts), list(confidences))
+        assert (answers.costs.tolist(), answers.cost_unit) == (list(costs), "USD")
+
+        small = adder(40)({"question": questions})
+        said = {"small": (small["answer"], {"self": np.array(small["confidence_self"])}, [0.001] * 300)}
+        said["cloud"] = answers.texts, {"confidence": answers.logits[:, 4]}, answers.costs
+        for model, (model_texts, by_name, paid) in said.items():
+            correct = [f"{total}." in text for text, total in zip(model_texts, right, strict=True)]
+            for start, split in enumerate(splits):
+                rows = slice(start, None, 3)
+                ids = [f"{row:03d}" for row in range(start, 300, 3)]
+                sure = {name: values[rows] for name, values in by_name.items()}
+                facts = {"cost": 0.001, "cost_unit": "USD", "rule": "number"}
+                write_answers(
+                    table, model, split, ids, model_texts[rows], sure, correct[rows], np.array(paid[rows]), **facts
+                )
+        policy = cauc_ray.fit(table, models=["small", "cloud"], threshold=0.8)
+        replayed = cauc_ray.evaluate(table, policy, split="test").predictions.to_arrow()
+        with cauc_ray.serve(path, policy, port=0, name="edge", local=True) as edge:
+            outputs = ("prediction", "stage", "confidence", "cost", "answer", "source")
+            status, content = infer(edge.url, "edge", {"question": questions[2::3]}, outputs, {})
+            assert status == 200, content
+    live = outputs_of(content)
+    for name in outputs[:4]:
+        np.testing.assert_allclose(live[name], replayed[name].to_numpy(), rtol=1e-5)
+    deferred = [row for row in range(100) if live["stage"][row] == 1]
+    assert 15 < len(deferred) < 85
+    assert {live["source"][row] for row in deferred} >= {"cloud: confidence"}
+    assert [live["answer"][row] for row in deferred] == [texts[2 + 3 * row] for row in deferred]
+
+
+@pytest.mark.parametrize(("name", "words"), [("self", "no output 'self'"), ("stage", "'stage' as INT8")])
+def test_confidences_that_a_server_does_not_give_are_one_line(tmp_path, name, words):
+    with cauc_ray.serve(sums.pool(tmp_path), sums.policy(tmp_path), port=0, name="sums", local=True) as service:
+        model = load_pool(edge_pool(tmp_path, service.url, name)).stages[1].load()
+        with pytest.raises(ConfigError, match=words) as raised:
+            model({"question": np.array(["1 + 1"], dtype=object)})
+    assert "check confidences" in str(raised.value)

@@ -1,0 +1,139 @@
+"""Answers in words from Python, without files: the same policy and the same predictions as by a table."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import cauc_ray
+from cauc_ray.data.answer_table import write_answers
+from cauc_ray.errors import CaucError, ConfigError, DataError, PolicyError
+
+COSTS = {"small": 1.0, "large": 10.0}
+
+
+def columns_of(n, seed=0, *, judged=True):
+    """Return columns of answers by model, and the right answers."""
+    rng = np.random.default_rng(seed)
+    numbers = rng.integers(0, 50, n)
+    columns = {}
+    for name, chance in (("small", 0.6), ("large", 0.95)):
+        right = rng.random(n) < chance
+        answers = [f"It is {number + (not ok)}." for number, ok in zip(numbers.tolist(), right.tolist(), strict=True)]
+        answers[3] = None
+        sure = np.clip(0.5 + 0.3 * right + rng.normal(0, 0.15, n), 0.01, 0.99).astype(np.float32)
+        right[3] = False
+        columns[name] = {"answer": answers, "confidence_self": sure, "cost": rng.uniform(1, 2, n) * COSTS[name]}
+        columns[name] |= {"rule": "number"} | ({"correct": right.tolist()} if judged else {})
+    return columns, [f"{number}.0" for number in numbers.tolist()]
+
+
+def table_of(folder, **splits):
+    """Write the splits as a table."""
+    for split, columns in splits.items():
+        for name, of in columns.items():
+            ids, sure = [f"{split}{row:03d}" for row in range(len(of["answer"]))], {"self": of["confidence_self"]}
+            facts = {"cost": COSTS[name], "cost_unit": "USD", "rule": "number"}
+            write_answers(folder, name, split, ids, of["answer"], sure, of["correct"], of["cost"], **facts)
+    return folder
+
+
+def ids_of(split, n):
+    return [f"{split}{row:03d}" for row in range(n)]
+
+
+def test_columns_give_the_policy_and_the_predictions_of_a_table_of_the_same_rows(tmp_path):
+    splits = {split: columns_of(200, seed)[0] for seed, split in enumerate(("calibration", "validation", "test"))}
+    table = table_of(tmp_path, **splits)
+    expected = cauc_ray.fit(table, models=["small", "large"], threshold=0.7)
+    validation = (splits["validation"], None, ids_of("validation", 200))
+    settings = {"models": ["small", "large"], "threshold": 0.7, "cost_unit": "USD"}
+    ids = ids_of("calibration", 200)
+    policy = cauc_ray.fit(splits["calibration"], example_ids=ids, validation=validation, **settings)
+    assert policy.as_json() == expected.as_json()
+    assert [stage.rule for stage in policy.stages] == ["number", "number"]
+
+    of_table = cauc_ray.evaluate(table, policy)
+    of_columns = cauc_ray.evaluate(splits["test"], policy, example_ids=ids_of("test", 200))
+    for measure in ("accuracy", "cost", "stages"):
+        assert getattr(of_columns.measures, measure) == getattr(of_table.measures, measure)
+    predicted = policy.predict(splits["test"], example_ids=ids_of("test", 200))
+    for column in ("prediction", "confidence", "stage"):
+        values = of_table.predictions.to_arrow()[column]
+        assert of_columns.predictions.to_arrow()[column] == values
+        if column != "prediction":  # which has no labels to name by
+            assert predicted.to_arrow()[column] == values
+    texts = predicted.to_arrow()["prediction_label"].to_pylist()
+    assert texts[3] is None
+    for row, (stage, text) in enumerate(zip(predicted.stage, texts, strict=True)):
+        given = [splits["test"][name]["answer"][row] for name in ("small", "large")]
+        assert text in given[: stage + 1]
+
+
+def test_answers_are_measured_by_segment_wherever_its_column_stands():
+    policy = cauc_ray.fit(columns_of(300)[0], validation=0.5, threshold=0.7)
+    test, hour = columns_of(100, 2)[0], np.arange(100) % 2
+    whole = cauc_ray.evaluate(test, policy)
+    for columns in ({"hour": hour, **test}, {**test, "hour": hour}):
+        by_hour = cauc_ray.evaluate(columns, policy, by="hour")
+        assert by_hour.measures.accuracy == whole.measures.accuracy
+        assert [segment.n for segment in by_hour.segments] == [50, 50]
+
+
+def test_right_answers_and_frames_and_shares_will_do():
+    judged, right = columns_of(300)
+    labels = [None, *right[1:]]
+    bare, _ = columns_of(300, judged=False)
+    frames = {name: pd.DataFrame({k: v for k, v in of.items() if k != "rule"}) for name, of in bare.items()}
+    with pytest.warns(cauc_ray.CaucWarning, match="1 of 300 examples have no label"):
+        policy = cauc_ray.fit(bare, labels, validation=0.5, seed=1, budget=6.0)
+    assert policy.method == "answers"
+    assert [stage.rule for stage in policy.stages] == ["number", "number"]
+    # Frames name no rule: the policy's is theirs.
+    evaluation, as_judged = cauc_ray.evaluate(frames, policy, labels=right), cauc_ray.evaluate(judged, policy)
+    assert evaluation.measures.accuracy == as_judged.measures.accuracy
+    assert evaluation.measures.accuracy.value > 0.7
+    by_cost = cauc_ray.fit(judged, costs=COSTS, validation=0.5, threshold=0.6)
+    assert by_cost.costs == "per-model"
+
+
+@pytest.mark.parametrize(
+    ("change", "labels", "error", "words"),
+    [
+        ({"answer": ["1"] * 9}, None, DataError, "confidence_self must be 9 finite numbers"),
+        ({"confidence_self": [np.inf] * 40}, None, DataError, "confidence_self"),
+        ({"confidence_self": ["high"] * 40}, None, DataError, "must be numbers"),
+        ({"sure": [0.5] * 40}, None, DataError, "'sure' is none of answer, confidence_<name>"),
+        ({"correct": [2] * 40}, None, DataError, "true or false"),
+        ({"correct": [True] * 40}, None, DataError, "example '3': it is right without an answer"),
+        ({"rule": "numeric"}, None, ConfigError, "numeric"),
+        ({}, ["1"] * 40, ConfigError, "leave labels out"),
+        ({"correct": None}, ["1"] * 39, DataError, "39 labels"),
+    ],
+)
+def test_columns_that_are_no_answers_are_one_line(change, labels, error, words):
+    columns, _ = columns_of(40)
+    columns["small"] = {name: value for name, value in (columns["small"] | change).items() if value is not None}
+    with pytest.raises(CaucError, match=words) as raised:
+        cauc_ray.fit(columns, labels, validation=0.5)
+    assert type(raised.value) is error
+
+
+@pytest.mark.parametrize("change", [{"rule": "exact"}, {"confidence_verbal": np.full(200, 0.5)}])
+def test_answers_by_another_rule_or_with_other_confidences_than_the_fit_are_refused(tmp_path, change):
+    columns, _ = columns_of(200)
+    policy = cauc_ray.fit(columns, validation=0.5, threshold=0.7)
+    columns["small"] |= change
+    for ask in (policy.predict, lambda said: cauc_ray.evaluate(said, policy)):
+        with pytest.raises(PolicyError, match="stage 'small'"):
+            ask(columns)
+
+
+def test_a_table_with_other_confidences_than_those_of_the_fit_is_refused(tmp_path):
+    columns, _ = columns_of(200)
+    policy = cauc_ray.fit(columns, validation=0.5, threshold=0.7)
+    for name, of in columns.items():
+        facts = {"cost": COSTS[name], "cost_unit": "USD", "rule": "number"}
+        sure = {"verbal": of["confidence_self"]}
+        write_answers(tmp_path, name, "test", ids_of("test", 200), of["answer"], sure, of["correct"], **facts)
+    with pytest.raises(PolicyError, match="the confidences"):
+        cauc_ray.evaluate(tmp_path, policy)
