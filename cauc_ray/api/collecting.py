@@ -197,7 +197,7 @@ def _require_one_unit(stages: Sequence[StageSpec], out: AnyPath) -> None:
         reported_unit = stage.model.cost_unit
         if stage.cost is not None and reported_unit is not None and stage.cost.value is None:
             raise ConfigError(
-                f"stage {stage.name!r}: its calls tell their reported_unit cost in {reported_unit}; leave its cost out"
+                f"stage {stage.name!r}: its calls report their cost in {reported_unit}; leave its cost out"
             )
     # What a remote model reports is known once it has answered.
     units = {stage.name: cost_unit(stage) for stage in stages if stage.cost is not None or not stage.model.REMOTE}

@@ -651,7 +651,6 @@ def check(
     split: Common[str] = "test",
     by: str | None = None,
     logit_kind: Kinds | None = None,
-    seed: Seed = 0,
 ) -> Check:
     """Check whether a policy is still valid on a split of a logit table, or on arrays.
 
@@ -668,7 +667,6 @@ def check(
             which the table must have as well.
         logit_kind: Kind of the logits, of all models or by model (default: as declared in the table, else the kind that
             the policy was fitted on).
-        seed: Seed of the order in which examples come; the order in a table means nothing.
 
     Returns:
         The counts, and the verdict.
@@ -682,7 +680,7 @@ def check(
     segments = _segments(logits, options.by, [options.split])
     chain = read_policy_chain(logits, policy, options.split, options.logit_kind, labels, example_ids)
     if not segments:
-        return Check(policy, chain.source, watched_chain(policy, chain, options.seed))
+        return Check(policy, chain.source, watched_chain(policy, chain))
     chosen_on = policy.validation
     assert chosen_on is not None
     segments += _segments(logits, options.by, [chosen_on.split])
@@ -692,6 +690,6 @@ def check(
             f"{validation.source} has other examples than the policy was chosen on, which its segments are compared "
             "with: leave by out, or check on a table that has them"
         )
-    checks = check_segments(policy, chain, validation, (segments[0], segments[1]), options.seed)
-    watched = watched_chain(policy, chain, options.seed, len(checks) + 1)
+    checks = check_segments(policy, chain, validation, (segments[0], segments[1]))
+    watched = watched_chain(policy, chain, len(checks) + 1)
     return Check(policy, chain.source, watched, checks)
