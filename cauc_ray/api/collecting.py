@@ -172,9 +172,11 @@ def _encoder(pool: Pool, embedding: str) -> StageSpec:
     if not embedding or not (os.path.exists(current_folder / embedding) or "/" in embedding):
         raise ConfigError(f"{unknown_name('encoder', embedding, names)}, or a hub id ORG/NAME or a folder")
     images = pool.task == "image-classification"
-    encoder = (ImageEncoderSpec if images else TextEncoderSpec).model_validate(
-        {"model": embedding}, context={"folder": current_folder}
-    )
+    kind = ImageEncoderSpec if images else TextEncoderSpec
+    try:
+        encoder = kind.model_validate({"model": embedding}, context={"folder": current_folder})
+    except ValidationError as error:
+        raise ConfigError(f"embedding {embedding!r}: {explain(error)}") from error
     language = [stage.model.columns_read.names for stage in pool.stages if isinstance(stage.model, LanguageSpec)]
     prompted = next(iter(language), None)
     if isinstance(encoder, TextEncoderSpec) and pool.task == "classification" and prompted:
@@ -195,7 +197,7 @@ def _require_one_unit(stages: Sequence[StageSpec], out: AnyPath) -> None:
         reported_unit = stage.model.cost_unit
         if stage.cost is not None and reported_unit is not None and stage.cost.value is None:
             raise ConfigError(
-                f"stage {stage.name!r}: its calls tell their reported_unit cost in {reported_unit}; leave its cost out"
+                f"stage {stage.name!r}: its calls report their cost in {reported_unit}; leave its cost out"
             )
     # What a remote model reports is known once it has answered.
     units = {stage.name: cost_unit(stage) for stage in stages if stage.cost is not None or not stage.model.REMOTE}

@@ -136,7 +136,7 @@ class Evaluation(Shown):
             ConfigError: Matplotlib is missing.
             DataError: An example has no label.
         """
-        axes = accuracy_over_cost(self.policy.cost_unit, axes)
+        axes = accuracy_over_cost(self.policy.cost_unit, [model.cost for model in self.models], axes)
         chain, measures = self.chain, self.measures
         chain.require_labels("a curve")
         # A curve of one point, without its models, has no width that an axis could have.

@@ -628,7 +628,6 @@ def check(
     split: Common[str] = "test",
     by: str | None = None,
     logit_kind: Kinds | None = None,
-    seed: Seed = 0,
 ) -> Check:
     """Check whether a policy is still valid on a split of a logit table, or on arrays.
 
@@ -647,7 +646,6 @@ def check(
             checked, too, against the same segment of validation, which is read as well.
         logit_kind: Kind of the logits, of all models or by model (default: as declared in the table, else the kind that
             the policy was fitted on).
-        seed: Seed of the order in which examples come; the order in a table means nothing.
 
     Returns:
         The counts, and the verdict.
@@ -663,7 +661,7 @@ def check(
     if segments is None:
         if validation is not None:
             raise ConfigError("validation is what segments are compared with: give by as well, or leave it out")
-        return Check(policy, chain.source, watched_chain(policy, chain, options.seed))
+        return Check(policy, chain.source, watched_chain(policy, chain))
     chosen_on, rows = policy.validation, validation_arrays(logits, validation)
     assert chosen_on is not None
     validation_segments = segments_of(rows[0], segments.column, chosen_on.split, rows[2])
@@ -673,6 +671,6 @@ def check(
             f"{reference.source} has other examples than the policy was chosen on, which its segments are compared "
             "with: leave by out, or check with those examples"
         )
-    checks = check_segments(policy, chain, reference, (segments, validation_segments), options.seed)
-    watched = watched_chain(policy, chain, options.seed, len(checks) + 1)
+    checks = check_segments(policy, chain, reference, (segments, validation_segments))
+    watched = watched_chain(policy, chain, len(checks) + 1)
     return Check(policy, chain.source, watched, checks)

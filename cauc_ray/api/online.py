@@ -24,7 +24,7 @@ from cauc_ray.data.datasets import DatasetSpec, RunInput, open_input
 from cauc_ray.errors import ConfigError, DataError, warn
 from cauc_ray.execution.ledger import RunRecord, new_record, parts_of, resumed_record
 from cauc_ray.execution.progress import RunProgress, StageProgress
-from cauc_ray.files.documents import new_folder, read_json, require_new, write_json
+from cauc_ray.files.documents import new_folder, read_json, require_folder, require_new, write_json
 from cauc_ray.files.parquet import parquet_below, read_parquet
 from cauc_ray.files.paths import AnyPath, RemotePath, absolute
 from cauc_ray.models.costs import cost_unit
@@ -120,6 +120,7 @@ def run(
                 warn_of(map(Guard.model_validate, summary["guards"]))
                 return summary
     else:
+        require_folder(folder)
         require_new(folder)
     started = time.perf_counter()
     on_progress(RunProgress(time.monotonic(), None, 0, tuple(StageProgress(stage.name) for stage in stages)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from cauc_ray.errors import require_packages
@@ -12,6 +12,8 @@ from cauc_ray.numbers.sweep import Objective
 BLUE, VERMILION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
 SKY, BLACK, GREY = "#56B4E9", "#000000", "#888888"
 COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, GREY)
+# An axis of costs whose end is so many times its beginning is logarithmic.
+LOG_FROM = 25
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 STYLE = {
@@ -34,16 +36,31 @@ STYLE = {
 }
 
 
-def accuracy_over_cost(unit: str, axes: Any = None, objective: Objective = "accuracy") -> Any:
-    """Return axes of accuracy, or macro-F1, in percent over cost: those given, or a new figure's.
+def accuracy_over_cost(unit: str, costs: Collection[float], axes: Any = None, objective: Objective = "accuracy") -> Any:
+    """Return axes of accuracy, or macro-F1, in percent over cost, which is logarithmic where costs differ by much.
 
-    Raises ConfigError where matplotlib is missing.
+    Args:
+        unit: The unit of costs.
+        costs: The costs that are shown.
+        axes: Of matplotlib; without them a new figure's.
+        objective: What is over cost.
+
+    Raises:
+        ConfigError: Matplotlib is missing.
     """
+    require_packages("a plot", "reports", "matplotlib")
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     if axes is None:
-        require_packages("a plot", "reports", "matplotlib")
         import matplotlib.pyplot as plt
 
         _, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    low, high = min(costs, default=0), max(costs, default=0)
+    if low > 0 and high >= LOG_FROM * low:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3) if high < 1000 * low else (1,)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.margins(x=0.1, y=0.12)
     axes.set_xlabel(f"mean cost per example ({unit})", parse_math=False)
     axes.set_ylabel("accuracy (%)" if objective == "accuracy" else "macro-F1 (%)")

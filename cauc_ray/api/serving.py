@@ -267,12 +267,15 @@ def _runs_here(address: str | None) -> bool:
 
 def _free_port(host: str, port: int) -> int:
     """Return the port if nobody listens there, a free one for 0. Raises ConfigError."""
-    if not host:
-        raise ConfigError("give a host to listen at: 127.0.0.1 for this machine alone, 0.0.0.0 for all of its networks")
+    if not host.isprintable() or not host.strip():
+        raise ConfigError(
+            f"host {host!r} is no address to listen at: give 127.0.0.1 for this machine alone, 0.0.0.0 for all of its "
+            "networks"
+        )
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
             return int(probe.getsockname()[1])
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError) as error:
         raise ConfigError(f"cannot listen at {host}:{port}: {getattr(error, 'strerror', None) or error}") from error

@@ -529,20 +529,18 @@ def positions_of_rows(chain: Chain, example_ids: Any = None) -> Ints:
     return positions
 
 
-def read_examples(
+def examples_of(
     source: Source,
-    purpose: str,
+    purposes: Sequence[str],
     embedding: str | None = None,
     texts: Texts | None = None,
     hidden: Sequence[str] = (),
-) -> tuple[Examples, Examples, Examples, *tuple[Examples, ...]]:
-    """Read the splits that methods are fitted, chosen and measured on, all of whose examples need a label.
-
-    A further one is what learned methods are trained on.
+) -> list[Examples]:
+    """Read a source's splits, all of whose examples need a label.
 
     Args:
         source: The table or arrays.
-        purpose: Purpose of the measuring, for messages.
+        purposes: Purpose of each split, for messages.
         embedding: An encoder of the table; one that is named like a model of the table is that model up to its last
             layer, whose call is paid by the methods that look at it.
         texts: Texts of the queries.
@@ -551,25 +549,9 @@ def read_examples(
     Raises:
         CaucError: As LogitTable.read_chain and read_embeddings do, and where splits are missing or differ.
     """
-    purposes = ("calibration", "choosing thresholds", purpose, "training")
-    first, second, last, *training = examples_of(source, purposes[: len(source.splits)], embedding, texts, hidden)
-    return first, second, last, *training
-
-
-def examples_of(
-    source: Source,
-    purposes: Sequence[str],
-    embedding: str | None = None,
-    texts: Texts | None = None,
-    hidden: Sequence[str] = (),
-) -> list[Examples]:
-    """Read a source's splits, whose examples all need a label; arguments and errors are those of read_examples.
-
-    purposes: of each split, for messages.
-    """
     chains, table = source.read_all(source.models, source.costs), source.table
     examples: list[Examples] = []
-    for split, why in zip(source.splits, purposes, strict=True):
+    for split, why in zip(source.splits, purposes, strict=False):
         if split not in chains:
             raise DataError(f"{source.path} has no split {split!r}, which thresholds are chosen on")
         chains[split].require_labels(why)

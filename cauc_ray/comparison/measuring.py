@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cauc_ray.api.sources import Logits, Source, fingerprints_of, read_examples
+from cauc_ray.api.sources import Logits, Source, examples_of, fingerprints_of
 from cauc_ray.comparison.design import CompareOptions
 from cauc_ray.comparison.differences import packed
 from cauc_ray.comparison.published import published
@@ -151,7 +151,8 @@ class Bench:
             source = Source(self.logits, options, self.labels, self.example_ids)
             texts = None if options.texts is None else Texts(options.texts, options.text_column)
             hidden = hidden_of(self.methods, self.models)
-            read = read_examples(source, "a comparison", self.embedding, texts, hidden)
+            purposes = ("calibration", "choosing thresholds", "a comparison", "training")
+            read = examples_of(source, purposes, self.embedding, texts, hidden)
             self.cache |= {"bench": self, "splits": dict(zip(options.cuts, read, strict=True))}
         splits: dict[str, Examples] = self.cache["splits"]
         return splits

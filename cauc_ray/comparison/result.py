@@ -19,7 +19,7 @@ from cauc_ray.comparison.drawing import draw_methods, draw_models
 from cauc_ray.comparison.latex import booktabs
 from cauc_ray.comparison.sheets import budget_grid, comparison_sheet
 from cauc_ray.display import Grid, Sheet, Shown
-from cauc_ray.errors import DataError
+from cauc_ray.errors import DataError, require_packages
 from cauc_ray.files.documents import make_folder, read_json, write_bytes, write_json, write_text
 from cauc_ray.files.parquet import read_parquet, write_parquet
 from cauc_ray.files.paths import AnyPath, path_of
@@ -141,32 +141,34 @@ class Comparison(Shown):
             ConfigError: Matplotlib is missing.
         """
         objective = objective or self.about["objective"]
-        quality = "accuracy" if objective == "accuracy" else "macro_f1"
         if axes is not None or len(self.chains) == 1:
-            axes = accuracy_over_cost(self.chains[0]["cost_unit"], axes, objective)
-            self._draw(axes, self.chains[0], quality)
-            return axes
-        accuracy_over_cost("", None, objective).remove()  # raises where matplotlib is missing
+            return self._draw(axes, self.chains[0], objective)
+        require_packages("a plot", "reports", "matplotlib")
         from matplotlib.pyplot import subplots
 
         _, panels = subplots(
             len(self.chains), figsize=(6.4, 4.2 * len(self.chains)), layout="constrained", squeeze=False
         )
         for panel, chain in zip(panels[:, 0], self.chains, strict=True):
-            self._draw(accuracy_over_cost(chain["cost_unit"], panel, objective), chain, quality)
+            self._draw(panel, chain, objective)
             panel.set_title(f"{chain['set']}: {' → '.join(chain['models'])}", parse_math=False)
         return list(panels[:, 0])
 
-    def _draw(self, axes: Any, chain: Mapping[str, Any], quality: str) -> None:
+    def _draw(self, axes: Any, chain: Mapping[str, Any], objective: Objective) -> Any:
+        """Draw a chain on axes, or on a new figure's, and return them."""
+        quality = "accuracy" if objective == "accuracy" else "macro_f1"
         curves = self.curves
         for key in ("set", "chain"):
             curves = curves.filter(pc.equal(curves[key], chain[key]))
         curves = curves if len(self.about["seeds"]) == 1 else curves.slice(0, 0)
         rows = self._summary_of(chain)
+        costs = [row["cost_mean"] for row in rows if row["cost_mean"] is not None]
+        axes = accuracy_over_cost(chain["cost_unit"], costs, axes, objective)
         draw_methods(axes, rows, curves, quality)
         draw_models(axes, rows, curves, quality)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        return axes
 
     def _summary_of(self, chain: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [row for row in self.summary if (row["set"], row["chain"]) == (chain["set"], chain["chain"])]

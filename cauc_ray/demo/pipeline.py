@@ -16,7 +16,6 @@ import yaml
 import cauc_ray
 from cauc_ray.api.live import progress
 from cauc_ray.api.options import Common, Output
-from cauc_ray.comparison.result import Comparison
 from cauc_ray.data.splits import split_shares
 from cauc_ray.demo import digit_networks
 from cauc_ray.display import Figures, Grid, Sheet
@@ -102,7 +101,7 @@ def _demo(folder: Path) -> DemoResult:
             cauc_ray.run(pool, policies[LIVE], folder / "inputs" / "test.parquet", folder / "run")
         step("comparing methods")
         compared = cauc_ray.compare(logits, methods=["single", "margin", "base", "rf"], output=folder / "comparison")
-        _draw(compared, folder / "accuracy-cost.png")
+        compared.save(folder / "accuracy-cost.png")
         rows = [_row(f"{name} alone", compared.row(f"single:{name}")) for name in MODELS]
         rows += [_row(TITLES[name], _figures(logits, policy)) for name, policy in policies.items()]
     figures = {
@@ -198,13 +197,3 @@ def _agreement(logits: Path, policy: Policy, predictions: Path) -> str:
         f"live run and offline replay {'agree' if same.all() else 'DISAGREE'} row for row: {same.sum()} of {len(same)} "
         f"with the same prediction, stage and cost; confidences differ by at most {gap:.1g}"
     )
-
-
-def _draw(compared: Comparison, path: Path) -> None:
-    """Draw accuracy over cost: a curve for each method, a point for each model alone."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.5, 4.6), layout="constrained")
-    axes = compared.plot(figure.subplots(subplot_kw={"xscale": "log"}))
-    axes.set_title("Thresholds from validation, measured on test")
-    figure.savefig(path, dpi=150)

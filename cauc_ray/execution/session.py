@@ -27,6 +27,7 @@ ASK_DEADLINE_S = 60.0
 MOST_CPUS_PER_CORE = 128
 # What models print takes so long to arrive.
 OUTPUT_S = 0.3
+_HOST_AND_PORT = re.compile(r"[^/\s]+:[0-9]+")
 # Has what models print, as INFO: a line begins with its stage.
 logger = logging.getLogger("cauc_ray.output")
 # What the names of stages' workers begin with on Ray, and what Serve makes of its replicas' names.
@@ -42,7 +43,14 @@ def runs_here(address: str | None) -> bool:
 
 
 def _address(address: str | None) -> str:
-    return address or os.environ.get("RAY_ADDRESS") or "local"
+    """Return the address of the session to use. Raises ConfigError for one of another kind, as ray:// and http://."""
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    if address in ("local", "auto") or _HOST_AND_PORT.fullmatch(address):
+        return address
+    raise ConfigError(
+        f"address {address!r} is not that of a Ray cluster: give HOST:PORT of its head node, auto for the cluster of "
+        "this machine, or local for a new session"
+    )
 
 
 @contextmanager
@@ -123,15 +131,11 @@ def keep_store_free() -> None:
 def _require_reachable(address: str) -> None:
     """Raise ExecutionError where nothing listens: Ray would end the whole process after a long wait.
 
-    Raises ConfigError for an address of another kind, and where tokens do not agree.
+    Raises ConfigError where tokens do not agree.
     """
-    if address.startswith("ray://"):
-        raise ConfigError(
-            f"address {address!r} is a Ray Client address, which is not supported; give HOST:PORT of the head node"
-        )
+    if address == "auto":
+        return  # Ray looks for a cluster of this machine and raises if there is none
     host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        return  # "auto": Ray looks for a cluster of this machine and raises if there is none
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_DEADLINE_S).close()
     except (OSError, UnicodeError) as error:

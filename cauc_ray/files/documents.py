@@ -54,6 +54,10 @@ def require_folder(path: AnyPath) -> None:
     fault = f"output {path} cannot be created"
     with _refused(fault, path):
         if isinstance(path, RemotePath):
+            if path.root.startswith(("http:", "https:")):
+                raise ConfigError(f"{fault}: a web address cannot be written to; give s3://, gs://, abfs:// or hf://")
+            if path.root.startswith("memory:"):
+                raise ConfigError(f"{fault}: it would lie in the memory of one process, which others cannot read")
             return
         parent = next(folder for folder in (path, *path.parents) if folder.exists())
         if not parent.is_dir():

@@ -453,6 +453,8 @@ def pool_of(content: object, folder: AnyPath, source: str = "the pool") -> Pool:
 
     Raises ConfigError in one line.
     """
+    if not isinstance(content, dict):
+        raise ConfigError(f"{source} is not a pool file: a mapping with name, task and stages was expected")
     try:
         return Pool.model_validate(content, context={"folder": folder})
     except ValidationError as error:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, TypeAlias
+
+from pydantic import Field
 
 from cauc_ray.api.options import Common, Flag, InputPath, options_of
 from cauc_ray.errors import ConfigError, warn
@@ -22,16 +23,16 @@ from cauc_ray.policies.policy import Policy, policy_of
 DRIFTS = (1.2, 0.8)
 # Seconds of a router on one core, about.
 ROUTER = RouterSeconds(per_request=0.001, per_call=0.003)
-# The least rate and goal: times below it are equal.
-LEAST = 1e-6
+# Times below the least are equal.
+PlannedAmount: TypeAlias = Annotated[float, Field(ge=1e-6, allow_inf_nan=False)]
 
 
 def plan(
     pool: str | AnyPath | Pool,
     policy: str | AnyPath | Policy,
-    rate: Common[float],
+    rate: Common[PlannedAmount],
     *,
-    slo_p99_s: Common[Annotated[float, Flag("S", spellings=("--slo-p99",))] | None] = None,
+    slo_p99_s: Common[Annotated[PlannedAmount, Flag("S", spellings=("--slo-p99",))] | None] = None,
     ledger: Common[InputPath | None] = None,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Plan:
@@ -58,9 +59,6 @@ def plan(
     started = time.perf_counter()
     options = options_of(plan).of(locals())
     rate, slo_p99_s = options.rate, options.slo_p99_s
-    for name, value in {"rate": rate, "p99 goal": slo_p99_s}.items():
-        if value is not None and not (math.isfinite(value) and value >= LEAST):
-            raise ConfigError(f"a {name} is a number above 0 ({LEAST:g} at least), not {value:g}")
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     policy = policy_of(policy)
     specs, deferral = pool.chain(policy.models), expected_deferral(policy)

@@ -28,8 +28,6 @@ _COLORED = ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
 _STYLE = STYLE | dict.fromkeys(_COLORED, _SOFT) | {"text.parse_math": False, "grid.color": _RULE}
 # Width and height of figures of costs, in points: their letters are of a size to read on a phone and on a desk.
 _WIDTH, _HEIGHT = 370, 360
-# An axis of costs whose end is so many times its beginning is logarithmic.
-_LOG_FROM = 25
 _MOST_LETTERS = 22
 _METADATA = ("Creator", "Date", "Format", "Type")
 # What the slider moves.
@@ -42,9 +40,8 @@ def draw_curve(evaluation: Evaluation, budgets: Budgets | None) -> tuple[str, li
     Returns:
         The SVG, and the place of each budget's point in it.
     """
-    costs = [model.cost for model in evaluation.models]
-    with _costs_figure("curve", min(costs), max(costs)) as (figure, axes):
-        evaluation.plot(axes)
+    with _figure("curve", _WIDTH, _HEIGHT) as figure:
+        axes = evaluation.plot(figure.subplots())
         svg = _svg(figure, "Accuracy over mean cost per example; the table below has the numbers")
         tests = [] if budgets is None else [point.test for point in budgets.points]
         points = [(test.cost, 100 * test.accuracy.value) for test in tests if test.accuracy]
@@ -54,25 +51,9 @@ def draw_curve(evaluation: Evaluation, budgets: Budgets | None) -> tuple[str, li
 
 def draw_comparison(comparison: Comparison) -> str:
     """Draw the curves of a comparison's methods."""
-    costs = [row["cost"] for row in comparison.rows if row["cost"] is not None]
-    with _costs_figure("methods", min(costs, default=0), max(costs, default=0)) as (figure, axes):
-        comparison.plot(axes)
+    with _figure("methods", _WIDTH, _HEIGHT) as figure:
+        comparison.plot(figure.subplots())
         return _svg(figure, "Accuracy over mean cost per example by method; the tables below have the numbers")
-
-
-@contextmanager
-def _costs_figure(name: str, low: float, high: float) -> Iterator[tuple[Any, Any]]:
-    """Yield a figure with axes of costs, logarithmic where the lowest and the highest differ by much."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    with _figure(name, _WIDTH, _HEIGHT) as figure:
-        axes = figure.subplots()
-        if low > 0 and high >= _LOG_FROM * low:
-            axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3) if high < 1000 * low else (1,)))
-            axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        yield figure, axes
 
 
 def draw_reliability(of: ModelCalibration, number: int) -> str:

@@ -106,17 +106,12 @@ class ComparedChain(Chain):
     Attributes:
         embedding: As compare() takes it.
         texts: As compare() takes it; a file below `logits`.
-        text_column: As compare() takes it.
         checkpoints: As compare() takes them.
-        encoder_rows_per_s: Speed of the embedding's collection, as `cauc collect` reports it; setup times are then also
-            given with it.
     """
 
     embedding: str | None = None
     texts: str | None = None
-    text_column: str = "question"
     checkpoints: dict[str, str] = Field(default_factory=dict)
-    encoder_rows_per_s: float | None = Field(default=None, gt=0)
 
     def obstacle(self, root: AnyPath) -> str | None:
         """Return which of its data are missing, the encoder's among them."""

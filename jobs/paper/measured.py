@@ -92,7 +92,7 @@ def comparison_folder(config: PaperConfig, part: str, number: int = 1) -> AnyPat
 
 
 def _shared_options(config: PaperConfig, chain: Chain) -> dict[str, Any]:
-    options = chain.model_dump(include={"split", "objective", "text_column", "checkpoints"})
+    options = chain.model_dump(include={"split", "objective", "checkpoints"})
     texts = chain.texts if isinstance(chain, ComparedChain) else None
     return options if texts is None else {**options, "texts": str(config.logits / texts)}
 

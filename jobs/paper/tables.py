@@ -18,7 +18,7 @@ from cauc_ray.display import FORMATS, Grid, Mark, decimals
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.policies.by_method import SINGLE
 from cauc_ray.policies.method import METHODS
-from jobs.paper.config import Chain, ComparedChain, PaperConfig, published_columns, published_tables
+from jobs.paper.config import Chain, PaperConfig, published_columns, published_tables
 from jobs.paper.measured import MeasuredChain, fusion, grown
 
 Row: TypeAlias = Mapping[str, Any]
@@ -32,8 +32,6 @@ _ORDER = ("single-model", "router", "cascade", "ensemble", "ours", "recalibrated
 # What a paradigm's row shows, where not its best within the budget: routers choose by quality first, cascades are at
 # about the cost of Base.
 _POINT_OF = {"router": "default", "cascade": "matched"}
-# Columns that a grid has where some of its rows have a value for a key.
-_OPTIONAL = {"published": "published_column", "encoder": "with_encoder_s"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,18 +218,14 @@ def _setup(name: str, measured: Sequence[MeasuredChain], config: PaperConfig) ->
     """Make the table of setup times, with the paper's ratios next to them."""
     (timed,) = measured
     chain, rows = timed.chain, []
-    assert isinstance(chain, ComparedChain)
     seconds = dict(published()["setup_s"])
     title = {"table": seconds.pop("table")}
-    encoder_s = timed.facts["n_fitted"] / chain.encoder_rows_per_s if chain.encoder_rows_per_s else None
     for row in _in_order(timed.rows):
         if row["paradigm"] not in ("single-model", "recalibrated"):
             ratio = row["paper_setup_ratio"]
             quoted = None if ratio is None else (ratio * seconds["base"], ratio)
             times = {key: row[key] for key in ("method", "paradigm", "setup_s", "setup_ratio", "note")}
-            reads = encoder_s is not None and row["method"] in CONTENTS[name]["reads_embeddings"]
-            times |= {"chain": chain.name, "with_encoder_s": row["setup_s"] + encoder_s if reads else None}
-            rows.append(times | _named(("published_setup_s", "published_setup_ratio"), quoted))
+            rows.append({**times, "chain": chain.name} | _named(("published_setup_s", "published_setup_ratio"), quoted))
     lines = [(paper_name(method), f"{s:,}", FORMATS["times"](s / seconds["base"])) for method, s in seconds.items()]
     grid = _grid(name, f"{chain.name}: {' → '.join(chain.models)}", rows)
     return rows, [grid], _quoted(title, ("method", "seconds", "over Base's"), lines)
@@ -303,9 +297,8 @@ def _grid(
 ) -> Grid:
     """Return rows as people read them, with columns and notes of a kind: their texts name values of the first row."""
     spec, named = CONTENTS[kind], {**rows[0], **more}
-    optional = [group for group, key in _OPTIONAL.items() if any(row.get(key) for row in rows)]
-    columns = list(joined(spec["columns"], *(spec.get(group, []) for group in optional)))
-    columns = [(heading.format(**named), *rest) for heading, *rest in columns]
+    quoted = spec.get("published", []) if any(row.get("published_column") for row in rows) else []
+    columns = [(heading.format(**named), *rest) for heading, *rest in [*spec["columns"], *quoted]]
     lines = [{**row, "shown": paper_name(row.get("method", ""))} for row in rows]
     notes = [*(note.format(**named) for note in spec.get("notes", ())), *filter(None, notes)]
     notes += surrogate_notes(joined(*(row.get("surrogates", ()) for row in rows)))

@@ -328,12 +328,13 @@ def test_results_are_drawn_and_shown_in_few_lines(data, tmp_path):
     policy = cauc_ray.fit(named, labels, costs=[1, 10], validation=0.5, budget=4.0)
     evaluation = cauc_ray.evaluate(named, policy, labels=labels)
     axes = evaluation.plot()
-    assert axes.get_xlabel() == "mean cost per example (cost units)"
+    assert (axes.get_xlabel(), axes.get_xscale()) == ("mean cost per example (cost units)", "linear")
     axes.figure.savefig(tmp_path / "curve.png")
     with pytest.raises(DataError, match="label"):
         cauc_ray.evaluate(named, policy).plot()
     comparison = cauc_ray.compare(cauc_ray.sample_logits(), methods=["single", "base", "margin", "oracle"])
     axes = comparison.plot()
+    assert axes.get_xscale() == "log"  # the costs of its models differ by much
     texts = {text.get_text() for text in [*axes.get_legend().get_texts(), *axes.texts]}
     assert texts == {"base", "margin", "oracle", "budget", "small", "large"}
     drawn = {(x, y) for line in axes.lines for x, y in zip(*line.get_data(), strict=True)}

@@ -1,6 +1,7 @@
 """What is refused: one line that names the option, file or value, exit code 2, CaucError in Python, nothing written."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -103,6 +104,16 @@ BOTH_DOORS = [
     ("run", {}, "needs a column 'x'", DataError),
     ("run", {"input": "absent"}, "unknown dataset 'absent'", ConfigError),
     ("run", {"pool": "good.yaml"}, "unknown stage 'small'", ConfigError),
+    ("run", {"pool": "text.txt"}, "text.txt is not a pool file: a mapping", ConfigError),
+    *(
+        (verb, {**data, "out": out}, words, ConfigError)
+        for verb, data in (("run", {"input": "x.parquet"}), ("collect", {}))
+        for out, words in (
+            ("http://a/b", "a web address cannot be written to"),
+            ("memory://a/b", "the memory of one process"),
+        )
+    ),
+    *(("collect", {"address": text}, "give HOST:PORT", ConfigError) for text in ("head", "10.0.0.1", ":1", "a:b", " ")),
     # Data to collect on.
     ("collect", {"pool": "kind.yaml"}, "pyhton", ConfigError),
     ("collect", {"dataset": "mmlu=absent"}, "absent", DataError),
@@ -115,6 +126,7 @@ BOTH_DOORS = [
     ("collect", {"split": "tset"}, "tset", CaucError),
     ("collect", {"models": ["lnog"]}, "lnog", ConfigError),
     ("collect", {"embedding": "org/longest"}, "both named 'longest'", ConfigError),
+    ("collect", {"embedding": "s3://"}, "embedding 's3://': ", ConfigError),
     # Models that must be known to serve before Ray starts or weights are loaded.
     *(
         ("collect", {"pool": f"{name}.yaml", "dataset": "rows.csv", "split": "all"}, words, error)
@@ -128,7 +140,7 @@ BOTH_DOORS = [
         )
     ),
     # Plans.
-    ("plan", {"rate": 0}, "rate", ConfigError),
+    *(("plan", {"rate": rate}, "rate: input should be", ConfigError) for rate in (0, -1, math.nan, math.inf)),
     ("plan", {"rate": 1e12}, "requests a second", ConfigError),
     ("plan", {"policy": "moved.json"}, "how often its stages defer", CaucError),
     ("plan", {"pool": "x.yaml", "policy": "expecting-two.json"}, "no timing for stage 'small'", ConfigError),
@@ -159,6 +171,9 @@ COMMAND = [
     ("collect good.yaml -o L", "dataset is required"),
     ("collect good.yaml --dataset in.parquet --columns image -o L", "columns: "),
     ("plan saved.yaml --policy policy.json", "rate"),
+    ("plan saved.yaml --policy policy.json --rate 5 --slo-p99 0", "--slo-p99: input should be"),
+    *((f"serve x.yaml --policy two.json --host '{host}'", "host '") for host in ("a\nb", " ", "\u202e")),
+    (f"serve x.yaml --policy two.json --host {'x' * 300}", "cannot listen at"),
     ("show absent", "absent"),
     ("demo -o report", "not an empty folder"),
 ]
@@ -212,6 +227,7 @@ def home(tmp_path_factory):
     os.mkfifo(folder / "pipe")
     write_pools(folder)
     pq.write_table(pa.table({"example_id": ["a"]}), folder / "in.parquet")
+    pq.write_table(pa.table({"example_id": ["a"], "x": pa.array([0.5], pa.float32())}), folder / "x.parquet")
     pq.write_table(pa.table({"image": [b"x"] * 9, "label": [0] * 9}), folder / "images.parquet")
     (folder / "q.csv").write_text("question,choices,label\n" + 'q,"[""a"",""b""]",0\n' * 9)
     (folder / "rows.csv").write_text("example_id,text,label\n1,hello,yes\n2,bye,no\n3,well,yes\n4,oh,yes\n")
@@ -274,6 +290,7 @@ def cauc(home, command, monkeypatch):
         raise AssertionError("Ray starts")
 
     monkeypatch.setattr(ray, "init", started)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.chdir(home)
 
     def refused(words, *arguments):
