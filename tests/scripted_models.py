@@ -27,12 +27,11 @@ def worker_of(
     stage: int,
     policies=(),
     *,
-    replica: str = "",
     facts: ModelFacts = SCRIPTED,
 ) -> Worker:
     """Return the worker of a stage that answers by a function; it has policies from the start, by key."""
     kind = SimpleNamespace(TAKES_LONG=False)
     spec = SimpleNamespace(name=f"stage-{stage}", cost=None, model=kind, load=lambda: ScriptedModel(answer, facts))
-    worker = Worker(spec, stage, dict(policies), replica=replica)
+    worker = Worker(spec, stage, dict(policies))
     worker.load()
     return worker

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from cauc_ray.cascade.rows import Vector
 from cauc_ray.data.values import concat_column
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Bools, Floats, Ints
@@ -29,6 +28,11 @@ class Bundle:
     columns: Mapping[str, Column]
     state: Floats | None = None
 
+    @property
+    def n_rows(self) -> int:
+        """Return how many rows it holds."""
+        return len(next(iter(self.columns.values()))) if self.state is None else len(self.state)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -38,28 +42,18 @@ class Part:
         bundle: The argument of the call that holds them.
         positions: Positions in it, int (n,).
         policy: Key of the policy that decides.
-        state: What they carry where the bundle does not hold it, float64 (n, S).
-        keeps: Rows whose state is wanted even if they stop, bool (n,); None for none.
-        wants: Requested vectors.
     """
 
     bundle: int
     positions: Ints
     policy: str = ""
-    state: Floats | None = None
-    keeps: Bools | None = None
-    wants: frozenset[Vector] = frozenset()
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def cut(self, start: int, end: int) -> Part:
         """Return some of the rows, from one position in the part to another."""
-        if start == 0 and end >= len(self):
-            return self
-        state = None if self.state is None else self.state[start:end]
-        keeps = None if self.keeps is None else self.keeps[start:end]
-        return replace(self, positions=self.positions[start:end], state=state, keeps=keeps)
+        return self if start == 0 and end >= len(self) else replace(self, positions=self.positions[start:end])
 
 
 def in_batches(parts: Sequence[Part], batch_size: int) -> list[list[Part]]:
@@ -85,11 +79,7 @@ def joined(bundles: Sequence[Bundle]) -> Bundle:
     if len(bundles) < 2:
         return bundles[0] if bundles else Bundle({})
     columns = {name: _concatenated([bundle.columns[name] for bundle in bundles]) for name in bundles[0].columns}
-    return Bundle(columns, joined_states([(_n_rows(bundle), bundle.state) for bundle in bundles]))
-
-
-def _n_rows(bundle: Bundle) -> int:
-    return len(next(iter(bundle.columns.values()))) if bundle.state is None else len(bundle.state)
+    return Bundle(columns, joined_states([(bundle.n_rows, bundle.state) for bundle in bundles]))
 
 
 def _concatenated(columns: Sequence[Column]) -> Column:
@@ -144,11 +134,8 @@ def chosen(parts: Sequence[Part], bundles: Sequence[Bundle], mask: Bools) -> dic
 
 def states_of(parts: Sequence[Part], bundles: Sequence[Bundle]) -> Floats | None:
     """Gather what the parts' rows carry, padded with -inf to the widest; None where they carry nothing."""
-    carried: list[tuple[int, Floats | None]] = []
-    for part in parts:
-        held = bundles[part.bundle].state if part.state is None else None
-        carried.append((len(part), part.state if held is None else held[part.positions]))
-    return joined_states(carried)
+    held = [(part, bundles[part.bundle].state) for part in parts]
+    return joined_states([(len(part), None if state is None else state[part.positions]) for part, state in held])
 
 
 def _holds_bytes(column: npt.NDArray[Any]) -> bool:

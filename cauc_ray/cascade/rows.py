@@ -51,7 +51,6 @@ class CallResult:
         state_bytes: Size of a deferred row's state.
         fault: Who is at fault where no row was answered.
         raised: Failed rows on which the model raised, or gave no finite number, while it answered others.
-        replica: The replica that computed it.
         waiting: Failed rows whose answer is yet to come: nobody's fault.
         carried: The rows whose state is returned next to it, in their order, bool (n,).
         vectors: Those that parts want, float64 (n, K).
@@ -81,7 +80,6 @@ class CallResult:
     fault: Fault | None = None
     raised: frozenset[int] = frozenset()
     waiting: frozenset[int] = frozenset()
-    replica: str = ""
     carried: Bools | None = None
     vectors: Mapping[Vector, Floats] = field(default_factory=dict)
     own_costs: Floats | None = None

@@ -138,14 +138,11 @@ PolicyStep: TypeAlias = tuple[Policy, Ints, Step]
 class Worker:
     """A model, which is loaded once, and the policies that decide on its answers.
 
-    policies: by the keys that parts name them by; more may come with calls.   node, replica: where it is, for results.
+    policies: by the keys that parts name them by; more may come with calls.   node: where it is, for results.
     """
 
-    def __init__(
-        self, spec: StageSpec, stage: int, policies: Mapping[str, Policy], *, node: str = "", replica: str = ""
-    ) -> None:
-        self._spec, self._stage, self._policies = spec, stage, dict(policies)
-        self._node, self._replica = node, replica
+    def __init__(self, spec: StageSpec, stage: int, policies: Mapping[str, Policy], *, node: str = "") -> None:
+        self._spec, self._stage, self._policies, self._node = spec, stage, dict(policies), node
         self._model: Model | None = None
         self._as_declared: Callable[[Answers], Answers] = AsDeclared(ModelFacts(spec.name))
         self._gives_vectors = False
@@ -199,6 +196,8 @@ class Worker:
         bundles: Sequence[Bundle],
         *,
         policies: Mapping[str, Policy] | None = None,
+        keeps: Bools | None = None,
+        wants: frozenset[Vector] = frozenset(),
         carries_columns: bool = True,
         good_row: Batch | None = None,
         stopped: Callable[[], bool] = lambda: False,
@@ -210,6 +209,8 @@ class Worker:
             parts: The rows.
             bundles: What the parts point into.
             policies: By key, those that this worker may not have yet.
+            keeps: Rows whose state is wanted even if they stop, bool (n,); None for none.
+            wants: Requested vectors.
             carries_columns: Whether deferred rows bring their columns, too.
             good_row: A row that the stage has answered before, each column (1, ...), which distinguishes a bad row from
                 a broken replica; the worker keeps the first one.
@@ -232,7 +233,7 @@ class Worker:
             isolated = self._isolated(self._as_declared, parts, bundles, good_row, ahead, stopped)
             if isolated.answers is None:
                 return self._broken(began, isolated.error, isolated.fault), Bundle({})
-            return self._decided(parts, bundles, isolated, began, carries_columns)
+            return self._decided(parts, bundles, isolated, began, keeps, wants, carries_columns)
         except (ConfigError, ExecutionError, SystemExit):
             raise
         except BaseException as error:  # a model may raise what it likes
@@ -258,7 +259,7 @@ class Worker:
         answers = isolated.answers
         if answers is None:
             return self._broken(began, isolated.error, isolated.fault), None
-        when = self._when(began)
+        facts = _facts(isolated) | self._when(began)
         if self._gflops is None and answers.costs is None and answers.wire is None:
             assert self._model is not None
             batch = self._rows(parts, bundles)
@@ -270,12 +271,8 @@ class Worker:
             confidences=np.full(n, np.nan),
             accepted=_all_but(n, answers.failures),
             costs=np.zeros(n) if answers.costs is None else answers.costs,
-            device_s=answers.device_s,
             failures=answers.failures,
-            raised=isolated.raised,
-            waiting=answers.waiting,
-            wire=answers.wire,
-            **when,
+            **facts,
         )
         self._ended = time.perf_counter()
         return result, Collected(answers, self._gflops or None, self._noise)
@@ -351,13 +348,20 @@ class Worker:
         """
         compute_s = time.perf_counter() - max(began, self._ended)
         started_at = time.time() - compute_s
-        return {"started_at": started_at, "compute_s": compute_s, "node": self._node, "replica": self._replica}
+        return {"started_at": started_at, "compute_s": compute_s, "node": self._node}
 
     def _broken(self, began: float, error: str, fault: Fault) -> CallResult:
         return CallResult.broken(error=error, fault=fault, **self._when(began))
 
     def _decided(
-        self, parts: Sequence[Part], bundles: Sequence[Bundle], isolated: Isolated, began: float, carries_columns: bool
+        self,
+        parts: Sequence[Part],
+        bundles: Sequence[Bundle],
+        isolated: Isolated,
+        began: float,
+        keeps: Bools | None,
+        wants: frozenset[Vector],
+        carries_columns: bool,
     ) -> tuple[CallResult, Bundle]:
         """Take the policies' steps for answers, and put them together."""
         answers = isolated.answers
@@ -372,11 +376,7 @@ class Worker:
         policy_s = time.perf_counter() - answered_at
         decisions = self._decisions(steps, answers)
         answered = _all_but(n, failures)
-        carried = answered & ~decisions.accepted
-        if any(part.keeps is not None for part in parts):
-            carried |= answered & np.concatenate(
-                [np.zeros(len(part), dtype=bool) if part.keeps is None else part.keeps for part in parts]
-            )
+        carried = answered & (~decisions.accepted if keeps is None else ~decisions.accepted | keeps)
         states = [(rows, step.state) for _, rows, step in steps]
         goes_on = Bundle({})
         if carried.any():
@@ -384,20 +384,16 @@ class Worker:
             if columns and answers.texts is not None:
                 columns[SAID] = self._with_said(columns.get(SAID), answers, carried)
             goes_on = Bundle(columns, _laid_out(states, carried))
-        vectors = _vectors(parts, steps, answers)
         result = replace(
             decisions,
             policy_s=policy_s,
-            device_s=answers.device_s,
             failures=failures,
-            waiting=answers.waiting,
             tokens=answers.tokens,
             state_bytes=max((state.shape[1] * state.itemsize for _, state in states), default=0.0),
-            raised=isolated.raised,
             carried=carried,
-            vectors=vectors,
-            own_costs=answers.costs if "given" in vectors else None,
-            wire=answers.wire,
+            vectors={name: _vector(name, steps, answers) for name in wants},
+            own_costs=answers.costs if "given" in wants else None,
+            **_facts(isolated),
             **self._when(began),
         )
         return result, goes_on
@@ -480,6 +476,18 @@ class Worker:
         ]
 
 
+def _facts(isolated: Isolated) -> dict[str, Any]:
+    """Return what a call's answers report that decisions do not change, as CallResult has it."""
+    answers = isolated.answers
+    assert answers is not None
+    return {
+        "device_s": answers.device_s,
+        "waiting": answers.waiting,
+        "wire": answers.wire,
+        "raised": isolated.raised,
+    }
+
+
 def _by_policy(parts: Sequence[Part]) -> list[tuple[str, list[Part], Ints]]:
     """Return for each policy its key, its parts, and their rows in the call, int (m,)."""
     if len({part.policy for part in parts}) == 1:
@@ -492,14 +500,11 @@ def _by_policy(parts: Sequence[Part]) -> list[tuple[str, list[Part], Ints]]:
     return groups
 
 
-def _vectors(parts: Sequence[Part], steps: Sequence[PolicyStep], answers: Answers) -> dict[Vector, Floats]:
-    """Return the vectors that any of the parts wants, float64 (n, K)."""
-    every, vectors = np.ones(len(answers.logits), dtype=bool), {}
-    for name in frozenset[Vector]().union(*(part.wants for part in parts)):
-        values = answers.as_returned if name == "given" else answers.logits
-        pieces = [(rows, step.scores if name == "scores" else values[rows]) for _, rows, step in steps]
-        vectors[name] = _laid_out(pieces, every)
-    return vectors
+def _vector(name: Vector, steps: Sequence[PolicyStep], answers: Answers) -> Floats:
+    """Return a requested vector of all rows, float64 (n, K)."""
+    values = answers.as_returned if name == "given" else answers.logits
+    pieces = [(rows, step.scores if name == "scores" else values[rows]) for _, rows, step in steps]
+    return _laid_out(pieces, np.ones(len(values), dtype=bool))
 
 
 def _laid_out(pieces: Sequence[tuple[Ints, Floats]], mask: Bools) -> Floats:

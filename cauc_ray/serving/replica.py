@@ -14,7 +14,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from cauc_ray.cascade.bundles import Bundle
 from cauc_ray.cascade.isolation import reason_of
 from cauc_ray.cascade.rows import CallResult
 from cauc_ray.cascade.worker import Prepared, Worker
@@ -52,7 +51,7 @@ class Replica:
     def __init__(self, spec: StageSpec, stage: int, name: str) -> None:
         self.name, self.load_s, self.leaves = name, 0.0, False
         self._spec = spec
-        self._worker = Worker(spec.served(), stage, {}, replica=name)
+        self._worker = Worker(spec.served(), stage, {})
         self._model, self._host = ThreadPoolExecutor(1, f"{name}: model"), ThreadPoolExecutor(1, f"{name}: host")
         self.load()
 
@@ -112,7 +111,7 @@ class Replica:
 
     def _prepare(self, call: StageCall, begin: Callable[[], None], stopped: Callable[[], bool]) -> Prepared | None:
         begin()
-        return None if stopped() else self._worker.prepare(call.parts, [Bundle(call.columns)])
+        return None if stopped() else self._worker.prepare(call.parts, call.bundles)
 
     def _decide(
         self,
@@ -124,19 +123,21 @@ class Replica:
         begin()
         started_at = time.time()
         if self.leaves:
-            return CallResult.broken(started_at, "", "it is being replaced", "replica", replica=self.name), None
+            return CallResult.broken(started_at, "", "it is being replaced", "replica"), None
         try:
             result, goes_on = self._worker.decide(
                 call.parts,
-                [Bundle(call.columns)],
+                call.bundles,
                 policies=call.policies,
+                keeps=call.keeps,
+                wants=call.wants,
                 carries_columns=False,
                 good_row=call.good_row,
                 stopped=stopped,
                 ahead=ahead,
             )
         except (ConfigError, ExecutionError) as error:
-            return CallResult.broken(started_at, "", reason_of(error), "stage", replica=self.name), None
+            return CallResult.broken(started_at, "", reason_of(error), "stage"), None
         return result, goes_on.state
 
 

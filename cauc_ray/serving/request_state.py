@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 
-from cauc_ray.cascade.bundles import Part
+from cauc_ray.cascade.bundles import Bundle, Part
 from cauc_ray.cascade.isolation import row_of
 from cauc_ray.cascade.rows import Call, CallResult, Ended, Owner, Positions, Rows, Trouble, Vector
 from cauc_ray.data.values import concat_column
@@ -300,9 +300,11 @@ class StageCall:
     """A call of a stage.
 
     Attributes:
-        columns: Columns of the rows, in their order, each (n, ...).
-        parts: Neighbouring rows with the same policy and requested vectors.
+        bundles: Columns and states of the rows, in their order.
+        parts: Neighbouring rows with the same policy, one of each bundle.
         policies: Policies by the parts' keys.
+        keeps: Rows whose state comes back even if they stop, bool (n,), those of samples; None for none.
+        wants: Requested vectors.
         good_row: A row that the stage has answered before, to distinguish a bad input from a broken replica; None where
             the replica has one.
         replica: Name of the replica.
@@ -310,9 +312,11 @@ class StageCall:
         needed_replicas: Replicas of this stage that the router needs.
     """
 
-    columns: Batch
+    bundles: Sequence[Bundle]
     parts: Sequence[Part]
     policies: Mapping[str, Policy]
+    keeps: Bools | None = None
+    wants: frozenset[Vector] = frozenset()
     good_row: Batch | None = None
     replica: str = ""
     router: str = ""
@@ -332,17 +336,6 @@ class FactsCall:
     replica: str
 
 
-# What is asked of rows that are logged.
-_GIVEN: frozenset[Vector] = frozenset({"given"})
-
-
-def _asks(request: RequestState, rows: Rows) -> tuple[str, frozenset[Vector]]:
-    """Return what is asked of rows: by which policy, and for which vectors."""
-    sample = request.sample
-    logs = sample is not None and sample.logs and sample.chosen[rows.indices].any()
-    return request.key, request.asks_for | _GIVEN if logs else request.asks_for
-
-
 # A call's result, and the states of deferred rows.
 Answer: TypeAlias = tuple[CallResult, Floats | None]
 
@@ -352,38 +345,41 @@ def requests_of(call: Call) -> list[RequestState]:
     return [cast("RequestState", rows.owner) for rows in call.rows]
 
 
-def _chosen(call: Call) -> Bools | None:
-    """Return which rows bring their state along even if they stop, bool (n,): those of samples; None for none."""
-    mask = None
-    for request, (rows, positions) in zip(requests_of(call), call.pieces(), strict=True):
-        if request.sample is not None and call.stage < request.last_stage:
-            mask = np.zeros(len(call), dtype=bool) if mask is None else mask
-            mask[positions] = request.sample.chosen[rows.indices]
-    return mask
-
-
 def stage_call(call: Call, replica: str, *, router: str, needed_replicas: float) -> StageCall:
     """Return a call as a stage takes it."""
-    requests, keeps = requests_of(call), _chosen(call)
-    parts, start = [], 0
-    asked = zip(requests, call.rows, strict=True)
-    for (key, wants), group in groupby(asked, lambda one: _asks(*one)):
-        states = [(len(rows), None if rows.source is None else rows.source[rows.positions]) for _, rows in group]
-        positions = slice(start, start + sum(n for n, _ in states))
-        mask = None if keeps is None else keeps[positions]
-        parts.append(Part(0, np.arange(start, positions.stop), key, joined_states(states), mask, wants))
-        start = positions.stop
-    indices = [slice(None) if len(rows) == rows.owner.n else rows.indices for rows in call.rows]
+    pieces = list(zip(requests_of(call), call.pieces(), strict=True))
+    wants, keeps = frozenset[Vector]().union(*(request.asks_for for request, _ in pieces)), None
+    for request, (rows, positions) in pieces:
+        if (sample := request.sample) is not None:
+            if call.stage < request.last_stage:
+                keeps = np.zeros(len(call), dtype=bool) if keeps is None else keeps
+                keeps[positions] = sample.chosen[rows.indices]
+            if sample.logs and sample.chosen[rows.indices].any():
+                wants |= {"given"}
+    parts, bundles = list[Part](), list[Bundle]()
+    for key, group in groupby(pieces, lambda piece: piece[0].key):
+        bundle = _bundle([(request, rows) for request, (rows, _) in group])
+        parts.append(Part(len(bundles), np.arange(bundle.n_rows), key))
+        bundles.append(bundle)
     good = call.good_row
     return StageCall(
-        columns={
-            name: concat_column([request.columns[name][rows] for request, rows in zip(requests, indices, strict=True)])
-            for name in requests[0].columns
-        },
+        bundles=bundles,
         parts=parts,
-        policies={request.key: request.policy for request in requests},
+        policies={request.key: request.policy for request, _ in pieces},
+        keeps=keeps,
+        wants=wants,
         good_row=None if good is None else row_of(cast("RequestState", good.owner).columns, good.indices[0]),
         replica=replica,
         router=router,
         needed_replicas=needed_replicas,
     )
+
+
+def _bundle(pieces: Sequence[tuple[RequestState, Rows]]) -> Bundle:
+    """Return rows of requests as one."""
+    columns = [
+        request.columns if len(rows) == request.n else {name: of[rows.indices] for name, of in request.columns.items()}
+        for request, rows in pieces
+    ]
+    states = [(len(rows), None if rows.source is None else rows.source[rows.positions]) for _, rows in pieces]
+    return Bundle({name: concat_column([of[name] for of in columns]) for name in columns[0]}, joined_states(states))

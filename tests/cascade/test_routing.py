@@ -130,9 +130,9 @@ def test_rows_that_come_by_different_ways_share_a_call(stage):
     worker, rows = workers(policy)[stage], np.arange(4)
     been = np.zeros((4, 4))
     been[:, 2] = 1.0
-    parts = [Part(0, rows[:2]), Part(0, rows[2:], state=been[2:])]
-    result, _ = worker.decide(parts, [Bundle({"row": rows})])
-    alone = [worker.decide([part], [Bundle({"row": rows})])[0] for part in parts]
+    parts, bundles = [Part(0, rows[:2]), Part(1, rows[2:])], [Bundle({"row": rows}), Bundle({"row": rows}, been)]
+    result, _ = worker.decide(parts, bundles)
+    alone = [worker.decide([part], bundles)[0] for part in parts]
     for name in ("predictions", "accepted", "next"):
         assert np.array_equal(getattr(result, name), np.concatenate([getattr(one, name) for one in alone]))
     assert not (result.next[2:] == 2).any()

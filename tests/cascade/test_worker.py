@@ -44,23 +44,20 @@ def worker_at(stage, **options):
         min_size=1,
         max_size=8,
     ),
-    in_bundles=st.booleans(),
     keeps=st.booleans(),
 )
-def test_rows_of_several_policies_are_decided_as_each_policy_does(stage, parts, in_bundles, keeps):
+def test_rows_of_several_policies_are_decided_as_each_policy_does(stage, parts, keeps):
     worker = worker_at(stage, policies=POLICIES)
     asked, bundles, expected, carried_states = [], [], [], []
     for key, rows in parts:
         rows = np.array(sorted(rows))
         state = states_before(stage, POLICIES[key], rows)
-        mask = rows % 2 == 0 if keeps else None
-        bundles.append(Bundle({"row": rows}, state if in_bundles else None))
-        carries = None if in_bundles else state
-        wants = frozenset({"scores", "logits"})
-        asked.append(Part(len(bundles) - 1, np.arange(len(rows)), key, state=carries, keeps=mask, wants=wants))
+        bundles.append(Bundle({"row": rows}, state))
+        asked.append(Part(len(bundles) - 1, np.arange(len(rows)), key))
         expected.append(POLICIES[key].step(stage, DATA.logits[stage][rows], state))
-        carried_states.append(np.zeros(len(rows), bool) if mask is None else mask)
-    result, goes_on = worker.decide(asked, bundles)
+        carried_states.append(rows % 2 == 0 if keeps else np.zeros(len(rows), bool))
+    mask, wants = (np.concatenate(carried_states) if keeps else None), frozenset({"scores", "logits"})
+    result, goes_on = worker.decide(asked, bundles, keeps=mask, wants=wants)
     carried = [~step.accepted | mask for step, mask in zip(expected, carried_states, strict=True)]
     for name in ("predictions", "confidences", "accepted"):
         assert np.array_equal(getattr(result, name), np.concatenate([getattr(step, name) for step in expected]))

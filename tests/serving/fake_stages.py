@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from scripted_models import worker_of
 
-from cauc_ray.cascade.bundles import Bundle, gathered
+from cauc_ray.cascade.bundles import gathered
 from cauc_ray.cascade.rows import CallResult
 from cauc_ray.errors import ExecutionError
 from cauc_ray.models.answers import Answers, as_answers
@@ -77,8 +77,7 @@ class Stage:
         self.policies |= call.policies
         if unknown := {part.policy for part in call.parts} - self.policies.keys():
             return CallResult.broken(0.0, "", f"unknown policies: {unknown}", "policy"), None
-        bundles = [Bundle(call.columns)]
-        batch = dict(gathered(call.parts, bundles))
+        batch = dict(gathered(call.parts, call.bundles))
         self.batches.append(batch["row"].tolist())
         started = asyncio.get_running_loop().time()
         if on_begin is not None:
@@ -89,7 +88,13 @@ class Stage:
             return CallResult.broken(started, "", str(error), "stage"), None
         worker = worker_of(self.answers, stage_of(self.column))
         result, goes_on = worker.decide(
-            call.parts, bundles, policies=self.policies, carries_columns=False, good_row=call.good_row
+            call.parts,
+            call.bundles,
+            policies=self.policies,
+            keeps=call.keeps,
+            wants=call.wants,
+            carries_columns=False,
+            good_row=call.good_row,
         )
         compute_s = asyncio.get_running_loop().time() - started if compute_s is None else compute_s
         return replace(result, compute_s=compute_s), goes_on.state
@@ -197,9 +202,7 @@ class Fleet:
     def started(self, fails: bool) -> Replica:
         self.n_started += 1
         replica = Replica(f"replica-{self.n_started}", fails, asyncio.get_running_loop().create_future())
-        replica.worker = worker_of(
-            lambda batch: self.asked(replica, batch), stage_of(self.column), replica=replica.name
-        )
+        replica.worker = worker_of(lambda batch: self.asked(replica, batch), stage_of(self.column))
         return replica
 
     def replace(self, name):
@@ -234,8 +237,7 @@ class Fleet:
 
     async def computed(self, replica, call, on_begin):
         """Compute a call when its turn comes. A caller that goes away does not end it."""
-        bundles = [Bundle(call.columns)]
-        rows = gathered(call.parts, bundles)["row"].tolist()
+        rows = gathered(call.parts, call.bundles)["row"].tolist()
         async with replica.free:
             if replica.ended.done():
                 return None
@@ -252,8 +254,10 @@ class Fleet:
             before = self.n_asked
             result, goes_on = replica.worker.decide(
                 call.parts,
-                bundles,
+                call.bundles,
                 policies=call.policies,
+                keeps=call.keeps,
+                wants=call.wants,
                 carries_columns=False,
                 good_row=call.good_row,
             )
