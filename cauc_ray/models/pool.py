@@ -239,7 +239,8 @@ class StageSpec(PromptSettings):
         batch_size: Rows in a full batch.
         batch_wait_s: How long a row waits for its batch to fill, in seconds.
         call_timeout_s: Seconds after which a call is abandoned, and with it the replica.
-        down_after_s: Seconds without a live replica after which a stage is down.
+        down_after_s: Seconds without a live replica after which a stage is down; also the longest that a model of a run
+            may take to load.
         prompt: Of its language model, instead of the pool's.
         labels: Of its language model, instead of the pool's.
         examples: Of its language model, instead of the pool's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ def gpu(
     stage_rows: int = 1024,
     kinds: tuple[str, ...] = KINDS,
     device: str = "cuda",
+    minutes: float = 8.0,
 ) -> dict[str, Any]:
     """Measure on a GPU how busy a cascade keeps it, the time of a policy's step, and each kind's stage.
 
@@ -65,21 +67,24 @@ def gpu(
         stage_rows: Rows of `stages`.
         kinds: Kinds of `stages`.
         device: cuda or cpu.
+        minutes: Time after which nothing more begins. The stages may take three fifths of it; kinds that are left over
+            are named, and the cascade takes at least one turn.
     """
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
         raise LeftOut("no GPU found; --device cpu runs the same on the CPU")
+    until = time.monotonic() + 60 * minutes
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         # First: a DataLoader's processes are forked, best before there are many threads.
-        "stages": stages(kinds, stage_rows, min(batch, 64), turns, device),
-        "cascade": cascade(rows, batch, deferral, turns, device),
+        "stages": stages(kinds, stage_rows, min(batch, 64), turns, device, 0.6 * minutes),
+        "cascade": cascade(rows, batch, deferral, turns, device, until),
     }
 
 
-def cascade(rows: int, batch: int, deferral: float, turns: int, device: str) -> dict[str, Any]:
-    """Return how busy two language models are, one behind the other."""
+def cascade(rows: int, batch: int, deferral: float, turns: int, device: str, until: float = math.inf) -> dict[str, Any]:
+    """Return how busy two language models are, one behind the other.   until: as by_turns has it."""
     with scratch() as folder, ExitStack() as resources:
         specs = []
         for name in NAMES:
@@ -100,7 +105,8 @@ def cascade(rows: int, batch: int, deferral: float, turns: int, device: str) -> 
         def turn(number: int) -> dict[str, Any]:
             return figures(answered(workers, policy, {"text": random_texts(rows, seed=1 + number)}, batch), rows)
 
-        runs = by_turns({"cascade": turn}, turns, lambda run: f"{run['rows_per_s']:.1f} rows/s")["cascade"]
+        sides = {"cascade": turn}
+        runs = by_turns(sides, turns, lambda run: f"{run['rows_per_s']:.1f} rows/s", until)["cascade"]
     return {name: median(run[name] for run in runs) for name in runs[0] if runs[0][name] is not None}
 
 

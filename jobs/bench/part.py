@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, TypeAlias, TypeVar
@@ -81,13 +83,24 @@ def measured(name: str, words: Sequence[str]) -> dict[str, Any]:
     return figures
 
 
-def by_turns(sides: Mapping[str, Callable[[int], T]], turns: int, text: Callable[[T], str]) -> dict[str, list[T]]:
+def by_turns(
+    sides: Mapping[str, Callable[[int], T]], turns: int, text: Callable[[T], str], until: float = math.inf
+) -> dict[str, list[T]]:
     """Have all sides take turns, and return the measurements of each; a text of each turn is printed.
 
     The second of a pair inherits the first's heat and garbage, so that the order changes from turn to turn.
+
+    Args:
+        sides: What measures each side in a turn, by name.
+        turns: Number of turns.
+        text: Text of a measurement.
+        until: Time by time.monotonic() after which no further turn begins; the first one is always taken.
     """
     measurements: dict[str, list[T]] = {side: [] for side in sides}
     for turn in range(turns):
+        if turn and time.monotonic() > until:
+            print(f"ended after {turn} of {turns} turns: the time is over", flush=True)
+            break
         for side in list(sides)[:: 1 if turn % 2 == 0 else -1]:
             measurements[side].append(sides[side](turn))
             print(f"{side:>9}: {text(measurements[side][-1])}", flush=True)

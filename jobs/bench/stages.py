@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +44,12 @@ WARM_UP = 10**6
 
 
 def stages(
-    kinds: tuple[str, ...] = KINDS, rows: int = 512, batch: int = 64, turns: int = 5, device: str = "cpu"
+    kinds: tuple[str, ...] = KINDS,
+    rows: int = 512,
+    batch: int = 64,
+    turns: int = 5,
+    device: str = "cpu",
+    minutes: float = 60.0,
 ) -> dict[str, Any]:
     """Measure each kind of model as a stage's worker, in rows a second, against the same model by hand.
 
@@ -63,12 +69,16 @@ def stages(
         batch: Rows of a batch.
         turns: Turns of each side.
         device: cpu or cuda.
+        minutes: Time after which no further kind and no further turn begins.
     """
-    return {kind: measured(kind, rows, batch, turns, device) for kind in kinds}
+    until = time.monotonic() + 60 * minutes
+    return {kind: measured(kind, rows, batch, turns, device, until) for kind in kinds}
 
 
-def measured(kind: str, rows: int, batch: int, turns: int, device: str) -> dict[str, Any]:
-    """Return the figures of a kind, or why it was left out."""
+def measured(kind: str, rows: int, batch: int, turns: int, device: str, until: float = math.inf) -> dict[str, Any]:
+    """Return the figures of a kind, or why it was left out.   until: as by_turns has it."""
+    if time.monotonic() > until:
+        return {"left_out": "the time was over; --kinds names those to measure, --minutes gives them more"}
     print(kind, flush=True)
     try:
         with scratch() as folder, ExitStack() as resources:
@@ -79,14 +89,16 @@ def measured(kind: str, rows: int, batch: int, turns: int, device: str) -> dict[
             prepare_process(spec)
             worker = PreparingWorker(spec, 0, write_table(folder / "LOGITS", {"model": 1.0}, []))
             worker.load()
-            return compared(case, worker, rows, batch, turns)
+            return compared(case, worker, rows, batch, turns, until)
     except (LeftOut, ConfigError) as error:
         return {"left_out": str(error)}
     except ModuleNotFoundError as error:
         return {"left_out": f"{error.name} is not installed"}
 
 
-def compared(case: Case, worker: PreparingWorker, rows: int, batch: int, turns: int) -> dict[str, Any]:
+def compared(
+    case: Case, worker: PreparingWorker, rows: int, batch: int, turns: int, until: float = math.inf
+) -> dict[str, Any]:
     """Return the rates of a case's two sides, in turns, after both have answered some rows."""
     columns = {WARM_UP: {case.column: case.rows(2 * batch, WARM_UP)}}
     predictions: dict[tuple[str, int], Ints] = {}
@@ -102,7 +114,9 @@ def compared(case: Case, worker: PreparingWorker, rows: int, batch: int, turns: 
     sides = ("bare", "stage")
     for side in sides:
         timed(side, WARM_UP)
-    per_s = by_turns({side: partial(timed, side) for side in sides}, turns, lambda rates: f"{rates[0]:.1f} rows/s")
+    per_s = by_turns(
+        {side: partial(timed, side) for side in sides}, turns, lambda rates: f"{rates[0]:.1f} rows/s", until
+    )
     ratios, of_cpu = np.divide(per_s["stage"], per_s["bare"]).T.tolist()
     return {
         **{f"{side}_rows_per_s": median(rate for rate, _ in per_s[side]) for side in sides},
@@ -110,7 +124,7 @@ def compared(case: Case, worker: PreparingWorker, rows: int, batch: int, turns: 
         "ratios": ratios,
         "cpu_ratio": median(of_cpu),
         "same_answers": float(
-            np.mean([predictions["bare", turn] == predictions["stage", turn] for turn in range(turns)])
+            np.mean([predictions["bare", turn] == predictions["stage", turn] for turn in range(len(ratios))])
         ),
     }
 

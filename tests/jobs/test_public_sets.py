@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from cauc_ray.data.answer_table import AnswerTable
-from cauc_ray.data.logits import LogitTable
+from cauc_ray.data.logits import LogitTable, read_embeddings
 from cauc_ray.data.writing import write_logits
+from cauc_ray.models.answers import Answers
 from cauc_ray.numbers.answer_keys import NONE_RIGHT, confidences_in, said_keys
-from jobs.paper import best_five, public_sets
+from jobs.paper import best_five, embedded, public_sets
 from jobs.paper.public_sets import IMAGENET, MMLU_PRO, main
 
 N = 40
@@ -141,3 +142,22 @@ def test_answer_tables_hold_answers_with_one_confidence_or_both_and_the_price_of
     assert (chain.labels[number % 2 == 0] == NONE_RIGHT).all()
     verbal = confidences_in(chain.logits[0])[:, 1]
     np.testing.assert_array_equal(np.isnan(verbal), number % 3 > 0)
+
+
+def test_texts_are_embedded_next_to_the_logits_of_their_rows(tmp_path):
+    splits = {"calibration": [4, 0], "test": [3]}
+    for prompt in ("task_icl0", "base_icl1"):
+        for split, rows in splits.items():
+            ids = [f"emotion10k_{prompt}-{row}" for row in rows]
+            write_logits(tmp_path / f"emotion10k_{prompt}", "m", split, ids, np.zeros((len(rows), 2), np.float32))
+    texts = ["a", "bb", "ccc", "dddd", "eeeee"]
+
+    def lengths(batch):
+        return Answers(np.float32([[len(text), 1] for text in batch["text"]]))
+
+    embedded.embed_sets(texts, tmp_path, lengths)
+    for prompt in ("task_icl0", "base_icl1"):
+        for split, rows in splits.items():
+            ids = [f"emotion10k_{prompt}-{row}" for row in rows]
+            vectors = read_embeddings(tmp_path / f"emotion10k_{prompt}", embedded.NAME, split, ids)
+            assert vectors.tolist() == [[row + 1, 1] for row in rows]

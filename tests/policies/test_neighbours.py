@@ -68,9 +68,9 @@ def test_known_queries_are_prepared_once_for_all_batches_and_no_copy_of_a_policy
 
 
 def test_of_queries_that_are_as_near_the_first_count():
-    known = np.float32([[1, 0], [0, 1], [1, 0], [1, 0]])
+    queries = np.float32([[1, 0], [0, 1], [1, 0], [1, 0]])
     correct = np.array([[1], [0], [0], [1]])
-    shares = near_shares(np.float32([[1, 0]]), known, correct, (1, 2, 3), (0.0,))[0, :, 0, 0]
+    shares = near_shares(np.float32([[1, 0]]), queries, correct, (1, 2, 3), (0.0,))[0, :, 0, 0]
     np.testing.assert_allclose(shares, [1, 1 / 2, 2 / 3])
 
 
