@@ -550,7 +550,7 @@ def evaluate(
         if isinstance(logits, Mapping):
             order = positions_of_rows(chain, example_ids)
             segments = [] if options.by is None else [_segments_of_arrays(logits, options.by, chain, order)]
-        evaluation = Evaluation.of(policy, chain, order, option_names(logits, policy))
+        evaluation = Evaluation.of(policy, chain, order, option_names(logits, policy, options.split))
     if segments:
         evaluation = replace(evaluation, segments=segment_results(evaluation.replay, evaluation.chain, segments[0]))
     warn_of(evaluation.guards)
@@ -624,7 +624,7 @@ def evaluate_shards(logits: str | AnyPath, policy: Policy, options: ShardOptions
     """Measure a policy as evaluate() does, on logits that stay in shards on a Ray cluster."""
     heads = read_policy_heads(absolute(logits), policy, options.split, options.logit_kind)
     with _sharded([heads], options) as (held, (chain,)):
-        evaluation = Evaluation.of(policy, chain, names=option_names(logits, policy))
+        evaluation = Evaluation.of(policy, chain, names=option_names(logits, policy, options.split))
     return evaluation, held.watched
 
 
