@@ -524,7 +524,7 @@ def evaluate(
     else:
         chain = read_policy_chain(logits, policy, options.split, options.logit_kind, labels, example_ids)
         order = positions_of_rows(chain, example_ids) if isinstance(logits, Mapping) else None
-        evaluation = Evaluation.of(policy, chain, order, option_names(logits, policy))
+        evaluation = Evaluation.of(policy, chain, order, option_names(logits, policy, options.split))
     if segments is not None:
         evaluation = replace(evaluation, segments=segment_results(evaluation.replay, evaluation.chain, segments))
     warn_of(evaluation.guards)
@@ -598,7 +598,7 @@ def evaluate_shards(logits: str | AnyPath, policy: Policy, options: ShardOptions
     """Measure a policy as evaluate() does, on logits that stay in shards on a Ray cluster."""
     heads = read_policy_heads(absolute(logits), policy, options.split, options.logit_kind)
     with _sharded([heads], options) as (held, (chain,)):
-        evaluation = Evaluation.of(policy, chain, names=option_names(logits, policy))
+        evaluation = Evaluation.of(policy, chain, names=option_names(logits, policy, options.split))
     return evaluation, held.watched
 
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cauc_ray.api.options import Cut, Options
-from cauc_ray.data.answer_table import AnswerTable, open_table
+from cauc_ray.data.answer_table import AnswerTable, holds_answers, open_table
 from cauc_ray.data.kept import read_segments, segment_name
 from cauc_ray.data.logits import (
     CallCosts,
@@ -33,7 +33,7 @@ from cauc_ray.data.writing import read_info
 from cauc_ray.errors import ConfigError, DataError, unknown_name, warn
 from cauc_ray.files.paths import AnyPath, RemotePath, hive_values
 from cauc_ray.numbers.answer_arrays import ANSWER, answer_chain, answer_columns_of, holds_columns, texts_of
-from cauc_ray.numbers.answer_keys import AnswerFormat
+from cauc_ray.numbers.answer_keys import AnswerFormat, agreement_keys
 from cauc_ray.numbers.arrays import array_chain
 from cauc_ray.numbers.chain import UNNAMED_UNIT, Chain, ChainExamples, ChainLogits, Costs
 from cauc_ray.numbers.ids import NumberIds, ids_of, number_order, text_order
@@ -506,11 +506,17 @@ def read_policy_heads(logits: str | AnyPath, policy: Policy, split: str, logit_k
     return table.read_chain_heads(policy.models, split, costs=_costs_of(policy))
 
 
-def option_names(logits: Logits, policy: Policy) -> OptionNames | None:
-    """Return the names of the options, where a table has them, or the texts of answers that are here."""
-    if isinstance(logits, Mapping) and holds_columns(logits):
-        return texts_of(answer_columns_of(logits, policy.models, rules=rules_of(policy)).values())
-    info = None if isinstance(logits, Mapping) else read_info(logits)
+def option_names(logits: Logits, policy: Policy, split: str) -> OptionNames | None:
+    """Return the names of the options, where a table has them, or what keys of answers stand for on a split."""
+    if isinstance(logits, Mapping):
+        if not holds_columns(logits):
+            return None
+        said = answer_columns_of(logits, policy.models, rules=rules_of(policy)).values()
+        return texts_of((of.keys, of.texts) for of in said)
+    if holds_answers(logits):
+        rows = (AnswerTable(logits).read_model(model, split) for model in policy.models)
+        return texts_of((agreement_keys(of.logits), of.texts) for of in rows)
+    info = read_info(logits)
     return None if info is None or info.labels is None else tuple(info.labels)
 
 

@@ -128,9 +128,13 @@ def answer_columns_of(
     return {model: AnswerColumns.of(f"{source}: model {model!r}", arrays[model], rules.get(model)) for model in models}
 
 
-def texts_of(said: Iterable[AnswerColumns]) -> dict[int, str]:
-    """Return what keys of answers stand for: the first text of each."""
-    pairs = ((key, text) for of in said for key, text in zip(of.keys.tolist(), of.texts, strict=True))
+def texts_of(said: Iterable[tuple[Ints, Sequence[str | None]]]) -> dict[int, str]:
+    """Return what keys of answers stand for: the first text of each.
+
+    Args:
+        said: Of each model the keys of its answers, int (N,), and the answers (N,).
+    """
+    pairs = ((key, text) for keys, texts in said for key, text in zip(keys.tolist(), texts, strict=True))
     return {key: text for key, text in reversed(list(pairs)) if text is not None and key != NO_ANSWER}
 
 

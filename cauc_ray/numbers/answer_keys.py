@@ -19,6 +19,7 @@ from cauc_ray.numbers.types import Floats, Ints
 # The key of a row without an answer; the label of a row on which no model is right; and what predictions name of an
 # answer that is wrong although its words are those of a right one.
 NO_ANSWER, NONE_RIGHT, WRONG = 0, 1, 2
+NOT_SAID = {NO_ANSWER: "no answer", NONE_RIGHT: "no model is right", WRONG: "wrong, in the words of a right answer"}
 _FIRST_KEY = 3
 _LOW_BITS = 16
 # Columns before the confidences: two of the key of what was said, two of that by which answers agree.

@@ -152,7 +152,10 @@ def predict(policy: Policy, logits: Mapping[str, Any], example_ids: Any = None) 
         said = answer_columns_of(logits, models, rules=rules_of(policy))
         policy.require_formats({model: columns.answer_format for model, columns in said.items()})
         chain = answer_chain(said, None, costs=costs, example_ids=example_ids)
-        return replace(Predictions.of(replay(policy, chain), chain, policy.cost_unit), names=texts_of(said.values()))
+        return replace(
+            Predictions.of(replay(policy, chain), chain, policy.cost_unit),
+            names=texts_of((of.keys, of.texts) for of in said.values()),
+        )
     chain = array_chain(logits, models, None, costs=costs, kinds=kinds, example_ids=example_ids)
     if encoder is not None:
         chain = chain.after_encoder(encoder, vectors_of(logits, encoder, len(chain)), policy.stages[0].cost)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from cauc_ray.comparison.result import Comparison
 from cauc_ray.display import Grid, with_interval
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.files.paths import AnyPath
-from cauc_ray.numbers.calibrators import UNCALIBRATED
+from cauc_ray.numbers.answer_keys import NOT_SAID
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.metrics import Reliability, calibration_error, reliability_bins
 from cauc_ray.numbers.types import Bools, Floats
@@ -55,8 +55,10 @@ class Measured:
         return range(len(self.policy.stages) - len(self.policy.answering), len(self.policy.stages))
 
     def label(self, index: int) -> str:
-        """Return the name of a class, its index where nobody has named it."""
+        """Return the name of a class, its index where nobody has named it; of answers in words the text of a key."""
         names = self.evaluation.names
+        if isinstance(names, Mapping):
+            return names.get(index) or NOT_SAID.get(index) or str(index)
         return str(index) if names is None else names[index]
 
 
@@ -83,7 +85,7 @@ def measure_policy(inputs: Inputs, split: str) -> Measured:
         calibration=chains[0],
         validation=chains[1] if len(chains) > 1 and chains[1].labelled.all() else None,
         test=test,
-        evaluation=Evaluation.of(policy, test, names=option_names(inputs.logits, policy)),
+        evaluation=Evaluation.of(policy, test, names=option_names(inputs.logits, policy, split)),
         split=split,
     )
 
@@ -132,8 +134,8 @@ def _in_bin(bins: Reliability, at: int) -> str:
 
 def measure_calibration(measured: Measured, stage: Stage, logits: Floats) -> ModelCalibration:
     """Measure a model on all test examples, also those that never reach it."""
-    answered = [by.answers(by.scores(logits, stage.name)) for by in (UNCALIBRATED, stage.calibrator)]
-    rows = [(confidences, answers == measured.test.labels) for answers, confidences in answered]
+    answers, calibrated, raw = stage.by_itself(logits)
+    rows = [(confidences, answers == measured.test.labels) for confidences in (raw, calibrated)]
     before, after = (reliability_bins(*of) for of in rows)
     return ModelCalibration(stage, before, after, (calibration_error(*rows[0]), calibration_error(*rows[1])))
 

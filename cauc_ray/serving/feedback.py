@@ -10,6 +10,8 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from cauc_ray.numbers.answer_keys import answer_keys
+from cauc_ray.numbers.answer_rules import rule_of
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.tensors import RequestError
@@ -32,7 +34,7 @@ class FeedbackMessage(BaseModel):
         prediction: Predictions.
         confidence: Confidences.
         stage: Stages that answered.
-        label: Labels.
+        label: Labels; right answers as texts where models answer in words.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -42,7 +44,7 @@ class FeedbackMessage(BaseModel):
     prediction: list[_Option] = Field(min_length=1)
     confidence: list[Annotated[float, Field(ge=0, le=1)]]
     stage: list[Annotated[int, Field(ge=0)]]
-    label: list[_Option]
+    label: list[_Option] | list[Annotated[str, Field(min_length=1)]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,14 @@ class Feedback:
         return len(self.rows)
 
     @classmethod
-    def read(cls, body: bytes, policy: Policy, most_rows: int, labels: Sequence[str] | None = None) -> Feedback:
+    def read(
+        cls,
+        body: bytes,
+        policy: Policy,
+        most_rows: int,
+        labels: Sequence[str] | None = None,
+        rule: str | None = None,
+    ) -> Feedback:
         """Read a request's body.
 
         Args:
@@ -81,6 +90,7 @@ class Feedback:
             policy: The policy that answered.
             most_rows: The most rows of a request.
             labels: The names of the options, None if they are unknown or not the same for all rows.
+            rule: By which answers in words are the same, None where models score options.
 
         Raises:
             RequestError: 400 if the body is invalid, 413 for too many rows.
@@ -96,8 +106,9 @@ class Feedback:
             raise RequestError(f"feedback may have up to {most_rows} rows, got {n}", 413)
         if max(message.stage) >= len(policy.stages):
             raise RequestError(f"stages are 0 to {len(policy.stages) - 1}, got {max(message.stage)}")
-        if labels is not None and max(message.label) >= len(labels):
-            raise RequestError(f"labels are 0 to {len(labels) - 1}, got {max(message.label)}")
+        label = _keys(message.label, rule)
+        if labels is not None and label.max() >= len(labels):
+            raise RequestError(f"labels are 0 to {len(labels) - 1}, got {label.max()}")
         if message.rows is not None and message.answer_id is None:
             raise RequestError("rows need the answer_id of their answer")
         rows = np.arange(n) if message.rows is None else np.array(message.rows)
@@ -110,8 +121,8 @@ class Feedback:
             rows,
             np.array(message.stage),
             np.array(message.confidence, dtype=np.float64),
-            np.array(message.prediction) == np.array(message.label),
-            np.array(message.label),
+            np.array(message.prediction) == label,
+            label,
             message.answer_id is not None,
         )
 
@@ -143,3 +154,12 @@ class Feedback:
             return []
         labels = zip(self.rows.tolist(), self.labels.tolist(), strict=True)
         return [(f"{self.answer}-{row}", label) for row, label in labels if chosen[row]]
+
+
+def _keys(labels: Sequence[int | str], rule: str | None) -> Ints:
+    """Return labels as predictions name them, int (n,): options, or keys of right answers by a rule."""
+    if not isinstance(labels[0], str):
+        return np.array(labels)
+    if rule is None:
+        raise RequestError(f"labels are numbers of options, got the text {labels[0]!r:.80}")
+    return answer_keys(rule_of(rule).references([str(label) for label in labels]))

@@ -413,7 +413,8 @@ class Service(ABC):
     async def feedback(self, body: bytes) -> dict[str, Any]:
         """Take feedback on answers, on each row once. Raises RequestError if it is invalid."""
         in_force = self.in_force
-        read = (Feedback.read, body, in_force.policy, self.pool.serving.max_request_rows, self.labels)
+        most_rows, rule = self.pool.serving.max_request_rows, self.pool.rule
+        read = (Feedback.read, body, in_force.policy, most_rows, self.labels, rule)
         feedback = await self.elsewhere.call_if(len(body) > LONG_JSON, *read)
         n, member, new = len(feedback), in_force.member(feedback.policy_id), feedback
         if member is not None or self.table_log is not None:

@@ -1,5 +1,7 @@
 """Cascades of models that answer in words."""
 
+import re
+
 import numpy as np
 import pytest
 from scipy.special import expit, logit
@@ -12,6 +14,7 @@ import cauc_ray
 from cauc_ray.data.answer_table import AnswerTable, write_answers
 from cauc_ray.errors import PolicyError
 from cauc_ray.numbers.correctness import fit_correctness
+from cauc_ray.numbers.metrics import calibration_error
 
 STRENGTHS = {"small": 0.0, "medium": 0.9, "large": 1.8}
 COSTS = {"small": 1.0, "medium": 4.0, "large": 16.0}
@@ -150,6 +153,38 @@ def test_other_rules_and_confidences_than_those_of_the_fit_are_refused(tmp_path)
     policy = cauc_ray.fit(table_of(tmp_path), models=["small", "large"])
     stage = policy.stages[0]
     stage.require_format(AnswerFormat("number", ("sequence", "verbal")))
-    for said in (AnswerFormat("exact", ("sequence", "verbal")), AnswerFormat("number", ("verbal",))):
+    for answer_format in (AnswerFormat("exact", ("sequence", "verbal")), AnswerFormat("number", ("verbal",))):
         with pytest.raises(PolicyError, match="small"):
-            stage.require_format(said)
+            stage.require_format(answer_format)
+
+
+def test_a_report_of_answers_shows_their_words_and_the_calibration_of_their_confidences(tmp_path):
+    table_of(tmp_path / "LOGITS", calibration=300, validation=300, test=400)
+    policy = cauc_ray.fit(tmp_path / "LOGITS", budget=8.0)
+    policy.save(tmp_path / "policy.json")
+    page = cauc_ray.report(tmp_path).page.read_text()
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page))
+    assert re.search(r"The answer is 0\. The answer is [123]\. \d", text)
+    assert not re.search(r"\b\d{8,10} \d{8,10} \d", text)  # no keys
+    errors = dict(re.findall(r"(small|medium|large) calibration error [\d.]+ → ([\d.]+)", text))
+    chain = AnswerTable(tmp_path / "LOGITS").read_chain(policy.models, "test")
+    for stage, vectors in zip(policy.stages, chain.logits, strict=True):
+        keys, confidences, _ = stage.by_itself(vectors)
+        expected = calibration_error(confidences, keys == chain.labels)
+        assert float(errors[stage.name]) == pytest.approx(expected, abs=6e-4)
+        assert expected < 0.1
+
+
+def test_a_check_is_quiet_on_like_rows_and_announces_answers_that_have_become_worse(tmp_path):
+    table_of(tmp_path, calibration=600, validation=600, test=600)
+    policy = cauc_ray.fit(tmp_path, budget=8.0)
+    assert cauc_ray.check(tmp_path, policy).holds
+    rng = np.random.default_rng(5)
+    for name, (texts, confidences, right) in answered(rng, 600).items():
+        wrong = (rng.random(600) < 0.5) & (name == "medium")  # as sure as before
+        said = ["The answer is 9." if is_wrong else text for text, is_wrong in zip(texts, wrong, strict=True)]
+        ids, facts = [f"later{row}" for row in range(600)], {"cost": COSTS[name], "cost_unit": "USD", "rule": "number"}
+        write_answers(tmp_path, name, "later", ids, said, confidences, right & ~wrong, **facts)
+    later = cauc_ray.check(tmp_path, policy, split="later")
+    assert not later.holds
+    assert "accurac" in later.says

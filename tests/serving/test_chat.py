@@ -1,5 +1,7 @@
 """/v1/chat/completions, as OpenAI's client asks: the cascade's answer, in one piece or streamed, and refusals."""
 
+import json
+
 import openai
 import pytest
 import sums
@@ -133,3 +135,26 @@ def test_it_asks_for_the_token_and_keeps_within_the_byte_budget(tmp_path, monkey
             answer = http("POST", f"{running.url}/v1/chat/completions", body, Authorization=f"Bearer {key}")
             assert answer[0] == status, answer[1]
         assert http("GET", f"{running.url}/v1/models")[0] == 401
+
+
+def test_feedback_takes_right_answers_as_texts_and_ends_a_candidate_that_answers_worse(tmp_path):
+    policy = sums.policy(tmp_path)
+    policy.with_threshold(0.0).save(tmp_path / "hasty.json")
+    serving = {"candidate": {"file": "hasty.json", "share": 0.5}, "canary": {"min_rows": 50}}
+    outputs = ("prediction", "confidence", "stage")
+    with cauc_ray.serve(sums.pool(tmp_path, serving=serving), policy, port=0, name="sums", local=True) as running:
+        path = f"{running.url}/v2/models/sums"
+        for _ in range(40):
+            status, content = infer(running.url, "sums", {"question": QUESTIONS}, outputs, {})
+            assert status == 200, content
+            answer = {name: content["parameters"][name] for name in ("policy_id", "answer_id")}
+            answer |= {name: values.tolist() for name, values in outputs_of(content).items()}
+            status, taken, _ = http("POST", f"{path}/feedback", {**answer, "label": [f"{n}.0" for n in RIGHT]})
+            assert status == 200, taken
+            receipts = json.loads(http("GET", f"{path}/policy")[1])["receipts"]
+            if receipts:
+                break
+        assert receipts[-1]["by"] == "rule"
+        watched = json.loads(http("GET", f"{path}/policy")[1])
+        assert watched["candidate"] is None
+        assert watched["shares"] == {policy.id: 1.0}
