@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,6 +111,10 @@ def test_a_run_and_all_that_verbs_write_can_be_shown(cauc, tmp_path):
         assert cauc("show", path)[0] == 0
     held = {"policy.json: policy", "compared: comparison", "out: run"}
     assert held <= set(json.loads(cauc("show", ".", "--json")[1])["holds"])
+    deep = tmp_path / "above" / "one" / "two" / "three"  # a whole disk is not searched
+    shutil.copytree(tmp_path / "compared", deep / "compared")
+    assert json.loads(cauc("show", "above/one/two", "--json")[1])["holds"] == ["three: folder"]
+    assert cauc("show", "above")[0] == 2
     code, _, err = cauc(*run)
     assert (code, "not an empty folder" in err) == (2, True)
     code, out, _ = cauc(*run, "--resume", "--json")
