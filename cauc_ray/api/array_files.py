@@ -15,7 +15,7 @@ from pydantic import PlainSerializer, PlainValidator, ValidationInfo, WithJsonSc
 
 from cauc_ray.api.options import Flag, located
 from cauc_ray.errors import ConfigError, DataError, first_line
-from cauc_ray.files.paths import AnyPath, RemotePath, readable
+from cauc_ray.files.paths import AnyPath, readable
 
 _NAMED = re.compile(r"([^/=]+)=(.+\.(?:npy|csv))")
 # In an .npz file, next to an array for each model.
@@ -110,7 +110,7 @@ def _read(path: AnyPath) -> Any:
     if path.suffix != ".csv":
         raise ConfigError(f"{path}: an array was expected in a .npy or .csv file")
     with _explained(path):
-        lines = _content(path).splitlines()
+        lines = path.read_bytes().splitlines()
         titles = [title.strip(b' "') for title in lines[0].split(b",")]
         if len(titles) > 1 and titles[0] in (b"", b"Unnamed: 0"):
             raise ValueError("its first column has no name, as an index that pandas writes; write it with index=False")
@@ -119,14 +119,8 @@ def _read(path: AnyPath) -> Any:
 
 def _load(path: AnyPath) -> Any:
     with _explained(path):
-        loaded = np.load(path if isinstance(path, Path) else io.BytesIO(_content(path)), allow_pickle=False)
+        loaded = np.load(path if isinstance(path, Path) else io.BytesIO(path.read_bytes()), allow_pickle=False)
         return dict(loaded) if isinstance(loaded, np.lib.npyio.NpzFile) else loaded
-
-
-def _content(path: AnyPath) -> bytes:
-    if isinstance(path, RemotePath):
-        return bytes(path.open_input().read())
-    return path.read_bytes()
 
 
 @contextmanager

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -270,7 +269,8 @@ def fit(
     method = method or ("answers" if holds_answers(logits) else "base")
     options: FitOptions = options_of(fit).of(locals())
     if options.shards is not None:
-        policy = _with_prompts(fit_shards(_table(logits), options).policy, logits)
+        policy, _ = fit_shards(_table(logits), options)
+        policy = _with_prompts(policy, logits)
         warn_of(policy.guards)
         return policy
     source = Source(logits, options, labels, example_ids, by=options.by)
@@ -558,40 +558,24 @@ def require_output_file(output: str | AnyPath, *inputs: str | AnyPath) -> None:
     require_writable(path_of(output))
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """A policy that was fitted by shards, and what that took.
-
-    n_rows: of each split.   read_s: the driver's reading of ids and labels.   fit_s: all after that and the shards' own
-    reading.
-    """
-
-    policy: Policy
-    n_rows: tuple[int, ...]
-    shards: ShardsWatched
-    read_s: float
-    fit_s: float
-
-
 def fit_shards(
     logits: str | AnyPath, options: FitOptions, on_pass: Callable[[int], None] = lambda n_passes: None
-) -> Calibration:
-    """Fit a policy as fit() does, on logits that stay in shards on a Ray cluster.
+) -> tuple[Policy, ShardsWatched]:
+    """Fit a policy as fit() does, on logits that stay in shards on a Ray cluster. Whoever calls warns.
 
-    A shard holds some 50 bytes a row, and blocks.   options: with a number of shards.   on_pass: called with how often
-    all shards have answered. Raises as fit() does; whoever calls warns.
+    A shard holds some 50 bytes a row, and blocks.
+
+    Args:
+        logits: A table.
+        options: Options with a number of shards.
+        on_pass: Called with how often all shards have answered.
     """
     source = Source(absolute(logits), options)  # shards have working folders of their own
     require_fit(options, len(source.models))
-    started = time.perf_counter()
-    heads = source.read_heads()
-    read_s = time.perf_counter() - started
-    with _sharded(heads, options, on_pass) as (held, chains):
-        started = time.perf_counter()
+    with _sharded(source.read_heads(), options, on_pass) as (held, chains):
         validation = chains[1] if len(chains) > 1 else None
         policy = fit_chains(options, options.threshold_rule, chains[0], validation)
-        fit_s = time.perf_counter() - started
-    return Calibration(policy, tuple(map(len, heads)), held.watched, read_s, fit_s)
+    return policy, held.watched
 
 
 def evaluate_shards(logits: str | AnyPath, policy: Policy, options: ShardOptions) -> tuple[Evaluation, ShardsWatched]:

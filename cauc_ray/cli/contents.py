@@ -75,16 +75,20 @@ class Contents(Shown):
         return sheet if sheet.title else Sheet(f"{self.path}: {self.kind}", sheet.parts)
 
 
-def contents(path: AnyPath) -> Contents:
+def contents(path: AnyPath, *, depth: int = 2) -> Contents:
     """Load what a file or folder holds.
 
     Kinds: policy, pool, logit table, run, comparison, the tables of these, and a folder with any of them.
+
+    Args:
+        path: The file or folder.
+        depth: Levels of folders in which these are looked for.
 
     Raises:
         CaucError: It holds anything else.
     """
     if path.is_dir():
-        return _folder(path)
+        return _folder(path, depth)
     if not path.is_file():
         raise DataError(f"{path} does not exist")
     if path.suffix == ".json":
@@ -99,7 +103,7 @@ def contents(path: AnyPath) -> Contents:
     )
 
 
-def _folder(path: AnyPath) -> Contents:
+def _folder(path: AnyPath, depth: int) -> Contents:
     for name in ("summary.json", "comparison.json"):
         if (path / name).is_file():
             return _document(path / name)
@@ -111,9 +115,9 @@ def _folder(path: AnyPath) -> Contents:
     if entries and all(entry.suffix == ".parquet" for entry in entries):
         return _table(path)
     held = []
-    for entry in entries:
+    for entry in entries if depth else ():
         with suppress(CaucError, OSError):  # not ours
-            held.append(f"{entry.name}: {contents(entry).kind}")
+            held.append(f"{entry.name}: {contents(entry, depth=depth - 1).kind}")
     if not held:
         raise DataError(f"{path} holds nothing of cauc-ray")
     return Contents("folder", path, Listing(holds=held[:_MOST]))

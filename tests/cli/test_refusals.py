@@ -39,6 +39,7 @@ DEFAULTS = {
 }
 OUTPUTS = {"fit": "p.json"}
 
+ADDRESSES = ("head", "10.0.0.1", ":1", "a:b", " ", "ray://localhost:10001", "http://127.0.0.1:8265")
 # A verb, its options as Python names them, the words of the line, and the error in Python.
 BOTH_DOORS = [
     # Values: of another type, without end, out of range, too long, twice, unknown.
@@ -113,7 +114,7 @@ BOTH_DOORS = [
             ("memory://a/b", "the memory of one process"),
         )
     ),
-    *(("collect", {"address": text}, "give HOST:PORT", ConfigError) for text in ("head", "10.0.0.1", ":1", "a:b", " ")),
+    *(("collect", {"address": text}, "give HOST:PORT", ConfigError) for text in ADDRESSES),
     # Data to collect on.
     ("collect", {"pool": "kind.yaml"}, "pyhton", ConfigError),
     ("collect", {"dataset": "mmlu=absent"}, "absent", DataError),

@@ -44,7 +44,7 @@ def main() -> None:
             killer.join()
 
     fits = [fit_shards(folder / "LOGITS", OPTIONS, on_pass) for on_pass in (lambda n_passes: None, strike)]
-    report = {"policies": [fit.policy.to_json() for fit in fits], "nodes": len(set(fits[0].shards.nodes))}
+    report = {"policies": [policy.to_json() for policy, _ in fits], "nodes": len(set(fits[0][1].nodes))}
     nodes.append(add())
     tasks = [Task("a", str(n), partial(slow, 2.0, str(folder / "tasks" / str(n)))) for n in range(8)]
     outcomes = []
