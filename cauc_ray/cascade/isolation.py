@@ -166,4 +166,5 @@ def _joined(n: int, answered: Sequence[tuple[Ints, Answers]], raised: Mapping[in
         wires(answers.wire for _, answers in answered),
         ragged(n, as_returned)[0],
         texts=texts,
+        waiting=frozenset(int(rows[place]) for rows, answers in answered for place in answers.waiting),
     )
