@@ -171,4 +171,5 @@ def _joined(n: int, answered: Sequence[tuple[Ints, Answers]], raised: Mapping[in
         ragged(n, as_returned)[0],
         texts=texts,
         tokens=tokens,
+        waiting=frozenset(int(rows[place]) for rows, answers in answered for place in answers.waiting),
     )

@@ -143,3 +143,16 @@ def test_different_rows_that_sum_to_one_are_probabilities_though_they_come_one_b
 
     with pytest.raises(ConfigError, match="probabilities"):
         answer_all()
+
+
+def test_a_row_that_waits_still_waits_where_the_model_raises_on_another_of_its_call():
+    def answer(batch):
+        rows = batch["row"]
+        if len(rows) > 1 and 3 in rows:
+            raise ValueError("not these together")
+        waiting = frozenset(np.flatnonzero(rows == 1).tolist())
+        logits = np.array(DATA.logits[0][rows], np.float32)
+        return Answers(logits, failures=dict.fromkeys(waiting, "asked"), waiting=waiting)
+
+    result, _ = worker_of(answer, 0, POLICIES).decide([Part(0, np.arange(4), "rf")], [Bundle({"row": np.arange(4)})])
+    assert (result.failures, result.waiting) == ({1: "asked"}, {1})
