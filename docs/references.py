@@ -31,7 +31,7 @@ from cauc_ray.policies.policy import METHOD_GROUP
 from cauc_ray.schemas import CONFIGS, SCHEMAS
 from jobs.bench.ratios import grid
 from jobs.paper import answers
-from jobs.paper.pages import page_tables
+from jobs.paper.pages import page_tables, results_table
 
 PAGES = Path(__file__).parent
 _KINDS = {"string": "text", "integer": "whole number", "number": "number", "path": "path"}
@@ -66,6 +66,8 @@ def _generated(what: str, name: str = "") -> Iterator[str]:
     elif what == "answers":
         made = json.loads((PAGES / "measured" / "answers.json").read_text("utf-8"))
         yield from (f"\n{table.markdown().rstrip()}" for table in answers.grids(made))
+    elif what == "results":
+        yield f"\n{results_table(PAGES / 'measured' / f'{name}.json').markdown().rstrip()}"
     elif what == "paper":
         file, table, *keys = name.split()
         yield from (

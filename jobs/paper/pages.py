@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cauc_ray.comparison.published import paper_name
-from cauc_ray.display import Grid
+from cauc_ray.display import Grid, Mark, decimals, points
+from cauc_ray.policies.by_method import SINGLE
 from jobs.paper.config import COMPARED
 from jobs.paper.tables import CONTENTS
 
@@ -49,3 +50,31 @@ def page_tables(path: Path, table: str, keys: Sequence[str]) -> Iterator[Grid]:
         chosen = [(columns[key][0].format(**named), *columns[key][1:]) for key in keys]
         title = "Pairs of models" if table == "complementarity" else group[0]["chain"]
         yield Grid.of(title, lines, chosen, n_left=spec.get("n_left", 1))
+
+
+def results_table(path: Path) -> Grid:
+    """Return a line for each chain of page_numbers(): its models, CAUC-RF and the best other method, within one budget.
+
+    Controls, our other methods and recalibrated forms are no other methods. Bold is the most accurate of all.
+    """
+    tables = json.loads(path.read_text(encoding="utf-8"))["tables"]
+    rows = [row for table in COMPARED if table in tables for row in tables[table]]
+    lines: list[tuple[str, ...]] = []
+    marks: dict[tuple[int, int], Mark] = {}
+    for line, (_, of_chain) in enumerate(groupby(rows, key=lambda row: row["chain"])):
+        by_method = {row["method"]: row for row in of_chain}
+        chain = by_method["rf"]
+        alone = [by_method[f"{SINGLE}:{model}"] for model in chain["models"]]
+        best = max(
+            (row for row in by_method.values() if row["paradigm"] in ("router", "cascade", "ensemble")),
+            key=lambda row: row["quality_at_budget"],
+        )
+        figures = [alone[-1]["quality_at_budget"], chain["quality_at_budget"], best["quality_at_budget"]]
+        marks[line, figures.index(max(figures)) + 1] = "bold"
+        qualities = ", ".join(points(row["quality_at_budget"]) for row in alone)
+        lines.append((chain["chain"], qualities, _at(chain), f"{paper_name(best['method'])}, {_at(best)}"))
+    return Grid("", ("chain", "models alone", "CAUC-RF", "best other method"), tuple(lines), marks=marks)
+
+
+def _at(row: Mapping[str, Any]) -> str:
+    return f"{points(row['quality_at_budget'])} at {decimals(row['relative_cost_at_budget'])}"

@@ -11,7 +11,7 @@ from synthetic import chain, softmax, write_table
 
 import cauc_ray
 from jobs.paper.__main__ import main
-from jobs.paper.pages import page_tables
+from jobs.paper.pages import page_tables, results_table
 
 # A second model that fuses well with the first, and one that is far better than it.
 STRENGTHS = {"near": (1.0, 1.1, 2.0), "far": (0.5, 1.5, 3.0)}
@@ -200,3 +200,21 @@ def test_tables_are_means_over_seeds_that_draw_the_splits_again(home, tmp_path):
     (grid,) = page_tables(page, "two-model-language", ["shown", "quality"])
     assert grid.headings[0] == "method"
     assert [row[1] for row in grid.rows] == [f"{100 * row['quality']:.2f}" for row in made["two-model-language"]]
+
+
+def test_a_page_shows_the_best_other_method_that_is_neither_ours_nor_a_control(tmp_path):
+    qualities = {
+        ("single:a", "single-model"): 0.6, ("single:b", "single-model"): 0.7, ("rf", "ours"): 0.8,
+        ("stacked", "ours"): 0.95, ("recalibrated+margin", "recalibrated"): 0.96, ("oracle", "control"): 1.0,
+        ("margin", "cascade"): 0.75, ("embedllm", "router"): 0.85,
+    }  # fmt: skip
+    rows = [
+        {"chain": "a → b", "models": ["a", "b"], "method": method, "paradigm": paradigm}
+        | {"quality_at_budget": quality, "relative_cost_at_budget": quality / 2}
+        for (method, paradigm), quality in qualities.items()
+    ]
+    path = tmp_path / "made.json"
+    path.write_text(json.dumps({"tables": {"two-model-image": rows}}))
+    grid = results_table(path)
+    assert grid.rows == (("a → b", "60.00, 70.00", "80.00 at 0.40", "EmbedLLM, 85.00 at 0.42"),)
+    assert "**EmbedLLM" in grid.markdown()
