@@ -77,7 +77,7 @@ class LogitArrays:
         if not self.models or not all(isinstance(model, str) for model in self.models):
             raise ConfigError(f"{self.path}: models have names, as {{'small': (N, K)}}, got {self.models}")
         if self.has_answers and logit_kind is not None:
-            raise ConfigError("answers in words are no logits: leave the kind of logits out")
+            raise ConfigError("the models answer in words: leave the kind of logits out")
         declared = dict.fromkeys(self.models, ANSWERS) if self.has_answers else undeclared
         self.kinds = model_kinds(self.path, self.models, logit_kind, declared)
         self._rules = dict(rules)
@@ -109,9 +109,9 @@ class LogitArrays:
             raise ConfigError(f"{split}: a pair is (logits by model, labels), got {type(arrays).__name__} first")
         source, example_ids = f"{self.path}, split {split!r}", ids[0] if ids else None
         if self.has_answers:
-            said = answer_columns_of(arrays, models, source, self._rules)
-            paid = self._costs(costs, [of.costs for of in said.values()])
-            chain = answer_chain(said, labels, costs=paid, example_ids=example_ids, source=source)
+            columns = answer_columns_of(arrays, models, source, self._rules)
+            paid = self._costs(costs, [of.costs for of in columns.values()])
+            chain = answer_chain(columns, labels, costs=paid, example_ids=example_ids, source=source)
         else:
             paid = self._costs(costs, [None])
             chain = array_chain(
@@ -511,11 +511,11 @@ def option_names(logits: Logits, policy: Policy, split: str) -> OptionNames | No
     if isinstance(logits, Mapping):
         if not holds_columns(logits):
             return None
-        said = answer_columns_of(logits, policy.models, rules=rules_of(policy)).values()
-        return texts_of((of.keys, of.texts) for of in said)
+        columns = answer_columns_of(logits, policy.models, rules=rules_of(policy)).values()
+        return texts_of((of.keys, of.texts) for of in columns)
     if holds_answers(logits):
-        rows = (AnswerTable(logits).read_model(model, split) for model in policy.models)
-        return texts_of((agreement_keys(of.logits), of.texts) for of in rows)
+        rows = [AnswerTable(logits).read_model(model, split) for model in policy.models]
+        return texts_of((agreement_keys(of.logits), of.texts.tolist()) for of in rows)
     info = read_info(logits)
     return None if info is None or info.labels is None else tuple(info.labels)
 

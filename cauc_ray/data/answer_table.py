@@ -224,10 +224,10 @@ def table_info(path: str | AnyPath | Mapping[str, Any]) -> TableInfo | None:
     path: columns of answers by model will do, too.
     """
     if isinstance(path, Mapping):
-        said = answer_columns_of(path, list(path)) if holds_columns(path) else {}
+        columns = answer_columns_of(path, list(path)) if holds_columns(path) else {}
         models = [
             PoolModel(name=model, cost=0.0, rule=of.rule.text, confidences=list(of.confidences))
-            for model, of in said.items()
+            for model, of in columns.items()
         ]
         return TableInfo(cost_unit="", models=models) if models else None
     info, table = read_info(path), open_table(path)

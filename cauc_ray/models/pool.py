@@ -394,6 +394,8 @@ class Pool(PromptSettings):
         if silent:
             verb = "scores options" if self.task == "generation" else "answers in words"
             raise ValueError(f"stage {silent[0]!r} {verb}: task generation is for stages that all answer in words")
+        if self.task == "generation" and self.serving.log is not None:
+            raise ValueError("serving: log writes logits, which models that answer in words do not have: leave it out")
         if len({stage.model.answer_format.rule for stage in self.stages if stage.model.answer_format is not None}) > 1:
             raise ValueError("stages differ in the rule by which answers are the same")
         return self

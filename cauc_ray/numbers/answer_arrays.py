@@ -128,18 +128,18 @@ def answer_columns_of(
     return {model: AnswerColumns.of(f"{source}: model {model!r}", arrays[model], rules.get(model)) for model in models}
 
 
-def texts_of(said: Iterable[tuple[Ints, Sequence[str | None]]]) -> dict[int, str]:
+def texts_of(answers: Iterable[tuple[Ints, Sequence[str | None]]]) -> dict[int, str]:
     """Return what keys of answers stand for: the first text of each.
 
     Args:
-        said: Of each model the keys of its answers, int (N,), and the answers (N,).
+        answers: Of each model the keys of its answers, int (N,), and the answers (N,).
     """
-    pairs = ((key, text) for keys, texts in said for key, text in zip(keys.tolist(), texts, strict=True))
+    pairs = ((key, text) for keys, texts in answers for key, text in zip(keys.tolist(), texts, strict=True))
     return {key: text for key, text in reversed(list(pairs)) if text is not None and key != NO_ANSWER}
 
 
 def answer_chain(
-    said: Mapping[str, AnswerColumns],
+    answers: Mapping[str, AnswerColumns],
     labels: Any,
     *,
     costs: Costs,
@@ -149,7 +149,7 @@ def answer_chain(
     """Return a chain made of answers, as a table of the same rows gives.
 
     Args:
-        said: What models have said of the same N rows, the cheapest first.
+        answers: Of models on the same N rows, the cheapest first.
         labels: Right answers (N,), None where one is unknown; None where columns or nothing says what is right.
         costs: Of the models' calls.
         example_ids: (N,), unique, converted to str; without them row i is named "i".
@@ -159,10 +159,10 @@ def answer_chain(
         ConfigError: There are both labels and columns of what is right.
         DataError: Numbers of rows differ, or an answer that is missing is right.
     """
-    n = len(next(iter(said.values())).texts)
+    n = len(next(iter(answers.values())).texts)
     ids = row_ids(source, example_ids, n)
     correct = []
-    for model, columns in said.items():
+    for model, columns in answers.items():
         place = f"{source}: model {model!r}"
         if len(columns.texts) != n:
             raise DataError(f"{place} has {len(columns.texts)} answers, others have {n}")
@@ -173,19 +173,19 @@ def answer_chain(
             right = _matches(place, columns, labels)
         refuse_rows(place, ids, (columns.keys == NO_ANSWER) & (right == 1), lambda row: "it is right without an answer")
         correct.append(right)
-    all_labels, named = joined_answers(np.column_stack([of.keys for of in said.values()]), np.column_stack(correct))
+    all_labels, named = joined_answers(np.column_stack([of.keys for of in answers.values()]), np.column_stack(correct))
     return ChainLogits(
-        models=tuple(said),
+        models=tuple(answers),
         logits=tuple(
             answer_vectors(of.keys, confidences_in(of.vectors), names)
-            for of, names in zip(said.values(), named, strict=True)
+            for of, names in zip(answers.values(), named, strict=True)
         ),
         example_ids=ids,
         labels=all_labels,
         costs=costs,
         per_call_costs=costs.per_call.ndim == 2,
         source=source,
-        logit_kind=(ANSWERS,) * len(said),
+        logit_kind=(ANSWERS,) * len(answers),
     )
 
 

@@ -149,12 +149,12 @@ def predict(policy: Policy, logits: Mapping[str, Any], example_ids: Any = None) 
     models, encoder = [stage.name for stage in policy.answering], policy.encoder
     costs = Costs(policy.cost_unit, np.array([stage.cost for stage in policy.answering]))
     if holds_columns(logits):
-        said = answer_columns_of(logits, models, rules=rules_of(policy))
-        policy.require_formats({model: columns.answer_format for model, columns in said.items()})
-        chain = answer_chain(said, None, costs=costs, example_ids=example_ids)
+        columns = answer_columns_of(logits, models, rules=rules_of(policy))
+        policy.require_formats({model: of.answer_format for model, of in columns.items()})
+        chain = answer_chain(columns, None, costs=costs, example_ids=example_ids)
         return replace(
             Predictions.of(replay(policy, chain), chain, policy.cost_unit),
-            names=texts_of((of.keys, of.texts) for of in said.values()),
+            names=texts_of((of.keys, of.texts) for of in columns.values()),
         )
     chain = array_chain(logits, models, None, costs=costs, kinds=kinds, example_ids=example_ids)
     if encoder is not None:

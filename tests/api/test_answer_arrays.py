@@ -65,8 +65,8 @@ def test_columns_give_the_policy_and_the_predictions_of_a_table_of_the_same_rows
     texts = predicted.to_arrow()["prediction_label"].to_pylist()
     assert texts[3] is None
     for row, (stage, text) in enumerate(zip(predicted.stage, texts, strict=True)):
-        given = [splits["test"][name]["answer"][row] for name in ("small", "large")]
-        assert text in given[: stage + 1]
+        answers = [splits["test"][name]["answer"][row] for name in ("small", "large")]
+        assert text in answers[: stage + 1]
 
 
 def test_answers_are_measured_by_segment_wherever_its_column_stands():
@@ -123,7 +123,7 @@ def test_answers_by_another_rule_or_with_other_confidences_than_the_fit_are_refu
     columns, _ = columns_of(200)
     policy = cauc_ray.fit(columns, validation=0.5, threshold=0.7)
     columns["small"] |= change
-    for ask in (policy.predict, lambda said: cauc_ray.evaluate(said, policy)):
+    for ask in (policy.predict, lambda answers: cauc_ray.evaluate(answers, policy)):
         with pytest.raises(PolicyError, match="stage 'small'"):
             ask(columns)
 

@@ -137,8 +137,8 @@ def test_generated_answers_are_collected_fitted_and_run_as_replayed_and_billed_b
             assert row["answer"] == texts.pop(), model
 
 
-def spoken_pool(folder, last, **says):
-    small = {**python_model("says", **says), "words": {"rule": "number", "confidences": ["self"]}}
+def spoken_pool(folder, last, **settings):
+    small = {**python_model("says", **settings), "words": {"rule": "number", "confidences": ["self"]}}
     stages = [
         {"name": "small", "model": small, "batch_size": 16},
         {"name": "last", "model": {"rule": "number", **last}, "cost": {"usd": 2.0}},
@@ -151,8 +151,8 @@ def spoken_policy(folder, last_answers):
     numbers = np.arange(200)
     right = numbers % 3 != 0
     texts = [f"It is {n + ok}." for n, ok in zip(numbers.tolist(), right.tolist(), strict=True)]
-    given = {"small": (texts, {"self": np.where(right, 0.9, 0.4)}), "last": (last_answers(numbers), {})}
-    for name, (answers, confidences) in given.items():
+    answers_of = {"small": (texts, {"self": np.where(right, 0.9, 0.4)}), "last": (last_answers(numbers), {})}
+    for name, (answers, confidences) in answers_of.items():
         correct = right.tolist() if name == "small" else [answer is not None for answer in answers]
         costs = {"cost": 0.25 if name == "small" else 2.0, "cost_unit": "USD", "rule": "number"}
         for split in ("calibration", "validation"):
@@ -184,10 +184,10 @@ def test_rows_wait_for_a_person_who_sees_what_was_said_and_answers_by_id(tmp_pat
     assert {(row["stage"], "waits for a person" in row["reason"]) for row in failed} == {("last", True)}
     assert sorted(row["example_id"] for row in asked_in(queue)) == sorted(hard)
     for row in asked_in(queue):
-        (said,) = row["said"]
-        assert said["stage"] == "small"
-        assert said["answer"] == f"It is {row['columns']['x']}."
-        assert said["confidences"] == {"self": pytest.approx(0.4)}
+        (entry,) = row["said"]
+        assert entry["stage"] == "small"
+        assert entry["answer"] == f"It is {row['columns']['x']}."
+        assert entry["confidences"] == {"self": pytest.approx(0.4)}
 
     (queue / "answered").mkdir()
     answers = [{"example_id": f"n{x}", "answer": f"{x + 1}"} for x in range(0, 30, 3)]
@@ -200,7 +200,7 @@ def test_rows_wait_for_a_person_who_sees_what_was_said_and_answers_by_id(tmp_pat
     assert len(now) + len(left) == 40
     assert (now["n1"]["answer"], now["n1"]["stage"]) == ("It is 2.", 0)
     assert (now["n9"]["answer"], now["n9"]["stage"], now["n9"]["cost"]) == ("10", 1, pytest.approx(2.25))
-    assert now["n30"]["answer"] == "It is 30."  # the only answer that there is
+    assert now["n30"]["answer"] == "It is 30."  # the only answer
     assert sorted(row["example_id"] for row in asked_in(queue)) == sorted(hard)  # nobody is asked twice
 
     (queue / "answered" / "b.jsonl").write_text('{"example_id": "n33"}\n')

@@ -7,7 +7,9 @@ import pytest
 from completion_server import Fault, scripted_server
 from pydantic import ValidationError
 
+from cauc_ray.errors import ConfigError
 from cauc_ray.models.openai import OpenAISpec
+from cauc_ray.models.pool import pool_of
 from cauc_ray.numbers.answer_keys import NO_ANSWER, confidences_in, said_keys
 
 
@@ -127,3 +129,11 @@ def test_servers_that_want_another_name_of_the_limit_get_it():
 def test_settings_that_contradict_each_other_are_refused(generate, more, words):
     with pytest.raises(ValidationError, match=words):
         spec(generate=generate, **more)
+
+
+def test_a_log_of_logits_is_refused_where_models_answer_in_words(tmp_path):
+    model = {"kind": "python", "factory": "user_models:adder", "words": {"rule": "number"}}
+    content = {"name": "p", "task": "generation", "stages": [{"name": "small", "model": model}]}
+    assert pool_of(content, tmp_path).rule == "number"
+    with pytest.raises(ConfigError, match="log writes logits"):
+        pool_of(content | {"serving": {"shadow": 0.1, "log": {"to": "LOG"}}}, tmp_path)

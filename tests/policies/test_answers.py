@@ -182,9 +182,9 @@ def test_a_check_is_quiet_on_like_rows_and_announces_answers_that_have_become_wo
     rng = np.random.default_rng(5)
     for name, (texts, confidences, right) in answered(rng, 600).items():
         wrong = (rng.random(600) < 0.5) & (name == "medium")  # as sure as before
-        said = ["The answer is 9." if is_wrong else text for text, is_wrong in zip(texts, wrong, strict=True)]
+        answers = ["The answer is 9." if is_wrong else text for text, is_wrong in zip(texts, wrong, strict=True)]
         ids, facts = [f"later{row}" for row in range(600)], {"cost": COSTS[name], "cost_unit": "USD", "rule": "number"}
-        write_answers(tmp_path, name, "later", ids, said, confidences, right & ~wrong, **facts)
+        write_answers(tmp_path, name, "later", ids, answers, confidences, right & ~wrong, **facts)
     later = cauc_ray.check(tmp_path, policy, split="later")
     assert not later.holds
     assert "accurac" in later.says

@@ -79,9 +79,9 @@ def test_a_cascade_elsewhere_is_a_stage_whose_answers_confidences_and_costs_are_
         assert (answers.costs.tolist(), answers.cost_unit) == (list(costs), "USD")
 
         small = adder(40)({"question": questions})
-        said = {"small": (small["answer"], {"self": np.array(small["confidence_self"])}, [0.001] * 300)}
-        said["cloud"] = answers.texts, {"confidence": answers.logits[:, 4]}, answers.costs
-        for model, (model_texts, by_name, paid) in said.items():
+        model_answers = {"small": (small["answer"], {"self": np.array(small["confidence_self"])}, [0.001] * 300)}
+        model_answers["cloud"] = answers.texts, {"confidence": answers.logits[:, 4]}, answers.costs
+        for model, (model_texts, by_name, paid) in model_answers.items():
             correct = [f"{total}." in text for text, total in zip(model_texts, right, strict=True)]
             for start, split in enumerate(splits):
                 rows = slice(start, None, 3)
