@@ -294,7 +294,7 @@ def _cell(text: str) -> str:
 
 def main() -> None:
     """Write every page whose generated parts have changed."""
-    for page in sorted(PAGES.rglob("*.md")):
+    for page in [PAGES.parent / "README.md", *sorted(PAGES.rglob("*.md"))]:
         before = page.read_text(encoding="utf-8")
         if (after := written(before)) != before:
             page.write_text(after, encoding="utf-8")

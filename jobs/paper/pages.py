@@ -55,7 +55,7 @@ def page_tables(path: Path, table: str, keys: Sequence[str]) -> Iterator[Grid]:
 def results_table(path: Path) -> Grid:
     """Return a line for each chain of page_numbers(): its models, CAUC-RF and the best other method, within one budget.
 
-    Controls, our other methods and recalibrated forms are no other methods. Bold is the most accurate of all.
+    Other methods are routers, cascades and ensembles that are not ours. Bold is the most accurate of all.
     """
     tables = json.loads(path.read_text(encoding="utf-8"))["tables"]
     rows = [row for table in COMPARED if table in tables for row in tables[table]]
