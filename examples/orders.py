@@ -32,6 +32,11 @@ SHOTS = (
     ("Ida, 25 lamps of order 5512 leave for 93 Park Avenue. What is the house number?", "93"),
 )
 MOST_TOKENS = 16
+# For a model without a template of its own: it continues lines.
+PLAIN = (
+    "{{ bos_token or '' }}{% for turn in messages %}{{ turn.content + '\\nAnswer:' if turn.role == 'user' else "
+    "' ' + turn.content + '\\n\\n' }}{% endfor %}"
+)
 
 
 def write_orders(folder: Path, n_labelled: int = 900, n_new: int = 300, seed: int = 0) -> None:
@@ -70,6 +75,7 @@ def generating(gguf_file: str) -> Callable[[Mapping[str, npt.NDArray[Any]]], Map
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODELS, gguf_file=gguf_file)
+    tokenizer.chat_template = tokenizer.chat_template or PLAIN
     network = AutoModelForCausalLM.from_pretrained(MODELS, gguf_file=gguf_file, dtype=torch.float32).eval()
 
     def one_answer(text: str) -> tuple[str, float]:
@@ -83,6 +89,8 @@ def generating(gguf_file: str) -> Callable[[Mapping[str, npt.NDArray[Any]]], Map
                 **prompt,
                 max_new_tokens=MOST_TOKENS,
                 do_sample=False,
+                stop_strings=["\n"],
+                tokenizer=tokenizer,
                 return_dict_in_generate=True,
                 output_logits=True,
                 pad_token_id=tokenizer.eos_token_id,
