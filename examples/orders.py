@@ -76,6 +76,8 @@ def generating(gguf_file: str) -> Callable[[Mapping[str, npt.NDArray[Any]]], Map
 
     tokenizer = AutoTokenizer.from_pretrained(MODELS, gguf_file=gguf_file)
     tokenizer.chat_template = tokenizer.chat_template or PLAIN
+    lines = [tokenizer.encode(end, add_special_tokens=False)[-1] for end in ("\n", "\n\n")]
+    ends = [tokenizer.eos_token_id, *lines]
     network = AutoModelForCausalLM.from_pretrained(MODELS, gguf_file=gguf_file, dtype=torch.float32).eval()
 
     def one_answer(text: str) -> tuple[str, float]:
@@ -89,8 +91,7 @@ def generating(gguf_file: str) -> Callable[[Mapping[str, npt.NDArray[Any]]], Map
                 **prompt,
                 max_new_tokens=MOST_TOKENS,
                 do_sample=False,
-                stop_strings=["\n"],
-                tokenizer=tokenizer,
+                eos_token_id=ends,
                 return_dict_in_generate=True,
                 output_logits=True,
                 pad_token_id=tokenizer.eos_token_id,
