@@ -203,10 +203,8 @@ def test_arrays_have_the_certificate_and_the_check_of_a_table_with_their_segment
     assert policy.threshold_choice.certificate == of_table.threshold_choice.certificate
     assert policy.id == of_table.id
     arrays, labels, ids = test
-    checked = cauc_ray.check(
-        arrays, policy, labels=labels, example_ids=ids, by="difficulty", validation=validation, seed=3
-    )
-    expected = cauc_ray.check(table, of_table, by="difficulty", seed=3)
+    checked = cauc_ray.check(arrays, policy, labels=labels, example_ids=ids, by="difficulty", validation=validation)
+    expected = cauc_ray.check(table, of_table, by="difficulty")
     assert [of.as_json() for of in checked.segments] == [of.as_json() for of in expected.segments]
     assert checked.holds is expected.holds is False
     with pytest.raises(ConfigError, match="validation="):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from synthetic import chain
 from virtual_time import run_virtually
 
-from cauc_ray.cascade.bundles import Bundle, gathered
+from cauc_ray.cascade.bundles import gathered
 from cauc_ray.cascade.rows import CallResult
 from cauc_ray.planning.simulation import Window, simulate_arrivals, simulate_backlog, simulate_trace
 from cauc_ray.planning.stages import PlannedStage, RouterSeconds, loads
@@ -56,7 +56,7 @@ class Sleeping:
         self.sizes = []
 
     async def answer(self, call, on_begin=None):
-        answered_by = gathered(call.parts, [Bundle(call.columns)])["answered_by"]
+        answered_by = gathered(call.parts, call.bundles)["answered_by"]
         n, takes = len(answered_by), self.seconds.of(len(answered_by))
         self.sizes.append(n)
         async with self.turns[int(call.replica)]:
