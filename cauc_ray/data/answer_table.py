@@ -224,12 +224,14 @@ def table_info(path: str | AnyPath | Mapping[str, Any]) -> TableInfo | None:
     path: columns of answers by model will do, too.
     """
     if isinstance(path, Mapping):
-        columns = answer_columns_of(path, list(path)) if holds_columns(path) else {}
+        names = [name for name, of in path.items() if holds_columns({name: of})]
+        if not names:
+            return None
         models = [
             PoolModel(name=model, cost=0.0, rule=of.rule.text, confidences=list(of.confidences))
-            for model, of in columns.items()
+            for model, of in answer_columns_of(path, names).items()
         ]
-        return TableInfo(cost_unit="", models=models) if models else None
+        return TableInfo(cost_unit="", models=models)
     info, table = read_info(path), open_table(path)
     if not isinstance(table, AnswerTable):
         return info

@@ -59,11 +59,15 @@ class AnswerColumns:
             rule: By which answers are the same where the columns name none.
 
         Raises:
-            DataError: A column is unknown, of another length, or holds other values.
+            DataError: They are no columns of answers, or a column is unknown, of another length, or holds other values.
             ConfigError: The rule is unknown.
         """
+        if not _are_columns(columns):
+            raise DataError(f"{place}: it needs columns, of which {ANSWER!r} has a text for each row")
         values = {str(name): columns[name] for name in columns}
-        by = rule_of(values.pop(RULE, None) or rule or DEFAULT_RULE)
+        by = rule_of(_rule_in(place, values.pop(RULE, None)) or rule or DEFAULT_RULE)
+        if isinstance(values[ANSWER], str) or not isinstance(values[ANSWER], Iterable):
+            raise DataError(f"{place}: {ANSWER} must be a text for each row, got {type(values[ANSWER]).__name__}")
         texts = tuple(None if text is None or text != text else str(text) for text in values.pop(ANSWER))
         numbers = {name: _numbers(place, name, column, len(texts)) for name, column in values.items()}
         names = sorted(name.removeprefix(CONFIDENCE) for name in numbers if name.startswith(CONFIDENCE))
@@ -95,6 +99,20 @@ class AnswerColumns:
         return agreement_keys(self.vectors)
 
 
+def _are_columns(of: Any) -> bool:
+    return (isinstance(of, Mapping) or hasattr(of, "columns")) and ANSWER in of
+
+
+def _rule_in(place: str, rule: Any) -> str | None:
+    """Return the rule that is given, or that every row of a column has."""
+    if rule is None or isinstance(rule, str):
+        return rule
+    rules = list(dict.fromkeys(map(str, rule)))
+    if len(rules) != 1:
+        raise DataError(f"{place}: all rows have the same {RULE}, got {rules[:5]}")
+    return rules[0]
+
+
 def _numbers(place: str, name: str, values: Any, n: int) -> Floats:
     try:
         numbers = np.array(list(values), dtype=np.float64)  # None is NaN
@@ -111,8 +129,7 @@ def holds_columns(arrays: Mapping[str, Any]) -> bool:
     >>> holds_columns({"small": {"answer": ["Paris"], "confidence_self": [0.9]}})
     True
     """
-    tables = (of for of in arrays.values() if isinstance(of, Mapping) or hasattr(of, "columns"))
-    return any(ANSWER in of for of in tables)
+    return any(map(_are_columns, arrays.values()))
 
 
 def answer_columns_of(
@@ -121,11 +138,20 @@ def answer_columns_of(
     source: str = "the answers",
     rules: Mapping[str, str | None] = MappingProxyType({}),
 ) -> dict[str, AnswerColumns]:
-    """Return what models have said, by their names. Raises as AnswerColumns.of, ConfigError if a model is missing."""
+    """Return what models have said of the same rows, by their names.
+
+    Raises as AnswerColumns.of, ConfigError if a model is missing, DataError where numbers of rows differ.
+    """
     missing = next((model for model in models if model not in arrays), None)
     if missing is not None:
         raise ConfigError(f"{source}: {unknown_name('model', missing, arrays)}")
-    return {model: AnswerColumns.of(f"{source}: model {model!r}", arrays[model], rules.get(model)) for model in models}
+    places = {model: f"{source}: model {model!r}" for model in models}
+    columns = {model: AnswerColumns.of(place, arrays[model], rules.get(model)) for model, place in places.items()}
+    n = len(columns[models[0]].texts)
+    for model, of in columns.items():
+        if len(of.texts) != n:
+            raise DataError(f"{places[model]} has {len(of.texts)} answers, others have {n}")
+    return columns
 
 
 def texts_of(answers: Iterable[tuple[Ints, Sequence[str | None]]]) -> dict[int, str]:
@@ -157,15 +183,13 @@ def answer_chain(
 
     Raises:
         ConfigError: There are both labels and columns of what is right.
-        DataError: Numbers of rows differ, or an answer that is missing is right.
+        DataError: There is another number of labels, or an answer that is missing is right.
     """
     n = len(next(iter(answers.values())).texts)
     ids = row_ids(source, example_ids, n)
     correct = []
     for model, columns in answers.items():
         place = f"{source}: model {model!r}"
-        if len(columns.texts) != n:
-            raise DataError(f"{place} has {len(columns.texts)} answers, others have {n}")
         right = np.full(n, -1, dtype=np.int8) if columns.correct is None else columns.correct
         if labels is not None:
             if columns.correct is not None:

@@ -108,6 +108,10 @@ def test_right_answers_and_frames_and_shares_will_do():
         ({"rule": "numeric"}, None, ConfigError, "numeric"),
         ({}, ["1"] * 40, ConfigError, "leave labels out"),
         ({"correct": None}, ["1"] * 39, DataError, "39 labels"),
+        ({"answer": None}, None, DataError, "'answer' has a text for each row"),
+        ({"answer": 3}, None, DataError, "must be a text for each row, got int"),
+        ({"answer": "Paris"}, None, DataError, "must be a text for each row, got str"),
+        ({"rule": ["number"] * 39 + ["exact"]}, None, DataError, "all rows have the same rule"),
     ],
 )
 def test_columns_that_are_no_answers_are_one_line(change, labels, error, words):
@@ -116,6 +120,26 @@ def test_columns_that_are_no_answers_are_one_line(change, labels, error, words):
     with pytest.raises(CaucError, match=words) as raised:
         cauc_ray.fit(columns, labels, validation=0.5)
     assert type(raised.value) is error
+
+
+def test_models_of_other_rows_or_without_answers_are_one_line():
+    columns, _ = columns_of(60)
+    cut = {name: of if isinstance(of, str) else of[:50] for name, of in columns["large"].items()}
+    with pytest.raises(DataError, match="'large' has 50 answers, others have 60"):
+        cauc_ray.fit(columns | {"large": cut}, validation=0.5)
+    for no_answers in (np.zeros((60, 3)), None):
+        with pytest.raises(DataError, match="'large': it needs columns"):
+            cauc_ray.fit(columns | {"large": no_answers}, validation=0.5)
+
+
+def test_a_data_frame_has_its_rule_in_a_column_and_certificates_hold_by_segment():
+    columns, _ = columns_of(300)
+    frames = {name: pd.DataFrame(of) for name, of in columns.items()}
+    options = {"validation": 0.5, "threshold": 0.7}
+    assert cauc_ray.fit(frames, **options).as_json() == cauc_ray.fit(columns, **options).as_json()
+    hour = np.arange(300) % 2
+    policy = cauc_ray.fit({"hour": hour, **columns}, validation=0.5, certify="risk<=0.3@0.8", by="hour")
+    assert policy.threshold_choice.certificate.by == "hour"
 
 
 @pytest.mark.parametrize("change", [{"rule": "exact"}, {"confidence_verbal": np.full(200, 0.5)}])
