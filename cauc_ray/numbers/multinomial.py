@@ -130,7 +130,7 @@ class _Problem:
 
         def of_group(blocks: list[slice]) -> tuple[Floats, ...]:
             # Allocating memory for each block would take as long as the computation.
-            buffer = np.empty((blocks[0].stop - blocks[0].start, self.k), self._dtype)
+            buffer = np.empty((max(rows.stop - rows.start for rows in blocks), self.k), self._dtype)
             return reduce(_added, (work(rows, buffer[: rows.stop - rows.start]) for rows in blocks))
 
         return reduce(_added, in_threads(of_group, self._groups))

@@ -74,3 +74,13 @@ def test_rows_that_are_held_out_have_no_part_in_a_fit(seed, kind, fold):
     assert fit.biases == pytest.approx(alone.biases, abs=1e-7)
     if kind == "weights":  # those of CAUC-RF
         assert fit.weights == pytest.approx(fit_temperatures(remaining, rest).weights, rel=1e-3)
+
+
+def test_rows_of_many_options_may_be_held_out_wherever_they_lie():
+    k = 1 << 14
+    labels, logits = planted(np.random.default_rng(0), 150, k, (1.0,))
+    source, start = log_softmax(logits[0]), start_of(1, 0, k)
+    for rows in (slice(0, 4), slice(20, 24), slice(131, 150)):
+        fit = fit_multinomial([source], labels, None, np.inf, start, held_out=rows)
+        alone = fit_multinomial([np.delete(source, rows, axis=0)], np.delete(labels, rows), None, np.inf, start)
+        assert fit.weights == pytest.approx(alone.weights, abs=1e-7)
