@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 import tempfile
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -96,13 +98,17 @@ def ray_session():
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", PYTHONPATH)
-        try:
-            ray.init(address="local", num_cpus=8, **quiet)
-        except Exception as error:
-            if "timed out during startup" not in str(error):
-                raise
-            ray.shutdown()  # Ray 2.60 gives a node 30 s, which is too short on a machine that is busy at this moment
-            ray.init(address="local", num_cpus=8, **quiet)
+        for is_last in (False, True):
+            try:
+                ray.init(address="local", num_cpus=8, **quiet)
+                break
+            except Exception as error:
+                # Ray 2.60 gives a node 30 s, which is too short on a machine that is busy at this moment.
+                if is_last or "timed out during startup" not in str(error):
+                    raise
+            with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+                ray.shutdown()
+                gc.collect()  # processes of that start, for which Ray has not waited
     yield
     ray.shutdown()
 

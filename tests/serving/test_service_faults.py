@@ -117,7 +117,6 @@ def test_a_router_that_hangs_delays_a_change_of_policy_and_answers_by_no_other(t
                     status, content, _ = put_policy(service, body)
                     break
             assert (status, content["policy_id"]) == (200, chain.policies["base"].id)
-            assert content["replicas"] in (None, 1)  # 1 where Serve has given the other up meanwhile
         finally:
             os.kill(stopped, signal.SIGCONT)
         with ThreadPoolExecutor(8) as clients:
