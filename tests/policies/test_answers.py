@@ -12,7 +12,7 @@ from sklearn.metrics import log_loss
 
 import cauc_ray
 from cauc_ray.data.answer_table import AnswerTable, write_answers
-from cauc_ray.errors import PolicyError
+from cauc_ray.errors import ConfigError, PolicyError
 from cauc_ray.numbers.correctness import fit_correctness
 from cauc_ray.numbers.metrics import calibration_error
 
@@ -107,9 +107,23 @@ def test_a_cascade_keeps_its_budget_and_beats_raw_confidences_and_random_routing
     measured = evaluation.measures
     assert measured.cost < 10.5
     assert abs(measured.accuracy.value - policy.expected.accuracy.value) < 0.04
-    rows = cauc_ray.compare(tmp_path, methods=["answers", "confidence", "random", "oracle"], budget=8.0, split="test")
-    accuracies = {row["method"]: row["accuracy"] for row in rows.as_json()["rows"]}
+    compared = cauc_ray.compare(
+        tmp_path, methods=["answers", "confidence", "random", "oracle"], budget=8.0, split="test"
+    )
+    accuracies = {row["method"]: row["accuracy"] for row in compared.as_json()["rows"]}
     assert accuracies["oracle"] > accuracies["answers"] > max(accuracies["confidence"], accuracies["random"]) + 0.005
+
+
+def test_answers_have_no_classes_of_which_there_were_an_f1(tmp_path):
+    policy = cauc_ray.fit(table_of(tmp_path, calibration=100, validation=100, test=100), budget=8.0)
+    evaluation = cauc_ray.evaluate(tmp_path, policy, split="test")
+    compared = cauc_ray.compare(tmp_path, methods=["answers", "confidence"], budget=8.0, split="test")
+    figures = [evaluation.as_json(), *compared.as_json()["rows"]]
+    assert [of["macro_f1"] for of in figures] == [None] * len(figures)
+    assert "F1" not in str(evaluation) + str(compared)
+    for call in (cauc_ray.fit, cauc_ray.compare):
+        with pytest.raises(ConfigError, match="objective"):
+            call(tmp_path, budget=8.0, objective="macro-f1")
 
 
 def test_a_hundred_rows_are_enough(tmp_path):
@@ -166,6 +180,7 @@ def test_a_report_of_answers_shows_their_words_and_the_calibration_of_their_conf
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page))
     assert re.search(r"The answer is 0\. The answer is [123]\. \d", text)
     assert not re.search(r"\b\d{8,10} \d{8,10} \d", text)  # no keys
+    assert "F1" not in text
     errors = dict(re.findall(r"(small|medium|large) calibration error [\d.]+ → ([\d.]+)", text))
     chain = AnswerTable(tmp_path / "LOGITS").read_chain(policy.models, "test")
     for stage, vectors in zip(policy.stages, chain.logits, strict=True):

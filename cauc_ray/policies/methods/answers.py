@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from cauc_ray.errors import ConfigError, PolicyError
+from cauc_ray.errors import ConfigError, DataError, PolicyError
 from cauc_ray.numbers.answer_keys import NO_ANSWER, AnswerFormat, agreement_keys, confidences_in, joined_keys, said_keys
 from cauc_ray.numbers.calibration import FitStatus
 from cauc_ray.numbers.calibrators import CalibratorKind
@@ -100,7 +100,9 @@ class AnswersStage(Stage):
 
     def odds_alone(self, logits: Floats) -> Floats:
         """Return the log odds that the model's answer is right by its confidences alone, float64 (n,)."""
-        signals = confidences_in(logits)
+        signals, n_confidences = confidences_in(logits), len(self.alone.scales)
+        if signals.shape[1] != n_confidences:
+            raise DataError(f"stage {self.name!r}: answers have {n_confidences} confidences, got {signals.shape[1]}")
         odds = self.alone.log_odds(signals, np.zeros((len(signals), 0), dtype=bool))
         return np.where(agreement_keys(logits) == NO_ANSWER, _NEVER, odds)
 
