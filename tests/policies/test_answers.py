@@ -75,6 +75,23 @@ def test_its_probabilities_are_as_good_as_the_best_of_scikit_learn(n):
     assert log_loss(right[test], ours[test]) <= 1.01 * best
 
 
+def test_at_a_hundred_rows_agreement_counts_for_as_much_as_in_the_best_of_scikit_learn():
+    ours, rivals = [], []
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        ease = rng.normal(0, 1, 5000)
+        right = rng.random(5000) < expit(ease + 1)
+        agrees = rng.random(5000) < np.where(right, 0.9, 0.15)
+        signals = np.column_stack([expit(ease + rng.normal(0, 1, 5000)), (2 * agrees - 1) * rng.normal(1, 1, 5000)])
+        train, test = slice(None, 100), slice(100, None)
+        fitted = fit_correctness(signals[train], agrees[train, None], right[train], plain=1)
+        features = np.column_stack([logit(np.clip(signals[:, 0], 1e-3, 0.999)), signals[:, 1], agrees])
+        ours.append(log_loss(right[test], expit(fitted.log_odds(signals[test], agrees[test, None]))))
+        logistic = [LogisticRegression(C=c).fit(features[train], right[train]) for c in (1.0, 10.0)]
+        rivals.append([log_loss(right[test], rival.predict_proba(features[test])[:, 1]) for rival in logistic])
+    assert np.mean(ours) <= 1.01 * np.mean(rivals, axis=0).min()
+
+
 def test_probabilities_rise_with_each_confidence_and_no_model_is_infallible():
     rng = np.random.default_rng(0)
     signals = rng.random((300, 2))
