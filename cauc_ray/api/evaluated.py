@@ -256,7 +256,7 @@ class Evaluation(Shown):
                 f"accuracy expected from {self.policy.expected.split}: {share_text(expected)}, the 95 % prediction "
                 f"interval for {self.measures.n_labelled:,} examples"
             )
-        if self.measures.accuracy is not None:
+        if self.measures.macro_f1 is not None:
             yield f"macro-F1 {percent(self.measures.macro_f1)}"
 
     def _models(self, unit: str) -> Grid:

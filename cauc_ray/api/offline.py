@@ -277,6 +277,8 @@ def fit(
     if method in METHODS and METHODS[method].reads not in (source.gives, "neither"):
         remedy = "; fit its answers in words with method answers" if source.has_answers else ""
         raise ConfigError(f"{source.path}: method {method} {LACKING[METHODS[method].reads]}{remedy}")
+    if source.has_answers and objective != "accuracy":
+        raise ConfigError(f"{source.path}: answers in words have no classes: leave {{objective}} out")
     if options.is_ours:
         require_fit(options, len(source.models))
     if options.searches:

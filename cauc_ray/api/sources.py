@@ -73,7 +73,7 @@ class LogitArrays:
         self.path = "the arrays"
         self._splits = splits
         first = {name: of for name, of in next(iter(splits.values()))[0].items() if name != by}
-        self.models, self.has_answers = list(first), holds_columns(first)
+        self.models, self.has_answers = list(first), holds_columns(first) or ANSWERS in undeclared.values()
         if not self.models or not all(isinstance(model, str) for model in self.models):
             raise ConfigError(f"{self.path}: models have names, as {{'small': (N, K)}}, got {self.models}")
         if self.has_answers and logit_kind is not None:

@@ -124,7 +124,7 @@ class Bench:
         labels: Of arrays.
         example_ids: Of arrays.
         cache: The splits and the trial that were used last, by any of the benches that share it.
-        gives: What there is of models; without logits nothing is said of calibration, nor, of scores, of classes.
+        gives: What there is of models; without logits nothing is said of calibration, nor of classes.
     """
 
     set_name: str
@@ -203,7 +203,7 @@ class Bench:
         keys = {**self.keys, "method": name, "seed": seed}
         columns = {key: pa.array([value] * len(curve), pa.scalar(value).type) for key, value in keys.items()}
         table = pa.table({**columns, **{column: curve[column] for column in curve.column_names}})
-        if self.gives == "neither":
+        if self.gives != "logits":
             index = table.column_names.index("macro_f1")
             table = table.set_column(index, "macro_f1", pa.nulls(len(table), pa.float64()))
             for figures in (of for row in rows for of in (row, row["default"], row["matched"])):

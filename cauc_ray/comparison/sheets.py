@@ -63,8 +63,9 @@ def _at_budget(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
         ("relative", "decimals", "relative_cost"),
         ("avoided", "percent", "avoided"),
         ("random mix", "percent", "random_mix"),
-        ("macro-F1", "percent", "macro_f1"),
     ]
+    if any(row["macro_f1"] is not None for row in rows):
+        columns.append(("macro-F1", "percent", "macro_f1"))
     notes = ["* has no threshold to set; random mix: accuracy of choosing among single models at random, at that cost"]
     if surrogates := [model for model, kind in result["logit_kinds"].items() if kind == "surrogate"]:
         notes.append(f"logits of {', '.join(surrogates)} are surrogates: not comparable with published results")

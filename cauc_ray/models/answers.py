@@ -21,6 +21,8 @@ Batch: TypeAlias = Mapping[str, npt.NDArray[Any]]
 Row = TypeVar("Row")
 # The column of what stages before have said of a row, of people only: mappings of stage, answer and confidences.
 SAID = "\0said"
+# The counts in Answers.tokens, and the outputs of a cascade that has them.
+TOKENS = ("prompt_tokens", "completion_tokens")
 
 
 class Wire(NamedTuple):

@@ -14,7 +14,7 @@ import httpx2
 import numpy as np
 
 from cauc_ray.errors import CaucError, ConfigError
-from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, Wire, batch_size, choices_in, ragged
+from cauc_ray.models.answers import TOKENS, Answers, Batch, Model, ModelFacts, Wire, batch_size, choices_in, ragged
 from cauc_ray.models.http_client import HttpClient, all_until_error, json_of, value_at
 from cauc_ray.models.input_tensors import InputTensors, input_tensors
 from cauc_ray.models.kind import IN_TIME, Placement
@@ -59,7 +59,8 @@ _LOGITS, _NUMBERS = (
     OutputForm("f", 2, "numbers of shape [rows, options]"),
     OutputForm("f", 1, "numbers of shape [rows]"),
 )
-_TEXTS, _FLOATS = OutputForm("O", 1, "texts of shape [rows]"), ("FP16", "FP32", "FP64")
+_TEXTS, _COUNTS = OutputForm("O", 1, "texts of shape [rows]"), OutputForm("i", 1, "counts of shape [rows]")
+_FLOATS = ("FP16", "FP32", "FP64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class _Call:
         served: The model.
         tensors: The rows as the server reads them.
         deadline: When the call ends, by the monotonic clock.
-        numbers: Outputs with one number for each row by name, float64 (n,): costs and confidences.
+        numbers: Outputs with one number for each row by name, float64 (n,): costs, confidences and tokens.
         answers: Logits by row, float32 (K,), or answers in words, bytes.
         failures: Why rows have no answer, by row.
     """
@@ -168,7 +169,9 @@ class RemoteModel(Model):
         texts = [(call.answers.get(row) or b"").decode(errors="replace") or None for row in range(batch_size(batch))]
         confidences = {name: call.numbers[name] for name in self._spec.answer_format.confidences}
         faults = dict(call.tensors.faults) | call.failures
-        return in_words(texts, confidences, self._spec.answer_format, faults)
+        counts = [call.numbers[name] for name in TOKENS if name in call.numbers]
+        tokens = np.column_stack(counts).astype(np.int64) if counts else None
+        return in_words(texts, confidences, self._spec.answer_format, faults, tokens=tokens)
 
     async def _answered(self, batch: Batch) -> _Call:
         """Ask for all rows; after an error that concerns all of them, ask no more."""
@@ -300,6 +303,8 @@ class RemoteModel(Model):
             raise self._misfit("no names of its inputs", "inputs")
         cost_unit = parameters.get("cost_unit") if COST in outputs and COST not in forms else None
         options = outputs[spec.answer_output]["shape"][-1]
+        if words is not None and outputs.keys() >= {*TOKENS}:
+            forms |= dict.fromkeys(TOKENS, _COUNTS)
         return ServedModel(
             inputs={column: (inputs | optional)[name] for column, name in spec.inputs.items()} or inputs,
             optional={} if spec.inputs else optional,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -93,6 +94,18 @@ def confidences_in(vectors: Floats) -> Floats:
     confidences = vectors[:, N_KEYS:].astype(np.float64)
     confidences[np.isneginf(confidences)] = np.nan
     return confidences
+
+
+def are_vectors(rows: Any) -> bool:
+    """Return whether rows are answers as answer_vectors has them.
+
+    >>> are_vectors(answer_vectors(np.array([7]), np.array([[0.5]]))), are_vectors(np.array([["Paris"]]))
+    (True, False)
+    """
+    if not isinstance(rows, np.ndarray) or rows.ndim != 2 or rows.shape[1] < N_KEYS or rows.dtype.kind != "f":
+        return False
+    halves = rows[:, :N_KEYS]
+    return bool(((halves >= 0) & (halves < [1 << 15, 1 << _LOW_BITS] * 2) & (halves == np.floor(halves))).all())
 
 
 def own_answer(logits: Floats, kind: LogitKind) -> Ints:

@@ -13,7 +13,7 @@ import numpy as np
 
 from cauc_ray.errors import DataError, warn
 from cauc_ray.numbers.ids import lines_of, rows_of
-from cauc_ray.numbers.logits import VECTOR_KINDS, LogitKind, kind_of, real_options
+from cauc_ray.numbers.logits import ANSWERS, VECTOR_KINDS, LogitKind, kind_of, real_options
 from cauc_ray.numbers.rows import in_columns, row_dot, rows_at
 from cauc_ray.numbers.threads import in_threads
 from cauc_ray.numbers.types import Bools, Floats, Ints
@@ -181,6 +181,11 @@ class ChainExamples:
         if isinstance(self.logit_kind, str):
             return (kind_of(self.logit_kind) or "raw",) * len(self.models)
         return self.logit_kind
+
+    @property
+    def has_classes(self) -> bool:
+        """Return whether labels are classes; those of answers in words are keys."""
+        return ANSWERS not in self.logit_kinds
 
     def with_models(self, indices: Sequence[int], /, **logits: Any) -> Self:
         """Return the chain of some of the models.   logits: the subclass's own arguments."""

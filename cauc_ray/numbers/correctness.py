@@ -1,28 +1,24 @@
 """How probable it is that an answer is right, by signals such as the confidences in it: a logistic regression.
 
-The log odds are a sum of functions that rise with each signal, linear or linear between knots, and of terms for flags,
-such as whether an earlier answer is the same. The form and the penalty are chosen by cross-validation.
+The log odds are a sum of functions that rise with each signal, linear between knots, and of terms for flags, such as
+whether an earlier answer is the same. Penalties are the same for every fit: at 100 rows, cross-validation chooses worse
+ones than these, and with thousands they hardly matter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
 from cauc_ray.numbers.types import Bools, Floats
 
 ScaleKind: TypeAlias = Literal["share", "log-share", "number"]
-# What a fit is made of: linear terms, or also ramps between knots.
-Form: TypeAlias = Literal["linear", "ramps"]
-
-PENALTIES = (0.3, 3.0, 30.0)
-FORMS: tuple[Form, ...] = get_args(Form)
-N_FOLDS, N_RAMPS = 5, 8
-# Rows that the form and the penalty are chosen on; the fit itself has all.
-MOST_CHOOSING = 4000
+# Penalties of the squares of weights: slopes, of signals whose spread is 1; ramps, which bend them; flags.
+_OF_SLOPE, _OF_RAMP, _OF_FLAG = 1.0, 5.0, 0.3
+N_RAMPS = 8
 # Shares are kept so far from 0 and 1, of which the log odds are infinite.
 _LEAST_SHARE = 1e-3
 # Slopes are at least this: rows whose confidences differ then differ in their log odds, and any budget can be spent. A
@@ -95,8 +91,6 @@ class Correctness:
     """A fitted probability of being right.
 
     Attributes:
-        form: What its terms are.
-        penalty: Of the squares of its weights.
         scales: Of each of F signals.
         intercept: Log odds of a row whose signals are at their centres, without flags.
         weights: Of the terms.
@@ -104,8 +98,6 @@ class Correctness:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
 
-    form: Form
-    penalty: float
     scales: tuple[Scale, ...]
     intercept: float
     weights: tuple[float, ...]
@@ -118,107 +110,73 @@ class Correctness:
             flags: Bool (n, A).
         """
         odds = np.full(len(signals), self.intercept)
-        for weight, (term, _) in zip(self.weights, _terms(signals, flags, self.scales, self.form), strict=True):
+        for weight, (term, _, _) in zip(self.weights, _terms(signals, flags, self.scales), strict=True):
             odds += weight * term
         return odds
 
 
-def _terms(signals: Floats, flags: Bools, scales: Sequence[Scale], form: Form) -> Iterator[tuple[Floats, float]]:
-    """Yield the terms of rows, float64 (n,), each with its least weight."""
+def _terms(signals: Floats, flags: Bools, scales: Sequence[Scale]) -> Iterator[tuple[Floats, float, float]]:
+    """Yield the terms of rows, float64 (n,), each with its least weight and its penalty."""
     for values, scale in zip(signals.T, scales, strict=True):
         scaled = scale(values)
         lacking = np.isnan(scaled)
         linear = np.where(lacking, 0.0, scaled)
         if flags.shape[1]:  # a slope for each value of the first flag
-            yield linear * flags[:, 0], _LEAST_SLOPE
-            yield linear * ~flags[:, 0], _LEAST_SLOPE
+            yield linear * flags[:, 0], _LEAST_SLOPE, _OF_SLOPE
+            yield linear * ~flags[:, 0], _LEAST_SLOPE, _OF_SLOPE
         else:
-            yield linear, _LEAST_SLOPE
-        if form == "ramps":
-            filled = np.where(lacking, scale.knots[0] if scale.knots else 0.0, scaled)
-            for low, high in zip(scale.knots[:-1], scale.knots[1:], strict=True):
-                yield np.clip((filled - low) / (high - low), 0.0, 1.0), 0.0
+            yield linear, _LEAST_SLOPE, _OF_SLOPE
+        filled = np.where(lacking, scale.knots[0] if scale.knots else 0.0, scaled)
+        for low, high in zip(scale.knots[:-1], scale.knots[1:], strict=True):
+            yield np.clip((filled - low) / (high - low), 0.0, 1.0), 0.0, _OF_RAMP
         if scale.may_lack:
-            yield lacking.astype(np.float64), -np.inf
+            yield lacking.astype(np.float64), -np.inf, _OF_FLAG
     for flag in flags.T:
-        yield flag.astype(np.float64), -np.inf
+        yield flag.astype(np.float64), -np.inf, _OF_FLAG
 
 
-def fit_correctness(
-    signals: Floats, flags: Bools, right: Bools, like: Correctness | None = None, *, plain: int = 0
-) -> Correctness:
+def fit_correctness(signals: Floats, flags: Bools, right: Bools, *, plain: int = 0) -> Correctness:
     """Fit the probability of being right.
 
-    The weights minimise the negative log likelihood plus half of the penalty times their squares, with one more right
+    The weights minimise the negative log likelihood plus half of the penalties times their squares, with one more right
     and one more wrong row at the centre, so that no model is infallible.
 
     Args:
         signals: Float (n, F), NaN where a row lacks one; the probability rises with each.
         flags: Bool (n, A).
         right: Whether each answer is right, bool (n,).
-        like: A fit whose form and penalty to take; None to choose them by cross-validation.
         plain: How many of the last signals are log odds or other numbers, whatever their values.
     """
     signals = np.asarray(signals, dtype=np.float64)
-    form: Form = "linear" if like is None else like.form
-    penalty = PENALTIES[-1] if like is None else like.penalty
-    if like is None and len(right) >= 2 * N_FOLDS:
-        form, penalty = _chosen(signals, flags, right, plain)
-    scales = _scales(signals, plain)
-    weights = _solve(*_design(signals, flags, scales, form), right, penalty)
-    return Correctness(form, penalty, scales, float(weights[0]), tuple(weights[1:].tolist()))
-
-
-def fold_of(n: int) -> Any:
-    """Return the fold of each of n rows, int (n,), drawn at random."""
-    return np.random.default_rng(0).permutation(n) % N_FOLDS
-
-
-def _scales(signals: Floats, plain: int) -> tuple[Scale, ...]:
     first_plain = signals.shape[1] - plain
-    return tuple(Scale.of(values, plain=index >= first_plain) for index, values in enumerate(signals.T))
+    scales = tuple(Scale.of(values, plain=index >= first_plain) for index, values in enumerate(signals.T))
+    terms = list(_terms(signals, flags, scales))
+    design = np.column_stack([np.ones(len(signals)), *(term for term, _, _ in terms)])
+    lowest = np.array([-np.inf, *(least for _, least, _ in terms)])
+    weights = _solve(design, lowest, np.array([0.0, *(penalty for _, _, penalty in terms)]), right)
+    return Correctness(scales, float(weights[0]), tuple(weights[1:].tolist()))
 
 
-def _chosen(signals: Floats, flags: Bools, right: Bools, plain: int) -> tuple[Form, float]:
-    """Return the form and the penalty of the least log loss on left-out folds."""
-    some = np.random.default_rng(0).permutation(len(right))[:MOST_CHOOSING]
-    signals, flags, right = signals[some], flags[some], right[some]
-    folds = fold_of(len(right))
-    losses = dict.fromkeys([(form, penalty) for form in FORMS for penalty in PENALTIES[::-1]], 0.0)
-    for fold in range(N_FOLDS):
-        seen, held_out = folds != fold, folds == fold
-        scales = _scales(signals[seen], plain)
-        for form in FORMS:
-            design, lowest = _design(signals, flags, scales, form)
-            weights: Floats | None = None
-            for penalty in PENALTIES[::-1]:
-                weights = _solve(design[seen], lowest, right[seen], penalty, weights)
-                signed = np.where(right[held_out], -1.0, 1.0) * np.vecdot(design[held_out], weights)
-                losses[form, penalty] += float(np.logaddexp(0.0, signed).sum())
-    return min(losses, key=losses.__getitem__)
+def _solve(design: Floats, lowest: Floats, penalties: Floats, right: Bools) -> Floats:
+    """Return the weights, float64 (P,), the intercept's first, by projected Newton steps (Bertsekas, 1982).
 
-
-def _design(signals: Floats, flags: Bools, scales: Sequence[Scale], form: Form) -> tuple[Floats, Floats]:
-    """Return the terms of rows as columns after one of ones, float64 (n, P), and their least weights, float64 (P,)."""
-    terms = list(_terms(signals, flags, scales, form))
-    lowest = np.array([-np.inf, *(least for _, least in terms)])
-    return np.column_stack([np.ones(len(signals)), *(term for term, _ in terms)]), lowest
-
-
-def _solve(design: Floats, lowest: Floats, right: Bools, penalty: float, start: Floats | None = None) -> Floats:
-    """Return the weights, float64 (P,), the intercept's first, by projected Newton steps (Bertsekas, 1982)."""
+    Args:
+        design: The terms of rows as columns after one of ones, float64 (n, P).
+        lowest: The least weights, float64 (P,).
+        penalties: Of their squares, float64 (P,).
+        right: Whether each answer is right, bool (n,).
+    """
     from scipy.special import expit
 
     n, p = design.shape
-    signs, penalties = np.where(right, 1.0, -1.0), np.full(p, penalty)
-    penalties[0] = 0.0
+    signs = np.where(right, 1.0, -1.0)
 
     def loss(weights: Floats) -> float:
         # One right and one wrong row at the centre.
         margins = np.append(signs * np.vecdot(design, weights), [weights[0], -weights[0]])
         return float(np.logaddexp(0.0, -margins).sum() + 0.5 * penalties @ weights**2)
 
-    weights = np.maximum(np.zeros(p), lowest) if start is None else start
+    weights = np.maximum(np.zeros(p), lowest)
     value = loss(weights)
     for _ in range(_MOST_STEPS):
         shares, of_centre = expit(np.vecdot(design, weights)), expit(weights[0])

@@ -144,7 +144,7 @@ class Measures(FrozenModel):
         n: Examples.
         accuracy: Accuracy over the labelled examples, with its 95 % confidence interval; where it is what a policy
             expects, the 95 % prediction interval for as many new examples. Null without labels.
-        macro_f1: Macro F1 over the labelled examples; not in files.
+        macro_f1: Macro F1 over the labelled examples, None for answers in words; not in files.
         cost: Mean cost per example.
         relative_cost: The cost divided by the last model's; null if that is 0.
         stages: Coverage and accuracy of each stage.

@@ -12,9 +12,11 @@ import pyarrow as pa
 from cauc_ray.display import Grid, Sheet, Shown, percent
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.numbers.answer_arrays import answer_chain, answer_columns_of, holds_columns, texts_of
+from cauc_ray.numbers.answer_keys import are_vectors
 from cauc_ray.numbers.arrays import array_chain
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, Costs
 from cauc_ray.numbers.ids import NumberIds, rows_of
+from cauc_ray.numbers.logits import ANSWERS
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import Answered, replay
@@ -148,7 +150,8 @@ def predict(policy: Policy, logits: Mapping[str, Any], example_ids: Any = None) 
     kinds = policy.kinds_by_model
     models, encoder = [stage.name for stage in policy.answering], policy.encoder
     costs = Costs(policy.cost_unit, np.array([stage.cost for stage in policy.answering]))
-    if holds_columns(logits):
+    in_words = policy.logit_kind == ANSWERS and not all(are_vectors(logits.get(model)) for model in models)
+    if in_words or holds_columns(logits):
         columns = answer_columns_of(logits, models, rules=rules_of(policy))
         policy.require_formats({model: of.answer_format for model, of in columns.items()})
         chain = answer_chain(columns, None, costs=costs, example_ids=example_ids)

@@ -484,7 +484,7 @@ def measure(answered: Answered, chain: Chain, split: str, *, with_f1: bool = Tru
             )
         )
         reached -= n
-    some = bool(labelled.any())
+    some, with_f1 = bool(labelled.any()), with_f1 and chain.has_classes
     cost, of_last = float(answered.costs.mean()), float(chain.costs.means[-1])
     return Measures(
         split=split,

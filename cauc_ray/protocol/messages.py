@@ -25,6 +25,8 @@ Output: TypeAlias = Literal[
     "stage",
     "cost",
     "degraded",
+    "prompt_tokens",
+    "completion_tokens",
 ]
 # numpy has no arrays of more dimensions.
 _Shape: TypeAlias = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64, fail_fast=True)]

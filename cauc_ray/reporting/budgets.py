@@ -135,7 +135,7 @@ def _figures(threshold: float, expected: Measures, test: Measures, measured: Mea
         f"{chosen_on} accuracy, expected": (expected.accuracy.value, percent(expected.accuracy.value)),
         f"{chosen_on} cost, expected {of_unit}": (expected.cost, number(expected.cost)),
         f"{split} accuracy (95 % interval)": (test.accuracy.value, share_text(test.accuracy)),
-        f"{split} macro-F1": (test.macro_f1, percent(test.macro_f1)),
+        **({} if test.macro_f1 is None else {f"{split} macro-F1": (test.macro_f1, percent(test.macro_f1))}),
         f"{split} cost {of_unit}": (test.cost, number(test.cost)),
         f"cost relative to {policy.models[-1]} alone": (relative, "–" if relative is None else f"{relative:.2f}"),
     }

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from cauc_ray.models.answers import Batch
+from cauc_ray.models.answers import TOKENS, Batch
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.inputs import Inputs, objects
 from cauc_ray.serving.request_state import RequestState
@@ -131,8 +131,8 @@ def _events(request: ChatRequest, answered: RequestState, parameters: Mapping[st
 
 def _usage(answered: RequestState) -> dict[str, int]:
     """Return the tokens of all stages that were called, as far as they report them."""
-    n_prompt, n_completion = answered.tokens.tolist()
-    return {"prompt_tokens": n_prompt, "completion_tokens": n_completion, "total_tokens": n_prompt + n_completion}
+    counts = answered.tokens[0].tolist()
+    return dict(zip(TOKENS, counts, strict=True)) | {"total_tokens": sum(counts)}
 
 
 def _answer(answered: RequestState) -> str | None:

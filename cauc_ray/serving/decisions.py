@@ -139,7 +139,7 @@ def response(
         }
         confidence = float(answered.confidences[row])
         answers.append({**_answer(question, [float(p) for p in shares], confidence), "name": question.name, **extra})
-    n_input, n_output = answered.tokens.tolist()
+    n_input, n_output = answered.tokens.sum(axis=0).tolist()
     usage = {
         "input_tokens": n_input,
         "input_tokens_details": {"cache_write_tokens": 0, "cached_tokens": 0},

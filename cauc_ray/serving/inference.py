@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cauc_ray.cascade.rows import Vector
-from cauc_ray.models.answers import Batch
+from cauc_ray.models.answers import TOKENS, Batch
 from cauc_ray.numbers.logits import LogitKind, joint_kind, softmax
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.messages import (
@@ -50,7 +50,11 @@ OUTPUTS: Mapping[str, Datatype] = {
     "stage": "INT8",
     "cost": "FP32",
     "degraded": "BOOL",
+    "prompt_tokens": "INT32",
+    "completion_tokens": "INT32",
 }
+# Those of models that answer in words.
+_IN_WORDS = ("answer", *TOKENS)
 # What the cascade is to keep for them, and their shapes.
 VECTORS: Mapping[str, Vector] = {"probabilities": "scores", "logits": "logits"}
 # Of requests without one, or with 0; 1 is the highest.
@@ -232,7 +236,7 @@ class Inference:
             "outputs": [
                 {"name": name, "datatype": datatype, "shape": [-1, -1] if name in VECTORS else [-1]}
                 for name, datatype in OUTPUTS.items()
-                if name != "answer" or self._service.pool.rule is not None
+                if name not in _IN_WORDS or self._service.pool.rule is not None
             ],
             "parameters": {
                 "policy_id": member.id,
@@ -263,6 +267,8 @@ class Inference:
             return answered.stages
         if name == "degraded":
             return answered.degraded
+        if name in TOKENS:
+            return answered.tokens[:, TOKENS.index(name)].astype(np.int32)
         return (answered.confidences if name == "confidence" else answered.costs).astype(np.float32)
 
     def _labels(self, answered: RequestState) -> npt.NDArray[Any]:

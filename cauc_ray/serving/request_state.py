@@ -147,7 +147,7 @@ class RequestState(Owner):
         visits: What stages have answered, in order.
         missed: What stages have not answered, in order.
         reason: Why rows are degraded, as of the first one.
-        tokens: Of all prompts, and generated, as far as models report them, int (2,).
+        tokens: Of each row's prompts, and generated, as far as models report them, int (n, 2).
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class RequestState(Owner):
         self.visits: list[Visit] = []
         self.missed: list[Missed] = []
         self.reason: str | None = None
-        self.tokens: Ints = np.zeros(2, dtype=np.int64)
+        self.tokens: Ints = np.zeros((n, 2), dtype=np.int64)
         self._digest: bytes | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -211,7 +211,7 @@ class RequestState(Owner):
             )
         )
         if result.tokens is not None:
-            self.tokens += result.tokens[positions].sum(axis=0)
+            self.tokens[indices] += result.tokens[positions]
         if result.likeliest is not None and self.policy.reference is not None:
             self.likeliest[indices] = result.likeliest[positions]
         for name in self.asks_for:

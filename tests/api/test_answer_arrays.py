@@ -132,6 +132,20 @@ def test_models_of_other_rows_or_without_answers_are_one_line():
             cauc_ray.fit(columns | {"large": no_answers}, validation=0.5)
 
 
+def test_what_is_no_answer_is_one_line_where_a_policy_is_asked():
+    columns, right = columns_of(60)
+    policy = cauc_ray.fit(columns, validation=0.5, threshold=0.7)
+    numbers = (np.full((60, 3), 0.5), np.full((60, 5), -1.5), np.ones((60, 7), int), np.ones(60))
+    for no_answers in (*numbers, ["1"] * 60, "Paris", None):
+        for arrays in ({"small": no_answers, "large": no_answers}, columns | {"large": no_answers}):
+            with pytest.raises(DataError, match="needs columns"):
+                policy.predict(arrays)
+            with pytest.raises(DataError, match="needs columns"):
+                cauc_ray.evaluate(arrays, policy, labels=right)
+    with pytest.raises(DataError, match="1 confidences"):
+        policy.predict({name: np.full((60, 6), 7, dtype=np.float32) for name in columns})
+
+
 def test_a_data_frame_has_its_rule_in_a_column_and_certificates_hold_by_segment():
     columns, _ = columns_of(300)
     frames = {name: pd.DataFrame(of) for name, of in columns.items()}

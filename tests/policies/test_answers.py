@@ -12,7 +12,7 @@ from sklearn.metrics import log_loss
 
 import cauc_ray
 from cauc_ray.data.answer_table import AnswerTable, write_answers
-from cauc_ray.errors import PolicyError
+from cauc_ray.errors import ConfigError, PolicyError
 from cauc_ray.numbers.correctness import fit_correctness
 from cauc_ray.numbers.metrics import calibration_error
 
@@ -75,6 +75,23 @@ def test_its_probabilities_are_as_good_as_the_best_of_scikit_learn(n):
     assert log_loss(right[test], ours[test]) <= 1.01 * best
 
 
+def test_at_a_hundred_rows_agreement_counts_for_as_much_as_in_the_best_of_scikit_learn():
+    ours, rivals = [], []
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        ease = rng.normal(0, 1, 5000)
+        right = rng.random(5000) < expit(ease + 1)
+        agrees = rng.random(5000) < np.where(right, 0.9, 0.15)
+        signals = np.column_stack([expit(ease + rng.normal(0, 1, 5000)), (2 * agrees - 1) * rng.normal(1, 1, 5000)])
+        train, test = slice(None, 100), slice(100, None)
+        fitted = fit_correctness(signals[train], agrees[train, None], right[train], plain=1)
+        features = np.column_stack([logit(np.clip(signals[:, 0], 1e-3, 0.999)), signals[:, 1], agrees])
+        ours.append(log_loss(right[test], expit(fitted.log_odds(signals[test], agrees[test, None]))))
+        logistic = [LogisticRegression(C=c).fit(features[train], right[train]) for c in (1.0, 10.0)]
+        rivals.append([log_loss(right[test], rival.predict_proba(features[test])[:, 1]) for rival in logistic])
+    assert np.mean(ours) <= 1.01 * np.mean(rivals, axis=0).min()
+
+
 def test_probabilities_rise_with_each_confidence_and_no_model_is_infallible():
     rng = np.random.default_rng(0)
     signals = rng.random((300, 2))
@@ -107,9 +124,23 @@ def test_a_cascade_keeps_its_budget_and_beats_raw_confidences_and_random_routing
     measured = evaluation.measures
     assert measured.cost < 10.5
     assert abs(measured.accuracy.value - policy.expected.accuracy.value) < 0.04
-    rows = cauc_ray.compare(tmp_path, methods=["answers", "confidence", "random", "oracle"], budget=8.0, split="test")
-    accuracies = {row["method"]: row["accuracy"] for row in rows.as_json()["rows"]}
+    compared = cauc_ray.compare(
+        tmp_path, methods=["answers", "confidence", "random", "oracle"], budget=8.0, split="test"
+    )
+    accuracies = {row["method"]: row["accuracy"] for row in compared.as_json()["rows"]}
     assert accuracies["oracle"] > accuracies["answers"] > max(accuracies["confidence"], accuracies["random"]) + 0.005
+
+
+def test_answers_have_no_classes_of_which_there_were_an_f1(tmp_path):
+    policy = cauc_ray.fit(table_of(tmp_path, calibration=100, validation=100, test=100), budget=8.0)
+    evaluation = cauc_ray.evaluate(tmp_path, policy, split="test")
+    compared = cauc_ray.compare(tmp_path, methods=["answers", "confidence"], budget=8.0, split="test")
+    figures = [evaluation.as_json(), *compared.as_json()["rows"]]
+    assert [of["macro_f1"] for of in figures] == [None] * len(figures)
+    assert "F1" not in str(evaluation) + str(compared)
+    for call in (cauc_ray.fit, cauc_ray.compare):
+        with pytest.raises(ConfigError, match="objective"):
+            call(tmp_path, budget=8.0, objective="macro-f1")
 
 
 def test_a_hundred_rows_are_enough(tmp_path):
@@ -166,6 +197,7 @@ def test_a_report_of_answers_shows_their_words_and_the_calibration_of_their_conf
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page))
     assert re.search(r"The answer is 0\. The answer is [123]\. \d", text)
     assert not re.search(r"\b\d{8,10} \d{8,10} \d", text)  # no keys
+    assert "F1" not in text
     errors = dict(re.findall(r"(small|medium|large) calibration error [\d.]+ → ([\d.]+)", text))
     chain = AnswerTable(tmp_path / "LOGITS").read_chain(policy.models, "test")
     for stage, vectors in zip(policy.stages, chain.logits, strict=True):

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import openai
 import pytest
 import sums
@@ -10,6 +11,7 @@ from asking import http, infer, outputs_of
 from completion_server import Fault, scripted_server
 
 import cauc_ray
+from cauc_ray.models.pool import load_pool
 
 QUESTIONS, RIGHT = sums.questions(40, seed=9)
 
@@ -120,6 +122,11 @@ def test_an_upstream_that_cuts_and_limits_costs_no_answer_and_one_that_refuses_i
                 assert answer.choices[0].message.content == str(expected[question])
                 assert answer.cauc["source"] == "large: sequence"
             assert {question: server.asked[question] for question in hard[:8]} == dict.fromkeys(hard[:8], 2)
+            remote = {"kind": "remote", "url": service.url, "model": "sums", "words": {"confidences": ["confidence"]}}
+            model = load_pool(sums.pool(tmp_path, stages=[{"name": "cloud", "model": remote}])).stages[0].load()
+            easy = next(question for question, right in expected.items() if right <= sums.MOST)
+            answers = model({"question": np.array([easy, *hard[:4], easy, *hard[4:8]], dtype=object)})
+            assert answers.tokens.tolist() == ([[0, 0], *[[20, 1]] * 4]) * 2
             with pytest.raises(openai.APIStatusError) as raised:
                 client.chat.completions.create(model="sums", messages=asked("What is 50 + 49?"))
         assert raised.value.status_code in (422, 503)

@@ -19,12 +19,12 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from cauc_ray.errors import ConfigError, PolicyError
+from cauc_ray.errors import ConfigError, DataError, PolicyError
 from cauc_ray.numbers.answer_keys import NO_ANSWER, AnswerFormat, agreement_keys, confidences_in, joined_keys, said_keys
 from cauc_ray.numbers.calibration import FitStatus
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain, ChainLogits
-from cauc_ray.numbers.correctness import Correctness, fit_correctness, fold_of
+from cauc_ray.numbers.correctness import Correctness, fit_correctness
 from cauc_ray.numbers.gains import Gains, fit_gains
 from cauc_ray.numbers.logits import ANSWERS
 from cauc_ray.numbers.metrics import calibration_error
@@ -43,6 +43,8 @@ from cauc_ray.policies.trace import Examples
 MOST_SEARCHED = 6
 # Log odds that a row without an answer is right.
 _NEVER = -40.0
+# Folds on whose left-out rows gains are measured.
+_N_FOLDS = 5
 # Of a row's state: the answer held, as a vector with its log odds; then the keys of all answers, two numbers each.
 _N_HELD = 5
 
@@ -100,7 +102,9 @@ class AnswersStage(Stage):
 
     def odds_alone(self, logits: Floats) -> Floats:
         """Return the log odds that the model's answer is right by its confidences alone, float64 (n,)."""
-        signals = confidences_in(logits)
+        signals, n_confidences = confidences_in(logits), len(self.alone.scales)
+        if signals.shape[1] != n_confidences:
+            raise DataError(f"stage {self.name!r}: answers have {n_confidences} confidences, got {signals.shape[1]}")
         odds = self.alone.log_odds(signals, np.zeros((len(signals), 0), dtype=bool))
         return np.where(agreement_keys(logits) == NO_ANSWER, _NEVER, odds)
 
@@ -203,47 +207,24 @@ def _probability(odds: Floats) -> Floats:
     return probabilities
 
 
-def fit_stages(chain: ChainLogits, like: Sequence[AnswersStage] = ()) -> list[AnswersStage]:
-    """Fit the stages of a chain, one after the other.
-
-    Args:
-        chain: Labelled answers.
-        like: Fits whose forms and penalties to take; none to choose them.
-    """
+def fit_stages(chain: ChainLogits) -> list[AnswersStage]:
+    """Fit the stages of a chain, one after the other, to labelled answers."""
     stages, state = list[AnswersStage](), None
     for index, vectors in enumerate(chain.logits):
         vectors = np.asarray(vectors, dtype=np.float64)
-        template = like[index] if like else None
         right, answered = said_keys(vectors) == chain.labels, agreement_keys(vectors) != NO_ANSWER
         none = np.zeros((len(right), 0), dtype=bool)
-        alone = fit_correctness(
-            confidences_in(vectors)[answered],
-            none[answered],
-            right[answered],
-            None if template is None else template.alone,
-        )
+        alone = fit_correctness(confidences_in(vectors)[answered], none[answered], right[answered])
         entry: dict[str, Any] = _entry(chain, index) | {"alone": alone, "abstains": not answered.any()}
         stage = AnswersStage(**entry)
         if state is not None:
             reading = _Reading.of(index, vectors, state)
             signals, flags = reading.own_signals()
-            entry["informed"] = fit_correctness(
-                signals[answered],
-                flags[answered],
-                right[answered],
-                None if template is None else template.informed,
-                plain=1,
-            )
+            entry["informed"] = fit_correctness(signals[answered], flags[answered], right[answered], plain=1)
             differs = ~reading.agrees & (reading.odds > _NEVER)
             signals, flags = reading.held_signals(stage.odds_alone(vectors))
             held_right = said_keys(reading.held) == chain.labels
-            entry["held"] = fit_correctness(
-                signals[differs],
-                flags[differs],
-                held_right[differs],
-                None if template is None else template.held,
-                plain=2,
-            )
+            entry["held"] = fit_correctness(signals[differs], flags[differs], held_right[differs], plain=2)
             stage = AnswersStage(**entry)
         stages.append(stage)
         state = state_after(stage, index, vectors, state)
@@ -287,12 +268,13 @@ def held_confidences(stages: Sequence[AnswersStage], chain: ChainLogits) -> Floa
     return np.stack(confidences)
 
 
-def _gains(stages: Sequence[AnswersStage], chain: ChainLogits) -> Gains:
+def _gains(chain: ChainLogits) -> Gains:
     """Return the expected gains per cost, of confidences on folds that the numbers were not fitted on."""
-    folds, confidences = fold_of(len(chain)), np.empty((len(stages), len(chain)))
+    folds = np.random.default_rng(0).permutation(len(chain)) % _N_FOLDS
+    confidences = np.empty((len(chain.models), len(chain)))
     for fold in np.unique(folds).tolist():
         seen, rest = np.flatnonzero(folds != fold), np.flatnonzero(folds == fold)
-        confidences[:, rest] = held_confidences(fit_stages(chain.of_rows(seen), stages), chain.of_rows(rest))
+        confidences[:, rest] = held_confidences(fit_stages(chain.of_rows(seen)), chain.of_rows(rest))
     return fit_gains(confidences, chain.costs.means)
 
 
@@ -320,7 +302,7 @@ def answers_of(calibration: Chain, validation: Chain | None, names: tuple[str, s
     stages = [_diagnosed(calibration, index, stage) for index, stage in enumerate(fitted)]
     entries = split_entries(calibration, validation, names, BY_DEFAULT)
     if by_gain:
-        entries |= {"gains": _gains(fitted, calibration), "threshold": (STOP_NONE,) * (len(stages) - 1)}
+        entries |= {"gains": _gains(calibration), "threshold": (STOP_NONE,) * (len(stages) - 1)}
     return AnswersPolicy(**entries, stages=tuple(stages))
 
 
