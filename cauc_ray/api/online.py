@@ -120,8 +120,8 @@ def run(
                 warn_of(map(Guard.model_validate, summary["guards"]))
                 return summary
     else:
-        require_folder(folder)
         require_new(folder)
+    require_folder(folder)
     started = time.perf_counter()
     on_progress(RunProgress(time.monotonic(), None, 0, tuple(StageProgress(stage.name) for stage in stages)))
     with ray_session(address, cpus_needed(stages)), nullcontext() if resume else new_folder(folder):

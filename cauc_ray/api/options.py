@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeA
 import numpy as np
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     GetPydanticSchema,
     PlainSerializer,
@@ -34,7 +32,7 @@ from pydantic import (
 )
 
 from cauc_ray.errors import ConfigError, unknown_name
-from cauc_ray.files.documents import read_yaml
+from cauc_ray.files.documents import Settings, read_yaml
 from cauc_ray.files.paths import AnyPath, RemotePath, path_of
 from cauc_ray.models.resources import Resources
 
@@ -115,10 +113,8 @@ class Door:
 PYTHON = Door()
 
 
-class Options(BaseModel):
+class Options(Settings):
     """Checked options; a subclass states what they must agree on and what follows from them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     if TYPE_CHECKING:
 

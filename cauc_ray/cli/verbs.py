@@ -228,7 +228,7 @@ def serve(present: Present, *, pool: PoolFile, policy: Common[Location], **optio
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
     with ExitStack() as stack:
-        with live.progress("starting", at_once=True) as on_wait:
+        with live.progress("serve", at_once=True) as on_wait:
             service = stack.enter_context(serving.serve(pool, policy, **options, on_wait=on_wait))
         present(service, "Ctrl-C ends it")
         stopped = threading.Event()

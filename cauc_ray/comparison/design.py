@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from cauc_ray.api.options import Cut, Location
 from cauc_ray.api.sources import ChainOptions
 from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.files.documents import Settings
 
 
-class ComparedSet(BaseModel):
+class ComparedSet(Settings):
     """A logit table of a comparison.
 
     Attributes:
@@ -21,8 +22,6 @@ class ComparedSet(BaseModel):
         chains: Chains of its models, each cheapest first; without any all models by cost.
         embedding: An encoder of the table, for routers.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern=r"^[^\x00-\x1f]+$")
     logits: Location

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.files.documents import make_folder, read_model, write_json
+from cauc_ray.files.documents import Settings, make_folder, read_model, write_json
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, UNNAMED_UNIT
@@ -28,13 +28,12 @@ LOGGED = "log-"
 MOST_VALUES = 2**31 - 1
 
 
-class PoolModel(BaseModel):
+class PoolModel(Settings):
     """One model of a table: its name, the cost of a call, the origin of its logits, how it was asked.
 
     A model that answers in words has a rule by which its answers are the same, and the names of its confidences.
     """
 
-    model_config = ConfigDict(extra="forbid")
     name: str
     cost: float = Field(ge=0, allow_inf_nan=False)
     source: str | None = None
@@ -46,7 +45,7 @@ class PoolModel(BaseModel):
     confidences: list[str] | None = None
 
 
-class TableInfo(BaseModel):
+class TableInfo(Settings):
     """LOGITS/pool.json.
 
     Attributes:
@@ -54,7 +53,6 @@ class TableInfo(BaseModel):
         labels: Names of the options in order.
     """
 
-    model_config = ConfigDict(extra="forbid")
     cost_unit: str
     logit_kind: str = UNDECLARED
     note: str | None = None

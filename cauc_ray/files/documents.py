@@ -6,17 +6,43 @@ import json
 import os
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from cauc_ray.errors import ConfigError, DataError, explain
 from cauc_ray.files.paths import AnyPath, RemotePath, path_of
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+class Settings(BaseModel):
+    """Settings that people write; unknown keys are errors, as are booleans for numbers, which pydantic takes as 1."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _booleans_stay(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+        result = read(value)
+        _require_booleans(value, result)
+        return result
+
+
+def _require_booleans(value: Any, result: Any) -> None:
+    """Raise ValueError where a boolean in a value has become something else in what was read from it."""
+    if isinstance(value, bool):
+        if not isinstance(result, bool):
+            raise ValueError(f"a number was expected, got {str(value).lower()}")
+    elif isinstance(value, Mapping) and isinstance(result, Mapping):
+        for key in value.keys() & result.keys():
+            _require_booleans(value[key], result[key])
+    elif isinstance(value, list | tuple) and isinstance(result, Sequence):
+        for part, part_result in zip(value, result, strict=False):
+            _require_booleans(part, part_result)
 
 
 @contextmanager
@@ -58,6 +84,10 @@ def require_folder(path: AnyPath) -> None:
                 raise ConfigError(f"{fault}: a web address cannot be written to; give s3://, gs://, abfs:// or hf://")
             if path.root.startswith("memory:"):
                 raise ConfigError(f"{fault}: it would lie in the memory of one process, which others cannot read")
+            probe = path / f".cauc-{uuid.uuid4().hex[:8]}"  # a store tells its rights only by refusing
+            probe.write_bytes(b"")
+            with suppress(ConfigError, OSError):  # some buckets keep all that is written
+                probe.unlink()
             return
         parent = next(folder for folder in (path, *path.parents) if folder.exists())
         if not parent.is_dir():

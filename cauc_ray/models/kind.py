@@ -11,19 +11,20 @@ from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from cauc_ray.errors import ConfigError, require_packages, unknown_name
+from cauc_ray.files.documents import Settings
 from cauc_ray.files.paths import AnyPath, RemotePath, content_digest, path_from
 from cauc_ray.models.answers import Model
 from cauc_ray.numbers.answer_keys import AnswerFormat
 from cauc_ray.numbers.logits import LogitKind
 
 
-class Section(BaseModel):
-    """A part of a file that people write; unknown keys and numbers that JSON does not have are errors."""
+class Section(Settings):
+    """A part of a pool file; numbers that JSON does not have are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cauc_ray.models.pool import StageSpec
-from cauc_ray.planning.simulation import SEED, simulate_backlog
-from cauc_ray.planning.sizing import MOST_LOAD, Sizing, Trials, least_counts, most_rate, run_rows, sized
-from cauc_ray.planning.stages import PlannedStage, loads, reaches, with_replicas
+from cauc_ray.planning.sizing import MOST_LOAD, Sizing, Trials, least_counts, most_rate
+from cauc_ray.planning.stages import loads, reaches, with_replicas
 from cauc_ray.planning.timings import EarlierRun
 from cauc_ray.policies.policy import Policy
 
@@ -44,6 +43,7 @@ def plan_figures(chain: PlannedChain, sizing: Sizing, earlier: EarlierRun | None
         "holds": sizing.holds(chain.slo_p99_s),
         "out_of_reach": sizing.out_of_reach,
         "most_load": MOST_LOAD,
+        "range": range_figures(chain),
         "requests_per_s": simulation.rows_per_s,
         "latency_s": _latency_figures(sizing),
         "router": {
@@ -61,60 +61,18 @@ def plan_figures(chain: PlannedChain, sizing: Sizing, earlier: EarlierRun | None
             "cost_unit": chain.policy.cost_unit,
         },
         "dearest_alone": _alone_figures(chain, total),
-        "simulated": {
-            "seed": SEED,
-            "requests": simulation.n_arrived,
-            "window_s": simulation.window_s,
-            "calls": sum(use.calls for use in simulation.stages),
-        },
     }
 
 
-def drift_figures(chain: PlannedChain, counts: Sequence[int], factor: float) -> dict[str, Any]:
-    """Return what becomes of a plan when every deferral rate is so many times what was expected."""
-    stages = [replace(stage, deferral=min(1.0, factor * stage.deferral)) for stage in chain.trials.stages]
-    trials = Trials(stages, chain.trials.rate, chain.trials.router)
-    now, anew = trials.of(counts), sized(trials, chain.slo_p99_s)
-    columns = {
-        "name": [stage.name for stage in stages],
-        "reach": reaches(stages).tolist(),
-        "load": loads(now.stages, trials.rate).tolist(),
-        "busy": [use.busy for use in now.simulation.stages],
-        "replicas": counts,
-        "needed": anew.counts,
-    }
-    return {
-        "factor": factor,
-        "holds": now.holds(chain.slo_p99_s),
-        "latency_s": _latency_figures(now),
-        "out_of_reach": anew.out_of_reach,
-        "stages": [dict(zip(columns, stage, strict=True)) for stage in zip(*columns.values(), strict=True)],
-    }
-
-
-def range_figures(chain: PlannedChain, as_run: Sequence[PlannedStage]) -> dict[str, Any]:
-    """Return what the pool's own range of replicas can carry, served and in a run over rows that are all there.
-
-    Args:
-        chain: What is planned.
-        as_run: The stages as a run has them, with the most replicas.
-    """
+def range_figures(chain: PlannedChain) -> dict[str, Any]:
+    """Return the rate that the replicas of the pool can carry, and what bounds it."""
     trials = chain.trials
     most = with_replicas(trials.stages, [spec.replicas.max for spec in chain.specs])
-    least = with_replicas(trials.stages, [spec.replicas.min for spec in chain.specs])
     routers_rate = 1 / replace(trials.router, replicas=chain.most_routers).load(most, 1.0)
-    stages_rate, bottleneck = most_rate(most, 1.0)
-    saturated = min(routers_rate, stages_rate)
-    run = simulate_backlog(as_run, run_rows(as_run))
+    stages_rate, bottleneck = most_rate(most)
     return {
-        "max_rate": MOST_LOAD * saturated,
-        "max_rate_at_min": MOST_LOAD * min(routers_rate, most_rate(least, 1.0)[0]),
-        "saturated_rate": saturated,
+        "max_rate": MOST_LOAD * min(routers_rate, stages_rate),
         "bottleneck": most[bottleneck].name if stages_rate <= routers_rate else "router",
-        "carries_rate": trials.rate <= MOST_LOAD * saturated,
-        "run_rows_per_s": run.rows_per_s,
-        "run_rows": run.n_arrived,
-        "run_busy": {stage.name: use.busy for stage, use in zip(as_run, run.stages, strict=True)},
     }
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, TypeAlias
 
 from pydantic import Field
@@ -12,15 +11,13 @@ from cauc_ray.api.options import Common, Flag, InputPath, options_of
 from cauc_ray.errors import ConfigError, warn
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
-from cauc_ray.planning.figures import PlannedChain, drift_figures, plan_figures, range_figures
+from cauc_ray.planning.figures import PlannedChain, plan_figures
 from cauc_ray.planning.plan_sheet import Plan
 from cauc_ray.planning.sizing import Trials, sized
 from cauc_ray.planning.stages import PlannedStage, RouterSeconds
-from cauc_ray.planning.timings import Timing, declared_timing, read_earlier_run
+from cauc_ray.planning.timings import declared_timing, read_earlier_run
 from cauc_ray.policies.policy import Policy, policy_of
 
-# A plan is looked at again with deferral rates so many times the policy's.
-DRIFTS = (1.2, 0.8)
 # Seconds of a router on one core, about.
 ROUTER = RouterSeconds(per_request=0.001, per_call=0.003)
 # Times below the least are equal.
@@ -50,13 +47,11 @@ def plan(
         on_step: Called with what is being done.
 
     Returns:
-        The stages with their replicas, load and cost, the latency, totals, what other deferral rates change, and what
-        the pool's own replicas can carry.
+        The stages with their replicas, load and cost, the latency, totals, and what the pool's own replicas can carry.
 
     Raises:
         CaucError: For the pool, the policy, or the source of the seconds of batches.
     """
-    started = time.perf_counter()
     options = options_of(plan).of(locals())
     rate, slo_p99_s = options.rate, options.slo_p99_s
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
@@ -78,20 +73,7 @@ def plan(
     for name, (n, most) in (needed | {"serving.router": (trials.router.replicas, chain.most_routers)}).items():
         if n > most:
             warn(f"{name} needs {n:,} replicas, the pool file allows {most:,}: raise its replicas' max")
-    figures = plan_figures(chain, sizing, earlier)
-    drift = []
-    for factor in DRIFTS:
-        on_step(f"deferral × {factor:g}")
-        drift.append(drift_figures(chain, sizing.counts, factor))
-    on_step("range")
-    return Plan(
-        pool=pool.name,
-        policy_id=policy.id,
-        **figures,
-        drift=drift,
-        range=range_figures(chain, run_stages(specs, timings, deferral)),
-        elapsed_s=time.perf_counter() - started,
-    )
+    return Plan(pool=pool.name, policy_id=policy.id, **plan_figures(chain, sizing, earlier))
 
 
 def expected_deferral(policy: Policy) -> list[float]:
@@ -108,16 +90,6 @@ def expected_deferral(policy: Policy) -> list[float]:
         )
     stages = policy.expected.stages
     return [1 - stage.answered / stage.reached if stage.reached else 0.0 for stage in stages[:-1]] + [0.0]
-
-
-def run_stages(
-    specs: Sequence[StageSpec], timings: Sequence[Timing], deferral: Sequence[float]
-) -> tuple[PlannedStage, ...]:
-    """Return a chain as a run has it once all the replicas work that the pool allows."""
-    return tuple(
-        PlannedStage(spec.name, spec.batch_size, spec.batch_wait_s, timing, share, spec.replicas.max)
-        for spec, timing, share in zip(specs, timings, deferral, strict=True)
-    )
 
 
 def _served_batch(spec: StageSpec) -> int:

@@ -12,15 +12,15 @@ _SOURCES = {"ledger": "an earlier run's ledger", "saved": "as the pool file decl
 
 
 class Plan(Figures):
-    """A plan: the goal, the stages, their resources and costs, drift, and the rate that the pool can carry."""
+    """A plan: the goal, the stages, their resources and costs, and the rate that the pool can carry."""
 
     __slots__ = ()
 
     def sheet(self) -> Sheet:
-        """Return the goal, the stages and the resources; drift, range and sources as details."""
+        """Return the goal, the stages and the resources; sources as details."""
         title = f"{self['pool']} at {amount(self['rate'])} requests a second, policy {self['policy_id']}"
         parts: list[str | Grid] = [*self._goal(), self._stages(), *self._resources()]
-        return Sheet(title, parts, [self._drift(), *self._sources()])
+        return Sheet(title, parts, [*self._sources()])
 
     def _goal(self) -> Iterator[str]:
         goal = f"p99 within {self['slo_p99_s']:g} s" if self["slo_p99_s"] else "the rate"
@@ -30,9 +30,7 @@ class Plan(Figures):
         carried = self["range"]
         yield (
             f"the pool's replicas (max) carry {amount(carried['max_rate'])} requests a second at a load of "
-            f"{percent(self['most_load'])}, {amount(carried['saturated_rate'])} at most; the bottleneck is "
-            f"{carried['bottleneck']!r}; as a run over {carried['run_rows']:,} rows, "
-            f"{amount(carried['run_rows_per_s'])} rows a second"
+            f"{percent(self['most_load'])}; the bottleneck is {carried['bottleneck']!r}"
         )
 
     def _stages(self) -> Grid:
@@ -69,17 +67,6 @@ class Plan(Figures):
             f"{amounts_text(alone['resources'])}, {number(alone['cost'])} {total['cost_unit']} a request"
         )
 
-    def _drift(self) -> Grid:
-        loads = (f"load {stage['name']}" for stage in self["stages"])
-        rows = []
-        for factor in self["drift"]:
-            latency, stages = factor["latency_s"], factor["stages"]
-            needed = "out of reach" if factor["out_of_reach"] else " + ".join(f"{at['needed']:,}" for at in stages)
-            holds = "holds" if factor["holds"] else "does not hold"
-            p99 = "–" if latency is None else number(latency["p99"])
-            rows.append((f"{factor['factor']:g} ×", holds, p99, *(percent(at["load"]) for at in stages), needed))
-        return Grid("if every deferral rate is", ("times", "the plan", "p99 (s)", *loads, "needed"), tuple(rows))
-
     def _sources(self) -> Iterator[str]:
         for stage in self["stages"]:
             seconds, observed = stage["seconds"], stage["ledger_deferral"]
@@ -89,11 +76,6 @@ class Plan(Figures):
                 f"{stage['name']}: a batch takes {seconds['per_call']:.4g} s and {seconds['per_row']:.4g} s a row "
                 f"({_SOURCES[seconds['source']]}{fit}); defers {percent(stage['deferral'])}{ledger}"
             )
-        simulated = self["simulated"]
-        yield (
-            f"simulated with seed {simulated['seed']}: {simulated['requests']:,} requests, "
-            f"{simulated['window_s']:.3g} s of them measured; planned in {self['elapsed_s']:.1f} s"
-        )
 
 
 def _latency(latency: Mapping[str, Any] | None) -> str:

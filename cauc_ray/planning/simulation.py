@@ -1,4 +1,4 @@
-"""A cascade in virtual time: the scheduler of `cauc serve` or `cauc run`, and stages that only take their seconds.
+"""A cascade in virtual time: the scheduler of `cauc serve`, and stages that only take their seconds.
 
 No Ray, no model, and a clock that jumps to whatever happens next. Assumed: requests of one row each arrive
 independently (Poisson), each stage defers its share of rows at random, a batch takes exactly its seconds, and so does
@@ -12,16 +12,16 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, pairwise
+from itertools import count
 from typing import cast
 
 import numpy as np
 
 from cauc_ray.cascade.blame import Blame
-from cauc_ray.cascade.patience import Patience, RequestPatience, RunPatience
+from cauc_ray.cascade.patience import RequestPatience
 from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
-from cauc_ray.cascade.stage import StageLimits, fed_rows, queue_rows
+from cauc_ray.cascade.stage import StageLimits
 from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.planning.stages import NO_TIME, PlannedStage, RouterSeconds, loads, reaches
@@ -100,7 +100,7 @@ class Simulation:
         n_arrived: Rows that arrived, over the whole time.
         n_answered: Rows that were answered, over the whole time.
         grows: Whether the queue grows without bound: a stage's load is 1 or more, or its queue grew.
-        window_s: Seconds of the window; of a backlog, from the first call to the end of the last.
+        window_s: Seconds of the window.
         stages: What each stage did.
     """
 
@@ -169,23 +169,12 @@ def simulate_trace(
     cascade = _Cascade(stages, router, window)
     ticks = np.floor(times / _tick_s(stages, together)) if together else np.arange(len(times))
     cuts = np.flatnonzero(np.diff(ticks)) + 1
-    patience, queues = RequestPatience(cascade.crowd.expects_more), [UNBOUNDED] * len(stages)
-    cascade.run(patience, queues, np.split(times, cuts), np.split(answered_by, cuts))
-    result = cascade.result(window)
+    cascade.run(np.split(times, cuts), np.split(answered_by, cuts))
+    result = cascade.result()
     n_before = int(np.searchsorted(times, window.first, "right"))
     n_within, left_before = result.n_arrived - n_before, n_before - (result.n_answered - sum(map(len, cascade.waits)))
     chance = CHANCE * math.sqrt(max(1, n_within))
     return replace(result, grows=result.n_left - left_before > max(GROWTH * n_within, chance))
-
-
-def simulate_backlog(stages: Sequence[PlannedStage], n_rows: int, *, seed: int = SEED) -> Simulation:
-    """Simulate a run over n rows that are all there, to its end."""
-    cascade = _Cascade(stages, NO_TIME, Window(0.0, math.inf))
-    queues = [UNBOUNDED]  # the first one's rows are all there
-    for before, at in pairwise(stages):
-        queues.append(queue_rows(at.batch_size, at.replicas, fed_rows(before.batch_size)))
-    cascade.run(RunPatience(), queues, [np.zeros(n_rows)], [_stops(stages, n_rows, np.random.default_rng(seed))])
-    return cascade.result(Window(0.0, cascade.now))
 
 
 def settled_window(stages: Sequence[PlannedStage], rate: float) -> Window:
@@ -243,22 +232,15 @@ class _Cascade:
         self._ends: list[tuple[float, int, Call]] = []
         self._number = count()
 
-    def run(
-        self, patience: Patience, queues: Sequence[int], times: Iterable[Floats], answered_by: Iterable[Ints]
-    ) -> None:
+    def run(self, times: Iterable[Floats], answered_by: Iterable[Ints]) -> None:
         """Run groups of rows to the end of the window, or until nothing is left to do.
 
         Args:
-            patience: The rules of waiting.
-            queues: Rows that may wait for each stage.
             times: Of each group when its rows arrive, float (n,).
             answered_by: Of each group the stages that answer its rows, int8 (n,).
         """
-        limits = [
-            StageLimits(at.batch_size, at.batch_wait_s, most_rows, math.inf, name=at.name)
-            for at, most_rows in zip(self._stages, queues, strict=True)
-        ]
-        scheduler = Scheduler(limits, patience, Blame("input"))
+        limits = [StageLimits(at.batch_size, at.batch_wait_s, UNBOUNDED, math.inf, name=at.name) for at in self._stages]
+        scheduler = Scheduler(limits, RequestPatience(self.crowd.expects_more), Blame("input"))
         scheduler.end_input()
         replicas = count()
         for stage, at in enumerate(self._stages):
@@ -285,24 +267,25 @@ class _Cascade:
             while self._ends and self._ends[0][0] <= now:
                 self._end(scheduler, heapq.heappop(self._ends)[-1])
 
-    def result(self, window: Window) -> Simulation:
-        """Return what was done in a window."""
-        window_s = window.last - window.first
+    def result(self) -> Simulation:
+        """Return what was done in the window."""
+        window_s = self._window.last - self._window.first
         latency = Latency.of(np.concatenate([*self.waits, np.zeros(0)]))
         calls = np.array(self._calls).reshape(-1, 5)
         return Simulation(
-            rows_per_s=(latency.n if latency else 0) / window_s if window_s else math.inf,
+            rows_per_s=(latency.n if latency else 0) / window_s,
             latency=latency,
             n_arrived=self._n_arrived,
             n_answered=self._n_answered,
             grows=False,
             window_s=window_s,
-            stages=tuple(self._use(stage, calls[calls[:, 0] == stage].T, window) for stage in range(len(self._stages))),
+            stages=tuple(self._use(stage, calls[calls[:, 0] == stage].T) for stage in range(len(self._stages))),
         )
 
-    def _use(self, stage: int, calls: Floats, window: Window) -> StageUse:
+    def _use(self, stage: int, calls: Floats) -> StageUse:
         """Return what a stage did.   calls: of the stage, as they are noted, float (5, C)."""
-        at, window_s = self._stages[stage], window.last - window.first
+        at, window = self._stages[stage], self._window
+        window_s = window.last - window.first
         _, rows, starts, ends, waited_s = calls
         began = (window.first <= starts) & (starts <= window.last)
         n, n_rows, waits_s = int(began.sum()), int(rows[began].sum()), max(0.0, float(waited_s[began].sum()))
@@ -310,7 +293,7 @@ class _Cascade:
         return StageUse(
             calls=n,
             rows=n_rows,
-            busy=min(1.0, busy_s / (window_s * at.replicas)) if window_s else 0.0,
+            busy=min(1.0, busy_s / (window_s * at.replicas)),
             fill=n_rows / (n * at.batch_size) if n else None,
             wait_s=waits_s / n_rows if n_rows else None,
         )

@@ -10,7 +10,7 @@ import numpy as np
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.planning.simulation import Latency, Simulation, simulate_arrivals
-from cauc_ray.planning.stages import NO_TIME, PlannedStage, RouterSeconds, loads, reaches, with_replicas
+from cauc_ray.planning.stages import NO_TIME, PlannedStage, RouterSeconds, loads, with_replicas
 
 # A plan leaves a fifth of every stage's capacity for what no average tells.
 MOST_LOAD = 0.8
@@ -21,9 +21,6 @@ STEP = 1.25
 MOST_REPLICAS = 1_000_000
 # What exceeds a whole number by a rounding alone asks for no further replica.
 ROUNDED = 1 - 1e-12
-# Rows of a simulated run: so many full batches for each replica of every stage, within reason.
-RUN_BATCHES = 50
-MOST_RUN_ROWS = 3_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +107,11 @@ def sized(trials: Trials, slo_p99_s: float | None) -> Sizing:
     return _trimmed(trials, sizing, least.counts, slo_p99_s)
 
 
-def most_rate(stages: Sequence[PlannedStage], most_load: float = MOST_LOAD) -> tuple[float, int]:
-    """Return the highest rate that stages sustain with the replicas they have, and which of them is the bottleneck."""
+def most_rate(stages: Sequence[PlannedStage]) -> tuple[float, int]:
+    """Return the rate at which one of the stages is at a load of 1, and which of them that is."""
     at_one = loads(stages, 1.0)
     bottleneck = int(np.argmax(at_one))
-    return most_load / float(at_one[bottleneck]), bottleneck
-
-
-def run_rows(stages: Sequence[PlannedStage]) -> int:
-    """Return the rows of a run whose first and last calls take a small share of its time."""
-    batches = np.array([stage.batch_size * stage.replicas for stage in stages])
-    return int(min(MOST_RUN_ROWS, RUN_BATCHES * (batches / np.maximum(reaches(stages), 1e-3)).max()))
+    return 1 / float(at_one[bottleneck]), bottleneck
 
 
 def _trimmed(trials: Trials, sizing: Sizing, least: Sequence[int], slo_p99_s: float) -> Sizing:

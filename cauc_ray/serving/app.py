@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingPolicy, HTTPOptions, RequestRouterConfig, gRPCOptions
@@ -25,6 +24,7 @@ from cauc_ray.errors import ConfigError, ExecutionError, printable
 from cauc_ray.execution.actors import placement
 from cauc_ray.execution.cluster import require_fit, require_room
 from cauc_ray.execution.session import ray_session
+from cauc_ray.files.documents import Settings
 from cauc_ray.models.pool import Pool, Replicas, StageSpec, load_pool, pool_of
 from cauc_ray.models.resources import Resources
 from cauc_ray.policies.policy import Policy
@@ -50,7 +50,7 @@ ROUTER_REQUESTS = 10_000
 logger = logging.getLogger(__name__)
 
 
-class ServingArgs(BaseModel):
+class ServingArgs(Settings):
     """Arguments of build_app.
 
     Attributes:
@@ -61,7 +61,6 @@ class ServingArgs(BaseModel):
             have no room for both: requests fail meanwhile.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     pool: str | dict[str, Any]
     policy: str | dict[str, Any]
     name: str | None = None

@@ -20,7 +20,6 @@ PARTS = {
     "numbers": "bench.fitting",
     "doors": "bench.fitting",
     "shards": "bench.fitting",
-    "plan": "bench.plan",
     "ray_data": "bench.ray_data",
     "controller": "bench.runs",
     "stages": "bench.stages",

@@ -174,7 +174,6 @@ def column_model(number: int, of: SleepingStage) -> dict[str, Any]:
 def write_cascade(
     folder: Path,
     stages: Sequence[SleepingStage],
-    model: Callable[[int, SleepingStage], dict[str, Any]] = column_model,
     *,
     num_cpus: float = 0.1,
     of_stage: Mapping[str, Any] = MappingProxyType({}),
@@ -185,7 +184,6 @@ def write_cascade(
     Args:
         folder: An empty folder.
         stages: The stages.
-        model: Returns a stage's model by its number.
         num_cpus: CPUs of a replica.
         of_stage: More keys of each stage.
         settings: More keys of the pool.
@@ -195,7 +193,7 @@ def write_cascade(
     policy = write_table(folder / "LOGITS", {at.name: at.cost for at in stages}, deferral, validation=validation)
     policy.save(folder / "policy.json")
     of_pool = [
-        stage(at.name, model(number, at), at.batch, replicas=at.replicas, num_cpus=num_cpus) | dict(of_stage)
+        stage(at.name, column_model(number, at), at.batch, replicas=at.replicas, num_cpus=num_cpus) | dict(of_stage)
         for number, at in enumerate(stages)
     ]
     return write_pool(folder / "pool.yaml", of_pool, **settings), policy

@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+from contextlib import suppress
 
 import pytest
 
@@ -22,6 +23,16 @@ def test_a_value_of_another_type_is_refused_by_the_options_name(function, name):
     required = {parameter.name: 1 for parameter in parameters if parameter.default is parameter.empty}
     with pytest.raises(ConfigError, match=rf"^{name}: [^\n]*$"):
         function(**{**required, name: object()})
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda value: value.__name__)
+def test_a_boolean_is_not_taken_as_a_number(function):
+    options = options_of(function)
+    required = {name: "5" for name, field in options.model_fields.items() if field.is_required()}
+    for name in options.model_fields:
+        for value in (True, [True], {"x": True}):
+            with suppress(ConfigError):
+                assert getattr(options.of({**required, name: value}), name) is True
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda value: value.__name__)

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from earlier_runs import call, write_run
 from reported import write_run as write_summary
-from runs import MODELS, saved_model
+from runs import MODELS, saved_model, saved_pool, write_questions
 from synthetic import write_table
 
 import cauc_ray
@@ -84,6 +84,29 @@ def test_what_is_not_there_is_named_by_its_uri(s3, command):
     code, _, err = command("fit", cauc_ray.sample_logits(), "-o", "s3://no-such-bucket/policy.json")
     assert (code, err.count("\n")) == (2, 1)
     assert "s3://no-such-bucket/policy.json" in err
+
+
+def test_a_bucket_that_cannot_be_written_to_is_refused_before_a_cluster_is_reached(s3, tmp_path, monkeypatch, command):
+    from moto.s3.exceptions import S3AccessDeniedError
+    from moto.s3.models import S3Backend
+
+    def refuse(*args, **more):
+        raise S3AccessDeniedError
+
+    write_table(tmp_path / "LOGITS")
+    cauc_ray.fit(str(tmp_path / "LOGITS"), models=MODELS, budget=9).save(tmp_path / "policy.json")
+    pool, rows, out = saved_pool(tmp_path), tmp_path / "rows.csv", f"{s3}/refused"
+    write_questions(rows, 4)
+    for action in ("put_object", "create_multipart_upload"):
+        monkeypatch.setattr(S3Backend, action, refuse)
+    for words in (
+        ("run", pool, "--policy", tmp_path / "policy.json", "--input", rows),
+        ("collect", pool, "--dataset", rows),
+    ):
+        code, _, err = command(*words, "-o", out, "--address", "127.0.0.1:1")
+        assert (code, err.count("\n")) == (2, 1)
+        assert out in err
+        assert "credentials" in err
 
 
 def test_a_report_of_a_folder_by_uri_is_that_by_path(places, command):

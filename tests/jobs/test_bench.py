@@ -39,7 +39,6 @@ SMOKES = {
             set(of[side]["counts"]) == {"small", "large"}  # nothing was wrong, nothing refused
             for of in r["serving"]["sleeping"].values() for side in ("cauc-ray", "by-hand")
         ),
-    "plan --pools two --seconds 5": lambda r: r["plan"]["two"]["measured_to_predicted"] > 0.5,
 }  # fmt: skip
 
 

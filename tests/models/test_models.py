@@ -137,6 +137,7 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
             {"0__model": {"kind": "torchvision", "arch": "resnet50"}, "0__resources": {"num_gpus": 2}},
             "stages.0: a model of kind 'torchvision' runs on one GPU at most, not 2; to use more, give the stage num",
         ),
+        ({"0__batch_size": True}, "stages.0.batch_size: a number was expected, got true"),
         ({"1__name": "small"}, "two stages are named 'small'"),
         ({"0__name": "a/b"}, "stages.0.name: "),
         ({"0__name": "ä" * 101}, "up to 200 bytes, got 202"),

@@ -99,25 +99,11 @@ def test_a_plan_has_for_each_stage_what_reaches_it_and_what_it_takes(planned, ho
     assert planned["stages"][1]["labels"] == {"tier": "gpu"}
 
 
-def test_drift_moves_what_reaches_the_later_stages(planned):
-    assert [drift["factor"] for drift in planned["drift"]] == [1.2, 0.8]
-    for drift in planned["drift"]:
-        reach = 1.0
-        for stage, expected in zip(drift["stages"], planned["stages"], strict=True):
-            assert stage["reach"] == pytest.approx(reach)
-            assert stage["load"] == pytest.approx(expected["load"] * reach / expected["reach"])
-            reach *= min(1.0, expected["deferral"] * drift["factor"])
-        assert drift["holds"] == all(stage["load"] < 1 for stage in drift["stages"])
-
-
 def test_the_range_of_a_pool_is_what_its_bottleneck_carries(planned):
     carried = planned["range"]
     seconds = {stage["name"]: stage["reach"] * stage["batch_s"] / 16 / MOST for stage in planned["stages"]}
     assert carried["bottleneck"] == max(seconds, key=seconds.get)
-    assert carried["saturated_rate"] == pytest.approx(1 / max(seconds.values()))
-    assert carried["max_rate"] == pytest.approx(0.8 * carried["saturated_rate"])
-    assert carried["max_rate_at_min"] == pytest.approx(carried["max_rate"] / MOST)
-    assert 0.85 * carried["saturated_rate"] < carried["run_rows_per_s"] <= 1.05 * carried["saturated_rate"]
+    assert carried["max_rate"] == pytest.approx(0.8 / max(seconds.values()))
 
 
 def test_too_few_replicas_and_a_goal_out_of_reach_are_named(planned, home):
@@ -128,7 +114,8 @@ def test_too_few_replicas_and_a_goal_out_of_reach_are_named(planned, home):
         for stage in planned["stages"]
         if stage["replicas"] > 1
     ]
-    assert (few["range"]["carries_rate"], few["holds"]) == (False, False)
+    assert few["range"]["max_rate"] < RATE
+    assert not few["holds"]
     assert [stage["replicas"] for stage in few["stages"]] == [stage["replicas"] for stage in planned["stages"]]
     assert "batch_size of 'm2'" in few["out_of_reach"]  # whose batches take longest
 
@@ -145,7 +132,7 @@ def test_a_ledger_gives_seconds_and_rates_of_its_own(planned, home, command):
         assert stage["deferral"] == expected["deferral"]
     code, out, _ = command(*words, "--slo-p99", 500)
     assert code == 0
-    for text in ("p99 within 500 s holds", "1.2 ×", "the bottleneck is 'm2'", "an earlier run's ledger"):
+    for text in ("p99 within 500 s holds", "the bottleneck is 'm2'", "an earlier run's ledger"):
         assert text in out
 
 

@@ -12,7 +12,7 @@ from virtual_time import run_virtually
 
 from cauc_ray.cascade.bundles import gathered
 from cauc_ray.cascade.rows import CallResult
-from cauc_ray.planning.simulation import Window, simulate_arrivals, simulate_backlog, simulate_trace
+from cauc_ray.planning.simulation import Window, simulate_arrivals, simulate_trace
 from cauc_ray.planning.stages import PlannedStage, RouterSeconds, loads
 from cauc_ray.planning.timings import Timing
 from cauc_ray.policies.methods.rf import fit_rf
@@ -118,20 +118,6 @@ def test_no_row_is_lost_and_no_replica_computes_two_calls_at_once(stages, rate, 
         assert result.latency.p50 >= quickest - 1e-9
         assert result.latency.p50 <= result.latency.p99
     assert result == simulate_arrivals(stages, rate, seed=seed, window=Window(1.0, 4.0))
-
-
-@given(stages=chains, n=st.integers(1, 400))
-def test_a_backlog_ends_answered_not_before_any_stage_could_have_done_its_share(stages, n):
-    result = simulate_backlog(stages, n)
-    assert (result.n_answered, result.n_left) == (n, 0)
-    reached = n
-    for at, of in zip(stages, result.stages, strict=True):
-        assert of.rows == reached
-        reached = round(at.deferral * reached)
-    for at, of in zip(stages, result.stages, strict=True):
-        busy_s = at.seconds.per_call * of.calls + at.seconds.per_row * of.rows
-        assert result.window_s >= busy_s / at.replicas - 1e-9
-        assert of.busy == pytest.approx(busy_s / (at.replicas * result.window_s))
 
 
 def test_one_replica_and_single_rows_are_an_m_d_1_queue():
