@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import NoneType, UnionType
@@ -25,15 +25,17 @@ from cauc_ray.api.options import options_of
 from cauc_ray.cli.command import VERBS as ABOUT
 from cauc_ray.cli.command import add_options
 from cauc_ray.cli.verbs import VERBS
+from cauc_ray.display import Grid
 from cauc_ray.files.entry_points import is_ours, registered
 from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.policy import METHOD_GROUP
 from cauc_ray.schemas import CONFIGS, SCHEMAS
 from jobs.bench.ratios import grid
-from jobs.paper import answers
-from jobs.paper.pages import page_tables, results_table
+from jobs.paper import answers, claims
+from jobs.paper.pages import methods_table, page_tables, results_table
 
 PAGES = Path(__file__).parent
+MEASURED = PAGES / "measured"
 _KINDS = {"string": "text", "integer": "whole number", "number": "number", "path": "path"}
 _PART = re.compile(r"(<!-- generated: ([-\w.: ]+) -->\n)(?:.*?)(^<!-- end -->)", re.DOTALL | re.MULTILINE)
 
@@ -59,22 +61,24 @@ def _generated(what: str, name: str = "") -> Iterator[str]:
     elif what == "python":
         yield from _python(name)
     elif what == "speed":
-        yield from (
-            "",
-            grid(json.loads((PAGES / "measured" / "speed.json").read_text("utf-8"))["figures"]).markdown().rstrip(),
-        )
-    elif what == "answers":
-        made = json.loads((PAGES / "measured" / "answers.json").read_text("utf-8"))
-        yield from (f"\n{table.markdown().rstrip()}" for table in answers.grids(made))
+        yield from _tables([grid(json.loads((MEASURED / "speed.json").read_text("utf-8"))["figures"])])
+    elif what in ("answers", "claims"):
+        grids = {"answers": answers.grids, "claims": claims.grids}[what]
+        yield from _tables(grids(json.loads((MEASURED / f"{what}.json").read_text("utf-8"))))
     elif what == "results":
-        yield f"\n{results_table(PAGES / 'measured' / f'{name}.json').markdown().rstrip()}"
+        yield from _tables([results_table(MEASURED / f"{name}.json")])
+    elif what == "methods of":
+        file, *methods = name.split()
+        yield from _tables([methods_table(MEASURED / f"{file}.json", methods)])
     elif what == "paper":
         file, table, *keys = name.split()
-        yield from (
-            f"\n{table.markdown().rstrip()}" for table in page_tables(PAGES / "measured" / f"{file}.json", table, keys)
-        )
+        yield from _tables(page_tables(MEASURED / f"{file}.json", table, keys))
     else:
         yield from _schema(SCHEMAS[name](), None, level=2)
+
+
+def _tables(grids: Iterable[Grid]) -> Iterator[str]:
+    return (f"\n{table.markdown().rstrip()}" for table in grids)
 
 
 def _methods() -> Iterator[str]:

@@ -64,13 +64,14 @@ LogitFiles: TypeAlias = Annotated[
 
 
 def read_logits(
-    paths: tuple[AnyPath, ...] | dict[str, AnyPath], labels: AnyPath | None
+    paths: tuple[AnyPath, ...] | dict[str, AnyPath], labels: AnyPath | None, *, require_labels: bool = True
 ) -> tuple[AnyPath | dict[str, Any], Any]:
     """Return a logit table's path, or arrays by model with their labels.
 
     Args:
         paths: A table, an .npz file with an array for each model and perhaps labels, or a .npy or .csv file by model.
         labels: The file of the arrays' labels; None for those in an .npz file.
+        require_labels: Whether arrays without labels are refused.
 
     Raises:
         ConfigError: Labels are missing or do not go with a table.
@@ -88,7 +89,7 @@ def read_logits(
             return table, None
         arrays = _load(table)
     stored = arrays.pop(_LABELS, None)
-    if labels is None and stored is None:
+    if labels is None and stored is None and require_labels:
         names = (
             ""
             if isinstance(paths, dict)

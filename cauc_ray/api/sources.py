@@ -492,8 +492,9 @@ def validation_arrays(logits: Logits, validation: Any) -> tuple[Logits, Any, Any
     """
     if isinstance(logits, Mapping) != isinstance(validation, tuple) or len(validation or (0, 0)) not in (2, 3):
         raise ConfigError(
-            "segments are compared with the examples that the policy was chosen on: give validation=(logits, labels) "
-            "or (logits, labels, example_ids) with arrays, and leave it out for a logit table, which has them"
+            "segments are compared with the examples that the policy was chosen on: give, in Python, "
+            "validation=(logits, labels) or (logits, labels, example_ids) with arrays; leave it out for a logit table, "
+            "which has them"
         )
     return (*validation, None)[:3] if isinstance(validation, tuple) else (logits, None, None)
 

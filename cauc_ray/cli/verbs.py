@@ -29,7 +29,6 @@ ALIVE_S = 0.5
 
 # Called with a verb's result, lines that follow, and what JSON has besides.
 Present: TypeAlias = Callable[..., None]
-Table: TypeAlias = Annotated[Location, Flag("LOGITS", is_positional=True)]
 PoolFile: TypeAlias = Annotated[Location, Flag("POOL", is_positional=True)]
 
 
@@ -142,17 +141,23 @@ def evaluate(
     present(evaluation)
 
 
-def check(present: Present, *, logits: Table, policy: Common[Location], **options: Any) -> int:
+def check(
+    present: Present, *, logits: LogitFiles, policy: Common[Location], labels: Location | None = None, **options: Any
+) -> int:
     """Check whether a policy is still valid on saved logits.
 
     Args:
-        logits: A logit table, by path or URI.
+        logits: A logit table, by path or URI; or arrays, as small=small.npy large=large.npy (.npy, .csv), or an .npz
+            file with one for each model.
+        labels: File of the labels of arrays, if any are known (.npy, .csv; default: the array 'labels' of the .npz
+            file).
     """
     from cauc_ray.api import offline
 
+    source, known_labels = array_files.read_logits(logits, labels, require_labels=False)
     loaded = Policy.load(policy)
     with live.progress("checking"):
-        checked = offline.check(logits, loaded, **options)
+        checked = offline.check(source, loaded, labels=known_labels, **options)
     present(checked)
     return 0 if checked.holds else NOT_VALID
 

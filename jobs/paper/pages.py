@@ -53,27 +53,49 @@ def page_tables(path: Path, table: str, keys: Sequence[str]) -> Iterator[Grid]:
 
 
 def results_table(path: Path) -> Grid:
-    """Return a line for each chain of page_numbers(): its models, CAUC-RF and the best other method, within one budget.
+    """Return a line for each chain of page_numbers(): its models, ours, and the best other method, within one budget.
 
     Other methods are routers, cascades and ensembles that are not ours. Bold is the most accurate of all.
     """
-    tables = json.loads(path.read_text(encoding="utf-8"))["tables"]
-    rows = [row for table in COMPARED if table in tables for row in tables[table]]
     lines: list[tuple[str, ...]] = []
     marks: dict[tuple[int, int], Mark] = {}
-    for line, (_, of_chain) in enumerate(groupby(rows, key=lambda row: row["chain"])):
-        by_method = {row["method"]: row for row in of_chain}
-        chain = by_method["rf"]
-        alone = [by_method[f"{SINGLE}:{model}"] for model in chain["models"]]
+    for line, by_method in enumerate(_compared_chains(path)):
+        ours = [by_method["rf"], by_method["stacked"]]
+        alone = [by_method[f"{SINGLE}:{model}"] for model in ours[0]["models"]]
         best = max(
             (row for row in by_method.values() if row["paradigm"] in ("router", "cascade", "ensemble")),
             key=lambda row: row["quality_at_budget"],
         )
-        figures = [alone[-1]["quality_at_budget"], chain["quality_at_budget"], best["quality_at_budget"]]
-        marks[line, figures.index(max(figures)) + 1] = "bold"
+        marks |= _most_accurate(line, [alone[-1], *ours, best])
         qualities = ", ".join(points(row["quality_at_budget"]) for row in alone)
-        lines.append((chain["chain"], qualities, _at(chain), f"{paper_name(best['method'])}, {_at(best)}"))
-    return Grid("", ("chain", "models alone", "CAUC-RF", "best other method"), tuple(lines), marks=marks)
+        lines.append((ours[0]["chain"], qualities, *map(_at, ours), f"{paper_name(best['method'])}, {_at(best)}"))
+    headings = ("chain", "models alone", "CAUC-RF", "stacked", "best other method")
+    return Grid("", headings, tuple(lines), marks=marks)
+
+
+def methods_table(path: Path, methods: Sequence[str]) -> Grid:
+    """Return a line for each chain of page_numbers(): some methods within one budget, the most accurate in bold."""
+    lines: list[tuple[str, ...]] = []
+    marks: dict[tuple[int, int], Mark] = {}
+    for line, by_method in enumerate(_compared_chains(path)):
+        chosen = [by_method[method] for method in methods]
+        marks |= _most_accurate(line, chosen)
+        lines.append((chosen[0]["chain"], *map(_at, chosen)))
+    return Grid("", ("chain", *map(paper_name, methods)), tuple(lines), marks=marks)
+
+
+def _compared_chains(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of each chain of page_numbers() that methods are compared on, by method."""
+    tables = json.loads(path.read_text(encoding="utf-8"))["tables"]
+    rows = [row for table in COMPARED if table in tables for row in tables[table]]
+    for _, of_chain in groupby(rows, key=lambda row: row["chain"]):
+        yield {row["method"]: row for row in of_chain}
+
+
+def _most_accurate(line: int, rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], Mark]:
+    """Return the marks of a line whose columns but the first show these rows."""
+    best = max(row["quality_at_budget"] for row in rows)
+    return {(line, column): "bold" for column, row in enumerate(rows, start=1) if row["quality_at_budget"] == best}
 
 
 def _at(row: Mapping[str, Any]) -> str:

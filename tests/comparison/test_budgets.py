@@ -226,6 +226,32 @@ def test_arrays_in_files_are_the_arrays(arrays, command, monkeypatch, words):
         json.loads(out)["accuracy"]
         == cauc_ray.evaluate(logits, folder / "p.json", labels=labels).measures.accuracy.value
     )
+    assert checked_by(command, *words.split(), "--policy", "p.json") == figures_of(
+        cauc_ray.check(logits, folder / "p.json", labels=labels)
+    )
+
+
+def checked_by(command, *words):
+    """Return what the command finds in a check."""
+    code, out, _ = command("check", *words, "--json")
+    printed = json.loads(out)
+    assert code == (0 if printed["holds"] else 3)
+    return printed
+
+
+def figures_of(checked):
+    """Return a check as JSON has it."""
+    return json.loads(json.dumps(checked.as_json()))
+
+
+def test_arrays_in_files_are_checked_without_labels_as_well(arrays, command, tmp_path):
+    folder, logits, labels = arrays
+    policy = cauc_ray.fit(logits, labels, costs={"small": 1, "large": 10}, validation=0.5)
+    policy.save(tmp_path / "p.json")
+    words = [f"{model}={folder / model}.npy" for model in logits]
+    printed = checked_by(command, *words, "--policy", str(tmp_path / "p.json"))
+    assert printed == figures_of(cauc_ray.check(logits, policy))
+    assert (printed["n"], printed["n_labelled"]) == (400, 0)
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,6 @@ OTHER_FLAGS = {
 }
 # Files that a reader has or makes, and which no page shows whole.
 READERS_FILES = {"examples/models", "mine.yaml", "old.json", "examples.csv"}
-# Names of data sets, of which columns and tables of measurements are.
-DATA_SETS = {"base_icl1", "task_icl0", "task_icl1"}
 SOURCE = re.compile(r"\.(?:py|toml|md|sh|yaml|yml|json|txt|in|service|jinja|html|css)$")
 FILE = re.compile(r"[\w.{}*-]+(?:/[\w.{}*-]+)*/?")
 MODULE = re.compile(r"(?<![\w./-])((?:cauc_ray|jobs)(?:\.[A-Za-z_]\w*)+)|-m (examples\.\w+)")
@@ -117,7 +115,7 @@ def ghosts(text, code="", folder=ROOT):
                 is_made = token in code or token in READERS_FILES or Path(token).name in sources()
                 if not is_made and not is_file(token, folder):
                     yield token
-        if re.fullmatch(r"[a-z]+(?:_[a-z0-9]+)+", span) and span not in words() | DATA_SETS and span not in code:
+        if re.fullmatch(r"[a-z]+(?:_[a-z0-9]+)+", span) and span not in words() and span not in code:
             if re.match(r"(?:ray_)?cauc_", span):  # a metric, whose name is put together; the dashboard's test has it
                 continue
             yield span

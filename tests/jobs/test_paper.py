@@ -11,7 +11,7 @@ from synthetic import chain, softmax, write_table
 
 import cauc_ray
 from jobs.paper.__main__ import main
-from jobs.paper.pages import page_tables, results_table
+from jobs.paper.pages import methods_table, page_tables, results_table
 
 # A second model that fuses well with the first, and one that is far better than it.
 STRENGTHS = {"near": (1.0, 1.1, 2.0), "far": (0.5, 1.5, 3.0)}
@@ -216,5 +216,8 @@ def test_a_page_shows_the_best_other_method_that_is_neither_ours_nor_a_control(t
     path = tmp_path / "made.json"
     path.write_text(json.dumps({"tables": {"two-model-image": rows}}))
     grid = results_table(path)
-    assert grid.rows == (("a → b", "60.00, 70.00", "80.00 at 0.40", "EmbedLLM, 85.00 at 0.42"),)
-    assert "**EmbedLLM" in grid.markdown()
+    assert grid.rows == (("a → b", "60.00, 70.00", "80.00 at 0.40", "95.00 at 0.47", "EmbedLLM, 85.00 at 0.42"),)
+    assert "**95.00" in grid.markdown()
+    chosen = methods_table(path, ["rf", "stacked"])
+    assert chosen.rows == (("a → b", "80.00 at 0.40", "95.00 at 0.47"),)
+    assert "**95.00" in chosen.markdown()
