@@ -269,8 +269,7 @@ def _free_port(host: str, port: int) -> int:
     """Return the port if nobody listens there, a free one for 0. Raises ConfigError."""
     if not host.isprintable() or not host.strip():
         raise ConfigError(
-            f"host {host!r} is no address to listen at: give 127.0.0.1 for this machine alone, 0.0.0.0 for all of its "
-            "networks"
+            f"host {host!r} is not an address: give 127.0.0.1 for this machine alone, 0.0.0.0 for all of its networks"
         )
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
