@@ -17,6 +17,8 @@ from cauc_ray.errors import ConfigError, DataError, explain
 from cauc_ray.files.paths import AnyPath, RemotePath, path_of
 
 Model = TypeVar("Model", bound=BaseModel)
+# Written to a store, which tells its rights only by refusing.
+_PROBE = ".cauc-probe"
 
 
 class Settings(BaseModel):
@@ -71,7 +73,7 @@ def require_writable(path: AnyPath) -> None:
 def require_new(path: AnyPath) -> None:
     """Raise ConfigError if a new folder's path exists and is not an empty folder, or its bucket does not exist."""
     with _refused(f"output {path} cannot be created", path):
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or any(entry.name != _PROBE for entry in path.iterdir())):
             raise ConfigError(f"output {path} exists and is not an empty folder; choose another path or remove it")
 
 
@@ -84,7 +86,7 @@ def require_folder(path: AnyPath) -> None:
                 raise ConfigError(f"{fault}: a web address cannot be written to; give s3://, gs://, abfs:// or hf://")
             if path.root.startswith("memory:"):
                 raise ConfigError(f"{fault}: it would lie in the memory of one process, which others cannot read")
-            probe = path / f".cauc-{uuid.uuid4().hex[:8]}"  # a store tells its rights only by refusing
+            probe = path / _PROBE
             probe.write_bytes(b"")
             with suppress(ConfigError, OSError):  # some buckets keep all that is written
                 probe.unlink()

@@ -86,7 +86,7 @@ def test_what_is_not_there_is_named_by_its_uri(s3, command):
     assert "s3://no-such-bucket/policy.json" in err
 
 
-def test_a_bucket_that_cannot_be_written_to_is_refused_before_a_cluster_is_reached(s3, tmp_path, monkeypatch, command):
+def test_a_buckets_rights_are_known_before_a_cluster_is_reached(s3, tmp_path, monkeypatch, command):
     from moto.s3.exceptions import S3AccessDeniedError
     from moto.s3.models import S3Backend
 
@@ -97,16 +97,19 @@ def test_a_bucket_that_cannot_be_written_to_is_refused_before_a_cluster_is_reach
     cauc_ray.fit(str(tmp_path / "LOGITS"), models=MODELS, budget=9).save(tmp_path / "policy.json")
     pool, rows, out = saved_pool(tmp_path), tmp_path / "rows.csv", f"{s3}/refused"
     write_questions(rows, 4)
-    for action in ("put_object", "create_multipart_upload"):
-        monkeypatch.setattr(S3Backend, action, refuse)
-    for words in (
-        ("run", pool, "--policy", tmp_path / "policy.json", "--input", rows),
-        ("collect", pool, "--dataset", rows),
-    ):
-        code, _, err = command(*words, "-o", out, "--address", "127.0.0.1:1")
+    run = ("run", pool, "--policy", tmp_path / "policy.json", "--input", rows)
+    for words in (run, ("collect", pool, "--dataset", rows)):
+        with monkeypatch.context() as bucket:
+            for action in ("put_object", "create_multipart_upload"):
+                bucket.setattr(S3Backend, action, refuse)
+            code, _, err = command(*words, "-o", out, "--address", "127.0.0.1:1")
         assert (code, err.count("\n")) == (2, 1)
         assert out in err
         assert "credentials" in err
+    for action in ("delete_object", "delete_objects"):
+        monkeypatch.setattr(S3Backend, action, refuse)
+    # A folder is as new as before where nothing can be deleted.
+    assert [command(*run, "-o", out, "--address", "127.0.0.1:1")[0] for _ in range(2)] == [4, 4]
 
 
 def test_a_report_of_a_folder_by_uri_is_that_by_path(places, command):
