@@ -27,6 +27,7 @@ from jobs.paper.pages import rounded
 
 SETS = {
     "emotion10k_task_icl0": ("qwen-1_8b", "qwen-7b", "llama-2-13b-hf", "qwen-14b"),
+    "cifar10": ("resnet20", "resnet32", "resnet44", "resnet56"),
 }
 SPLITS = ("calibration", "validation", "test")
 N_DRAWS = 200
