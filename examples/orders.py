@@ -31,7 +31,7 @@ SHOTS = (
     ("Order 2345: Ana from 88 Mill Lane has bought 14 desks. What is the number of the order?", "2345"),
     ("Ida, 25 lamps of order 5512 leave for 93 Park Avenue. What is the house number?", "93"),
 )
-MOST_TOKENS = 16
+MOST_TOKENS = 10
 # For a model without a template of its own: it continues lines.
 PLAIN = (
     "{{ bos_token or '' }}{% for turn in messages %}{{ turn.content + '\\nAnswer:' if turn.role == 'user' else "
