@@ -59,7 +59,7 @@ class AnswerColumns:
             rule: By which answers are the same where the columns name none.
 
         Raises:
-            DataError: They are not columns of answers, or a column is unknown, of another length, or holds other values.
+            DataError: They are not columns of answers, or one is unknown, of another length, or holds other values.
             ConfigError: The rule is unknown.
         """
         if not _are_columns(columns):
