@@ -47,7 +47,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests run where the repository is; user code of tests is found there too.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
-# Files that take longest, which start first, so that all processes end at about the same time.
+# Files that take longest, which start first, so that both processes end at about the same time.
 LONGEST = (
     *("test_faults", "test_cluster", "test_examples", "test_wide_area", "test_bench", "test_vllm"),
     *("test_object_store", "test_plan", "test_run", "test_collect", "test_methods", "test_published_methods"),

@@ -83,7 +83,7 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
     except Exception as error:  # of many types: a node that is late raises Exception itself
         what = "Ray does not start on this machine" if address == "local" else f"no Ray cluster at {address!r}"
         remedy = "; a busy machine can be too slow for Ray: try again" if "timed out" in str(error) else ""
-        raise ExecutionError(f"{what}: {first_line(error)}{remedy}") from error
+        raise ExecutionError(f"{what}: {first_line(error).rstrip('.')}{remedy}") from error
     if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own prints a stack and ends all processes at once
     try:

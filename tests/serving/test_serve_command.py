@@ -179,7 +179,7 @@ def test_a_service_on_ray_asks_for_its_token_over_http_and_grpc_and_logs_none(ru
         (["serve", "pool.yaml", "--policy", "two.json"], "unknown stage 'small'"),
         (["serve", "pool.yaml", "--policy", "rf.json", "--name", "a/b"], "part of URLs"),
         (["serve", "pool.yaml", "--policy", "rf.json", "--port", "65536"], "cannot listen at 127.0.0.1:65536"),
-        (["serve", "pool.yaml", "--policy", "rf.json", "--host", ""], "no address to listen at"),
+        (["serve", "pool.yaml", "--policy", "rf.json", "--host", ""], "is not an address"),
         (["serve", "pool.yaml", "--policy", "rf.json", "--local", "--address", "auto"], "local"),
         (["policy", "set"], "a policy, a threshold or a budget"),
         (["policy", "set", "rf.json", "--url", "http://[::1"], "is not an http address"),
