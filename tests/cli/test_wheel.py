@@ -71,7 +71,7 @@ def cauc(*words):
     return alone("from cauc_ray.cli.command import main; main()", *words)
 
 
-@pytest.mark.slow
+@pytest.mark.soak("versions")
 @pytest.mark.timeout(600)
 def test_every_verb_works_without_a_checkout(home):
     workdir, env = home

@@ -63,7 +63,7 @@ def test_its_table_has_every_row_and_is_true(demo):
     assert len({example for part in parts for example in part}) == sum(map(len, parts)) == 1078
 
 
-@pytest.mark.slow
+@pytest.mark.soak("pages")
 @pytest.mark.usefixtures("ray_session")
 def test_its_folder_works_and_is_reported_where_it_was_moved(demo, tmp_path, capsys):
     folder, _ = demo

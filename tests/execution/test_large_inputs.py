@@ -82,7 +82,7 @@ class Allocated(Sink):
             self.bytes.append(tracemalloc.get_traced_memory()[0])
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 @pytest.mark.usefixtures("ray_session")
 def test_the_controllers_memory_does_not_grow_with_the_blocks(tmp_path):
     """What it keeps of a block that is done, if only a digest of its ids, would be 160 bytes or more."""

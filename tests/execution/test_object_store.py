@@ -71,7 +71,7 @@ def killed_after(process, manifest, n_entries):
     assert process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("ray_session")
 def test_a_run_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):

@@ -53,7 +53,7 @@ def join(cascade, out, head, home, **environment):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 @pytest.mark.timeout(900)
 def test_a_head_that_requires_a_token(cascade, home, tmp_path):
     with local_head(n_cpus=4, HOME=home(TOKEN), RAY_AUTH_MODE="token") as head:

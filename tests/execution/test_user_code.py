@@ -64,7 +64,7 @@ def test_modules_next_to_the_pool_file_are_imported_on_the_workers(written, tmp_
     require_answers(tmp_path / "out")
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_rays_runtime_environment_brings_modules_to_runs_and_services(written, tmp_path):
     command = [sys.executable, "-c", ON_A_CLUSTER, written, numbered_input(tmp_path), tmp_path / "out"]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=280)

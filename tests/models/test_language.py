@@ -166,7 +166,7 @@ def test_models_that_threads_load_at_once_have_their_tied_weights(tiny_model, tm
     assert np.array_equal(answers[1], answers[2])
 
 
-@pytest.mark.slow
+@pytest.mark.soak("language-models")
 def test_a_real_language_model_scores_letters_names_and_texts_as_a_plain_forward_pass_does(monkeypatch):
     """SmolLM2-135M from its GGUF file, which is loaded once: the oracle computes with the same weights."""
     folder, parts = smollm2_folder(), []

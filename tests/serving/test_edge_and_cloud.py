@@ -30,7 +30,7 @@ def values(answer, name):
     return np.array(next(output["data"] for output in answer["outputs"] if output["name"] == name))
 
 
-@pytest.mark.slow
+@pytest.mark.soak("faults")
 def test_stages_run_where_the_pool_places_them_and_answers_are_degraded_while_the_cloud_is_gone(tmp_path):
     chains = write_table(tmp_path / "LOGITS", n=120, strengths=(1.0, 2.4))
     policies = {
