@@ -91,7 +91,7 @@ def test_every_verb_works_without_a_checkout(home):
     assert {"policy.json: policy", "run: run", "comparison: comparison"} <= set(outputs["show"]["holds"])
 
 
-@pytest.mark.slow
+@pytest.mark.soak("versions")
 def test_a_service_and_its_policy_without_a_checkout(home):
     workdir, env = home
     words = ["demo/pool.yaml", "--policy", "demo/policies/rf-20.json", "--local", "--port", "0", "--json"]
