@@ -109,7 +109,9 @@ def test_a_buckets_rights_are_known_before_a_cluster_is_reached(s3, tmp_path, mo
     for action in ("delete_object", "delete_objects"):
         monkeypatch.setattr(S3Backend, action, refuse)
     for _ in range(2):  # the folder is as new as before where nothing can be deleted
-        assert out not in command(*run, "-o", out, "--address", "127.0.0.1:1")[2]
+        _, _, err = command(*run, "-o", out, "--address", "127.0.0.1:1")
+        assert "127.0.0.1:1" in err
+        assert out not in err
 
 
 def test_a_report_of_a_folder_by_uri_is_that_by_path(places, command):
