@@ -115,7 +115,14 @@ def _read(path: AnyPath) -> Any:
         titles = [title.strip(b' "') for title in lines[0].split(b",")]
         if len(titles) > 1 and titles[0] in (b"", b"Unnamed: 0"):
             raise ValueError("its first column has no name, as an index that pandas writes; write it with index=False")
-        return np.loadtxt(lines[_is_header(titles) :], delimiter=",", ndmin=2)
+        rows = lines[_is_header(titles) :]
+        try:
+            columns = np.loadtxt(rows, delimiter=",", ndmin=2)
+        except ValueError:
+            if len(titles) > 1:
+                raise
+            return np.array([row.decode().strip(" \"'") for row in rows])  # words, which make segments
+        return columns[:, 0] if columns.shape[1] == 1 else columns
 
 
 def _load(path: AnyPath) -> Any:

@@ -42,7 +42,9 @@ def keep_columns(table: AnyPath, dataset: Dataset, splits: Mapping[str, int]) ->
 
 
 def segment_name(value: object) -> str:
-    """Return the name of the segment of the examples with a value."""
+    """Return the name of the segment of the examples with a value; 3 and 3.0, which a file may make of it, are one."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     return NO_VALUE if value is None else str(value)
 
 

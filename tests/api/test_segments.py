@@ -167,20 +167,37 @@ def test_arrays_have_the_results_of_a_table_in_whatever_order_their_rows_are(tmp
             assert segment.pop("name") == of_table["name"]
             assert all(value == pytest.approx(of_table[key]) for key, value in segment.items())
     policy.save(tmp_path / "policy.json")
-    np.savez(tmp_path / "arrays.npz", labels=labels, **arrays)
-    command = [
-        "evaluate",
-        str(tmp_path / "arrays.npz"),
-        "--policy",
-        str(tmp_path / "policy.json"),
-        "--by",
-        "difficulty",
-    ]
+
+
+@pytest.mark.parametrize("values", [np.array(["easy", "hard", "odd"]), np.array([3, 4, 5])], ids=["words", "numbers"])
+@pytest.mark.parametrize("form", ["npz", "npy", "csv"])
+def test_files_of_arrays_have_segments(form, values, tmp_path, capsys):
+    table = write_segmented(tmp_path / "L", n=300)
+    cauc_ray.fit(table, method="rf", budget=5.0).save(tmp_path / "policy.json")
+    chain = LogitTable(table).read_chain(["m0", "m1"], "test")
+    groups = np.unique(values_of(table, "test"), return_inverse=True)[1]
+    arrays = dict(zip(chain.models, chain.logits, strict=True))
+    arrays |= {"labels": chain.labels, "group": values[groups]}
+    if form == "npz":
+        np.savez(tmp_path / "arrays.npz", **arrays)
+        words = [str(tmp_path / "arrays.npz")]
+    else:
+        for name, array in arrays.items():
+            if form == "npy":
+                np.save(tmp_path / f"{name}.npy", array)
+            else:
+                text = {"comments": "", "fmt": "%s", "delimiter": ","}
+                header = ",".join(f"c{column}" for column in range(array[0].size))
+                np.savetxt(tmp_path / f"{name}.csv", array, header=header, **text)
+        files = {name: str(tmp_path / f"{name}.{form}") for name in arrays}
+        labels = files.pop("labels")
+        words = [*(f"{name}={file}" for name, file in files.items()), "--labels", labels]
     with pytest.raises(SystemExit) as ended:
-        main([*command, "--json"])
+        main(["evaluate", *words, "--policy", str(tmp_path / "policy.json"), "--by", "group", "--json"])
     assert ended.value.code == 0
     printed = json.loads(capsys.readouterr().out)["segments"]
-    assert [segment["n"] for segment in printed] == [segment["n"] for segment in expected]
+    assert [segment["n"] for segment in printed] == np.bincount(groups).tolist()
+    assert [segment["name"] for segment in printed] == [str(value) for value in values]
 
 
 def arrays_of(table, split, order):

@@ -108,7 +108,7 @@ RUN = [
 ]
 # Jobs with a config, and sweeps by tasks, are shown nowhere else as a user runs them.
 MARKS = {page.name: pytest.mark.soak("pages") for page in (ROOT / "docs" / "roads").glob("*.md")}
-MARKS |= dict.fromkeys(("tutorial.md", "comparing.md", "your-method.md"), pytest.mark.soak("pages"))
+MARKS |= dict.fromkeys(("tutorial.md", "comparing.md", "sweeps.md", "your-method.md"), pytest.mark.soak("pages"))
 MARKS["jobs.md"] = pytest.mark.slow
 NEEDS_RAY = re.compile(
     r"cauc (?:run|collect|serve(?!.*--local)|demo|plan)|--shards|--config|cauc_ray\.(?:run|serve|collect)\("
