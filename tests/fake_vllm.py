@@ -45,21 +45,16 @@ class LLM:
         return self._loaded.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **settings)
 
     def _generated(self, text, params):
-        """Continue a text by the likeliest tokens."""
-        tokenizer, steps = self._loaded.tokenizer, []
-        prompt = tokenizer.encode(text, add_special_tokens=False)
-        while len(steps) < params.max_tokens:
-            logprobs = log_softmax(self._loaded.logits(prompt + [token for token, _ in steps])[-1].astype(float))
-            token = int(logprobs.argmax())
-            steps.append(
-                (
-                    token,
-                    {token: SimpleNamespace(logprob=float(logprobs[token]), decoded_token=tokenizer.decode([token]))},
-                )
-            )
-        ids = [token for token, _ in steps]
-        answer = "".join(tokenizer.decode([token]) for token in ids)
-        output = SimpleNamespace(text=answer, token_ids=ids, logprobs=[logprobs for _, logprobs in steps])
+        """Continue a text by the likeliest tokens; the text of a token that ends a character has all of it."""
+        tokenizer, ids, steps = self._loaded.tokenizer, [], []
+        prompt, before = tokenizer.encode(text, add_special_tokens=False), ""
+        while len(ids) < params.max_tokens:
+            logprobs = log_softmax(self._loaded.logits(prompt + ids)[-1].astype(float))
+            ids.append(token := int(logprobs.argmax()))
+            answer = tokenizer.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}")
+            decoded, before = answer[len(before) :], answer
+            steps.append({token: SimpleNamespace(logprob=float(logprobs[token]), decoded_token=decoded)})
+        output = SimpleNamespace(text=before, token_ids=ids, logprobs=steps)
         return SimpleNamespace(prompt_token_ids=prompt, outputs=[output] * params.n)
 
     def generate(self, prompts, params, *, use_tqdm, lora_request):

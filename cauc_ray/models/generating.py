@@ -219,7 +219,8 @@ def _place(text: str, field: str, value: object) -> tuple[int, int]:
 def _logprobs(tokens: Sequence[ScoredToken], text: str, start: int, end: int) -> tuple[float, ...] | None:
     """Return the log-probabilities of the tokens that have some of text[start:end]; None where the text is not theirs.
 
-    They may have more than the text: thoughts before it, and the end of the turn.
+    They may have more than the text: thoughts before it, and the end of the turn. A token without text begins a
+    character that the next one ends.
     """
     before = b"".join(token for token, _ in tokens).rfind(text.encode())
     if before < 0:
@@ -227,7 +228,7 @@ def _logprobs(tokens: Sequence[ScoredToken], text: str, start: int, end: int) ->
     first, last = (before + len(text[:at].encode()) for at in (start, end))
     logprobs, at = [], 0
     for token, logprob in tokens:
-        if at < last and at + len(token) > first:
+        if at < last and at + max(len(token), 1) > first:
             logprobs.append(min(max(logprob, _LEAST_LOGPROB), 0.0))
         at += len(token)
     return tuple(logprobs)
