@@ -77,14 +77,14 @@ def test_numbers_categories_and_booleans_stand_for_their_texts(tmp_path):
     numbers = numbers.set_column(1, "model", numbers.column("model").combine_chunks().dictionary_encode())
     numbers = numbers.set_column(2, "score", numbers.column("score").cast(pa.bool_()))
     numbers = numbers.set_column(4, "split", numbers.column("split").cast(pa.int64()))
-    found = []
+    comparisons = []
     for name, table in (("texts", as_texts), ("numbers", numbers)):
         write_parquet(tmp_path / f"{name}.parquet", table)
         splits = {"calibration_split": "0", "validation_split": "1", "split": "2"}
         options = {"methods": ["single", "benchmark-routing", "oracle"], "budget": 6.0}
-        found.append(cauc_ray.compare(tmp_path / f"{name}.parquet", **options, **splits))
+        comparisons.append(cauc_ray.compare(tmp_path / f"{name}.parquet", **options, **splits))
     for method in ("single:small", "benchmark-routing", "oracle"):
-        assert figures(found[1], method) == figures(found[0], method)
+        assert figures(comparisons[1], method) == figures(comparisons[0], method)
 
 
 def test_parquet_csv_and_the_command_agree_whatever_the_order_of_rows(tmp_path, capsys):

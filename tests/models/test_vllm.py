@@ -176,7 +176,7 @@ GENERATE = {"max_tokens": 4, "confidences": ["sequence", "mean"]}
 def require_greedy(model, questions, texts, confidences):
     """Require the answers of four tokens that a model finds likeliest, and how likely they are.
 
-    Returns how many answers are whole characters: of the others a part is no text.
+    Returns how many answers it has looked at: those that end within a character are left out.
     """
     tokenizer, n_whole = model.tokenizer, 0
     for row, question in enumerate(questions):
