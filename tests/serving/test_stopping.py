@@ -108,13 +108,14 @@ MOMENTS = {
 }
 
 
+@pytest.mark.soak("faults")
 @pytest.mark.parametrize(
     ("moment", "signals", "group"),
     [
-        pytest.param("at once", [signal.SIGTERM], False, marks=pytest.mark.soak("faults")),
-        pytest.param("while Ray starts", [signal.SIGTERM, signal.SIGTERM], True, marks=pytest.mark.soak("faults")),
-        pytest.param("while stages load", [signal.SIGTERM], False, marks=pytest.mark.slow),
-        pytest.param("once it runs", [signal.SIGINT, signal.SIGTERM], True, marks=pytest.mark.soak("faults")),
+        ("at once", [signal.SIGTERM], False),
+        ("while Ray starts", [signal.SIGTERM, signal.SIGTERM], True),
+        ("while stages load", [signal.SIGTERM], False),
+        ("once it runs", [signal.SIGINT, signal.SIGTERM], True),
     ],
 )
 def test_a_stop_at_any_moment_leaves_nothing(service, moment, signals, group):
