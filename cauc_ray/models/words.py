@@ -12,7 +12,7 @@ from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.answers import Answers
 from cauc_ray.models.kind import DeclaringSpec, Section
 from cauc_ray.numbers.answer_arrays import ANSWER, CONFIDENCE, COST
-from cauc_ray.numbers.answer_keys import N_KEYS, AnswerFormat, answer_keys, answer_vectors
+from cauc_ray.numbers.answer_keys import N_KEYS, AnswerFormat, answer_keys, answer_texts, answer_vectors
 from cauc_ray.numbers.answer_rules import DEFAULT_RULE, rule_of
 from cauc_ray.numbers.logits import ANSWERS, LogitKind
 from cauc_ray.numbers.types import Floats
@@ -125,7 +125,7 @@ def read_words(output: object, n: int, answer_format: AnswerFormat) -> Answers:
     unknown = [name for name in output if name not in (ANSWER, COST) and not str(name).startswith(CONFIDENCE)]
     if unknown:
         raise DataError(f"the model returned {unknown[0]!r}; expected {ANSWER}, {CONFIDENCE}<name> and {COST}")
-    texts = [None if text is None else str(text) for text in output[ANSWER]]
+    texts = answer_texts(f"the model's {ANSWER}", output[ANSWER])
     if len(texts) != n:
         raise DataError(f"the model returned {len(texts)} answers for {n} inputs")
     confidences = {
