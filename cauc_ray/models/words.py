@@ -92,6 +92,7 @@ def in_words(
             f"the model gave the confidences {', '.join(sorted(confidences)) or 'none'}, declared are "
             f"{', '.join(answer_format.confidences) or 'none'}"
         )
+    texts = answer_texts(ANSWER, texts)
     n = len(texts)
     columns = [np.array(confidences[name], dtype=np.float64) for name in answer_format.confidences]
     for name, column in zip(answer_format.confidences, columns, strict=True):
@@ -99,7 +100,7 @@ def in_words(
             raise DataError(f"confidence {name!r} must be {n} finite numbers, NaN where there is none")
     keys = answer_keys(rule_of(answer_format.rule).forms(texts))
     vectors = answer_vectors(keys, np.column_stack(columns) if columns else np.zeros((n, 0)))
-    return Answers(vectors, texts=list(texts), failures=dict(failures or {}), **more)
+    return Answers(vectors, texts=texts, failures=dict(failures or {}), **more)
 
 
 def read_words(output: object, n: int, answer_format: AnswerFormat) -> Answers:
