@@ -142,7 +142,7 @@ class AnswerTable(LogitTable):
                 numbers = values.to_numpy(zero_copy_only=False)
                 wrong = np.isinf(numbers) | (np.isnan(numbers) & ~values.is_null().to_numpy(zero_copy_only=False))
                 wrong |= (numbers < 0) | values.is_null().to_numpy(zero_copy_only=False) if name == "cost" else False
-                why = f"its {name} is not a finite number"
+                why = f"its {name} is not a finite number{' of at least 0' if name == 'cost' else ''}"
                 refuse_rows(source, ids, wrong, lambda row, why=why: why)  # type: ignore[misc]
         return pa.table(typed)
 

@@ -52,8 +52,6 @@ class Generation(Words):
 
     @model_validator(mode="after")
     def _can_be_read(self) -> Generation:
-        if len(set(self.confidences)) < len(self.confidences):
-            raise ValueError("a confidence is listed twice")
         if ("samples" in self.confidences) != (self.samples > 1):
             raise ValueError("samples above 1 and the confidence samples belong together")
         if self.samples > 1 and self.temperature == 0:
@@ -62,8 +60,13 @@ class Generation(Words):
         if self.json_schema is None:
             if {"answer_field", "confidence_field"} & self.model_fields_set and "verbal" not in self.confidences:
                 raise ValueError("answer_field and confidence_field are fields of json_schema")
-        elif missing := [f for f in fields if f is not None and f not in self.json_schema.get("properties", {})]:
-            raise ValueError(f"json_schema has no property {missing[0]!r}")
+        else:
+            properties = self.json_schema.get("properties")
+            known = properties if isinstance(properties, dict) else {}
+            if missing := [name for name in fields if name is not None and name not in known]:
+                raise ValueError(f"json_schema has no property {missing[0]!r}")
+        if len(set(fields)) < len(fields):
+            raise ValueError("answer_field and confidence_field must differ")
         if self.answer_field is None and "verbal" in self.confidences and self.json_schema is None:
             raise ValueError("answer_field: null needs json_schema")
         return self

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import numpy as np
-from pydantic import AfterValidator
+from pydantic import AfterValidator, model_validator
 
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.answers import Answers
@@ -41,6 +41,14 @@ class Words(Section):
 
     rule: Rule = DEFAULT_RULE
     confidences: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _has_names(self) -> Words:
+        if len(set(self.confidences)) < len(self.confidences):
+            raise ValueError("a confidence is listed twice")
+        if "" in self.confidences:
+            raise ValueError("a confidence has no name")
+        return self
 
     @property
     def answer_format(self) -> AnswerFormat:

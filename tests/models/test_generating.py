@@ -180,6 +180,9 @@ def test_servers_that_want_another_name_of_the_limit_get_it():
         ({"samples": 2, "confidences": ["samples"], "temperature": 0}, {}, "alike"),
         ({"answer_field": "x"}, {}, "json_schema"),
         ({"json_schema": {"properties": {"a": {}}}}, {}, "no property 'answer'"),
+        ({"json_schema": {"properties": None}}, {}, "no property 'answer'"),
+        ({"json_schema": {"properties": ["answer"]}}, {}, "no property 'answer'"),
+        ({"confidences": ["verbal"], "answer_field": "confidence"}, {}, "must differ"),
         ({"rule": "roughly"}, {}, "unknown rule"),
         ({}, {"labels": ["a", "b"]}, "labels"),
         ({}, {"votes": 3}, "votes"),
@@ -190,6 +193,13 @@ def test_servers_that_want_another_name_of_the_limit_get_it():
 def test_settings_that_contradict_each_other_are_refused(generate, more, words):
     with pytest.raises(ValidationError, match=words):
         spec(generate=generate, **more)
+
+
+@pytest.mark.parametrize(("confidences", "why"), [(["self", "self"], "twice"), ([""], "no name")])
+def test_names_of_confidences_that_no_answer_can_have_are_refused_before_it_is_asked(tmp_path, confidences, why):
+    model = {"kind": "python", "factory": "user_models:adder", "words": {"confidences": confidences}}
+    with pytest.raises(ConfigError, match=why):
+        pool_of({"name": "p", "task": "generation", "stages": [{"name": "small", "model": model}]}, tmp_path)
 
 
 def test_a_log_of_logits_is_refused_where_models_answer_in_words(tmp_path):
