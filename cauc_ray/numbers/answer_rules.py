@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import string
@@ -10,6 +9,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from decimal import Context, Decimal
 from functools import lru_cache
+from importlib.metadata import EntryPoint
 from typing import TypeAlias
 
 from cauc_ray.errors import ConfigError, DataError, first_line
@@ -142,9 +142,8 @@ def _by_pattern(pattern: str) -> Normaliser:
 
 
 def _function(text: str) -> Normaliser:
-    module, _, name = text.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
+        function = EntryPoint("", text, "").load()
     except Exception as error:  # whatever its module raises
         raise ConfigError(f"unknown rule {text!r} for answers; expected {RULES}: {error}") from error
     if not callable(function):
