@@ -45,7 +45,7 @@ class AnswerColumns:
     """
 
     rule: AnswerRule
-    texts: tuple[str | None, ...]
+    texts: Sequence[str | None]
     vectors: Floats
     confidences: tuple[str, ...]
     correct: Ints | None
@@ -68,7 +68,7 @@ class AnswerColumns:
             raise DataError(f"{place}: it needs columns, of which {ANSWER!r} has a text for each row")
         values = {str(name): columns[name] for name in columns}
         by = rule_of(_rule_in(place, values.pop(RULE, None)) or rule or DEFAULT_RULE)
-        texts = tuple(answer_texts(f"{place}: {ANSWER}", values.pop(ANSWER)))
+        texts = answer_texts(f"{place}: {ANSWER}", values.pop(ANSWER))
         numbers = {name: _numbers(place, name, column, len(texts)) for name, column in values.items()}
         names = sorted(name.removeprefix(CONFIDENCE) for name in numbers if name.startswith(CONFIDENCE))
         if unknown := sorted(numbers.keys() - {CORRECT, COST, *(CONFIDENCE + name for name in names)}):
