@@ -39,8 +39,10 @@ from cauc_ray.numbers.answer_keys import (
     AnswerFormat,
     agreement_keys,
     answer_keys,
+    answer_texts,
     answer_vectors,
     confidences_in,
+    is_missing,
 )
 from cauc_ray.numbers.answer_rules import DEFAULT_RULE, rule_of
 from cauc_ray.numbers.arrays import refuse_rows
@@ -322,8 +324,9 @@ def answer_columns(
 ) -> pa.Table:
     """Return rows of an answer table; arguments and errors as for write_answers."""
     ids = pa.array(example_ids, pa.string())
-    columns: dict[str, Any] = {"example_id": ids, ANSWER: pa.array(answers, pa.string())}
-    columns[CORRECT] = pa.array([None] * len(ids) if correct is None else list(correct), pa.bool_())
+    columns: dict[str, Any] = {"example_id": ids, ANSWER: pa.array(answer_texts(ANSWER, answers), pa.string())}
+    right = [None] * len(ids) if correct is None else [None if is_missing(value) else value for value in correct]
+    columns[CORRECT] = pa.array(right, pa.bool_())
     for name in sorted(confidences):
         columns[f"{CONFIDENCE}{name}"] = pa.array(np.asarray(confidences[name], np.float32), from_pandas=True)
     if costs is not None:

@@ -1,6 +1,7 @@
 """Tables of answers in words: by which rule answers are the same, who is right, and what is refused."""
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -63,6 +64,15 @@ def test_a_function_that_cannot_read_an_answer_is_named_in_one_line(tmp_path, ru
     written(tmp_path, "a", ["x"], [True], rule=rule)
     with pytest.raises(DataError, match=f"the rule {rule} .*{why}"):
         AnswerTable(tmp_path).read_chain(["a"], "test")
+
+
+def test_missing_values_of_pandas_and_texts_that_no_file_can_hold_are_written(tmp_path):
+    answers = pd.array(["x\ud800", None, "y", "z"], dtype=object)
+    written(tmp_path, "a", answers, pd.array([True, False, None, False], dtype="boolean"))
+    written(tmp_path, "b", pd.Series(["x", None, None, "z"], dtype="string"), [True, np.nan, None, np.False_])
+    rows = [AnswerTable(tmp_path).read_model(model, "test") for model in "ab"]
+    assert [of.texts.tolist() for of in rows] == [["x?", None, "y", "z"], ["x", None, None, "z"]]
+    assert [of.correct.tolist() for of in rows] == [[1, 0, -1, 0], [1, -1, -1, 0]]
 
 
 def test_answers_that_are_both_right_count_as_right_whatever_their_words_and_agree_by_their_words(tmp_path):
