@@ -67,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     # A stream that the caller has closed is None; nobody reads what goes there.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if arguments is None:
+        with suppress(FileNotFoundError):  # the current folder is gone
+            sys.path.append(os.getcwd())  # where rules and factories of a user are, as for `python -m`
     options = parse(sys.argv[1:] if arguments is None else list(arguments))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

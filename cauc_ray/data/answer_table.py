@@ -29,18 +29,20 @@ from cauc_ray.numbers.answer_arrays import (
     ANSWER,
     CONFIDENCE,
     CORRECT,
+    AnswerColumns,
+    answer_chain,
     answer_columns_of,
     holds_columns,
-    joined_answers,
 )
 from cauc_ray.numbers.answer_keys import (
     N_KEYS,
-    NO_ANSWER,
     AnswerFormat,
     agreement_keys,
     answer_keys,
+    answer_texts,
     answer_vectors,
     confidences_in,
+    is_missing,
 )
 from cauc_ray.numbers.answer_rules import DEFAULT_RULE, rule_of
 from cauc_ray.numbers.arrays import refuse_rows
@@ -93,8 +95,8 @@ class AnswerTable(LogitTable):
         """Read one model's rows of one split, in order of example_id.
 
         Raises:
-            DataError: An id is missing or a duplicate, a confidence or cost is not finite, an answer that is missing is
-                right, a column is missing or of a wrong type, or the split is empty; names file, model and example.
+            DataError: An id is missing or a duplicate, a confidence or cost is not finite, a column is missing or of a
+                wrong type, or the split is empty; names file, model and example.
         """
         names = self.confidences(model)
         parts = [self._part(file, model, names) for file in self._files(model, split)]
@@ -108,12 +110,6 @@ class AnswerTable(LogitTable):
         texts = table.column(ANSWER).to_numpy()
         correct = pc.cast(table.column(CORRECT), pa.int8()).fill_null(-1).to_numpy()
         vectors = vectors_of(table, AnswerFormat(self.rule(model), names))
-        refuse_rows(
-            source,
-            ids,
-            (agreement_keys(vectors) == NO_ANSWER) & (correct == 1),
-            lambda row: "it is right without an answer",
-        )
         return AnswerRows(
             files=(),
             example_ids=ids,
@@ -142,15 +138,14 @@ class AnswerTable(LogitTable):
                 numbers = values.to_numpy(zero_copy_only=False)
                 wrong = np.isinf(numbers) | (np.isnan(numbers) & ~values.is_null().to_numpy(zero_copy_only=False))
                 wrong |= (numbers < 0) | values.is_null().to_numpy(zero_copy_only=False) if name == "cost" else False
-                why = f"its {name} is not a finite number"
+                why = f"its {name} is not a finite number{' of at least 0' if name == 'cost' else ''}"
                 refuse_rows(source, ids, wrong, lambda row, why=why: why)  # type: ignore[misc]
         return pa.table(typed)
 
     def read_chain(self, models: Sequence[str], split: str, *, costs: CallCosts = None) -> ChainLogits:
-        """Read a chain of models on one split, joined on example_id. Arguments and errors are those of LogitTable's.
+        """Read a chain of models on one split, joined on example_id.
 
-        An example's label is the key of a right answer of the first model that has one; it is unknown where it is
-        unknown of some model whether it is right.
+        Arguments and errors are those of LogitTable's; DataError, too, where an answer that is missing is right.
         """
         self._require_chain(models, costs)
         failed = pa.chunked_array([self.read_failed(model, split) for model in models], pa.string()).unique()
@@ -162,26 +157,18 @@ class AnswerTable(LogitTable):
             raise DataError(f"{source}: no example was answered by all of {', '.join(models)}")
         if len(left[0].example_ids) < max(len(of.example_ids) for of in rows):
             warn(f"{source}: {len(failed):,} examples are left out because some model of the chain failed on them")
-        labels, named = joined_answers(
-            np.column_stack([agreement_keys(of.logits) for of in left]), np.column_stack([of.correct for of in left])
-        )
-        vectors = [
-            answer_vectors(agreement_keys(of.logits), confidences_in(of.logits), of_model)
-            for of, of_model in zip(left, named, strict=True)
-        ]
         reported = [of.costs for of in left]
         if costs is None:
             costs = "per-model" if all(of is None for of in reported) else "per-call"
-        return ChainLogits(
-            models=tuple(models),
-            example_ids=tuple(left[0].example_ids.to_pylist()),
-            labels=labels,
-            source=source,
-            costs=self._costs(models, costs, reported, len(labels)),
-            per_call_costs=costs == "per-call",
-            logit_kind=(ANSWERS,) * len(models),
-            logits=tuple(vectors),
-        )
+        ids = left[0].example_ids.to_pylist()
+        columns = {
+            model: AnswerColumns(
+                rule_of(self.rule(model)), of.texts.tolist(), of.logits, self.confidences(model), of.correct, of.costs
+            )
+            for model, of in zip(models, left, strict=True)
+        }
+        costs_of_calls = self._costs(models, costs, reported, len(ids))
+        return answer_chain(columns, None, costs=costs_of_calls, example_ids=ids, source=source)
 
     def read_chain_heads(
         self, models: Sequence[str], split: str, *, costs: CallCosts = None, with_logits: bool = False
@@ -337,8 +324,9 @@ def answer_columns(
 ) -> pa.Table:
     """Return rows of an answer table; arguments and errors as for write_answers."""
     ids = pa.array(example_ids, pa.string())
-    columns: dict[str, Any] = {"example_id": ids, ANSWER: pa.array(answers, pa.string())}
-    columns[CORRECT] = pa.array([None] * len(ids) if correct is None else list(correct), pa.bool_())
+    columns: dict[str, Any] = {"example_id": ids, ANSWER: pa.array(answer_texts(ANSWER, answers), pa.string())}
+    right = [None] * len(ids) if correct is None else [None if is_missing(value) else value for value in correct]
+    columns[CORRECT] = pa.array(right, pa.bool_())
     for name in sorted(confidences):
         columns[f"{CONFIDENCE}{name}"] = pa.array(np.asarray(confidences[name], np.float32), from_pandas=True)
     if costs is not None:

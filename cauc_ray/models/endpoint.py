@@ -35,6 +35,8 @@ _TRANSIENT = frozenset({408, 409, 425, 429, *range(500, 600)})
 # Time for the pauses between attempts, per attempt, in a call that the stage does not limit.
 _LONGEST_WAIT_S = 120.0
 _IMAGE_THREADS = 8
+# Of a request; a server that reports more is wrong.
+_MOST_TOKENS = 1 << 31
 # Answers of failed calls that are kept for the next calls with their questions, the latest ones.
 MOST_PAID = 10_000
 
@@ -311,7 +313,7 @@ def _tokens(answer: object) -> tuple[int | None, int | None]:
     """Return the tokens of the prompt and of the answer that a server reports, None where it does not."""
     usage = value_at(answer, "usage")
     n_prompt, n_completion = (
-        next((n for name in names if isinstance(n := value_at(usage, name), int)), None)
+        next((n for name in names if isinstance(n := value_at(usage, name), int) and 0 <= n <= _MOST_TOKENS), None)
         for names in (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))
     )
     return n_prompt, n_completion

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,8 +52,6 @@ class Generation(Words):
 
     @model_validator(mode="after")
     def _can_be_read(self) -> Generation:
-        if len(set(self.confidences)) < len(self.confidences):
-            raise ValueError("a confidence is listed twice")
         if ("samples" in self.confidences) != (self.samples > 1):
             raise ValueError("samples above 1 and the confidence samples belong together")
         if self.samples > 1 and self.temperature == 0:
@@ -63,8 +60,13 @@ class Generation(Words):
         if self.json_schema is None:
             if {"answer_field", "confidence_field"} & self.model_fields_set and "verbal" not in self.confidences:
                 raise ValueError("answer_field and confidence_field are fields of json_schema")
-        elif missing := [f for f in fields if f is not None and f not in self.json_schema.get("properties", {})]:
-            raise ValueError(f"json_schema has no property {missing[0]!r}")
+        else:
+            properties = self.json_schema.get("properties")
+            known = properties if isinstance(properties, dict) else {}
+            if missing := [name for name in fields if name is not None and name not in known]:
+                raise ValueError(f"json_schema has no property {missing[0]!r}")
+        if len(set(fields)) < len(fields):
+            raise ValueError("answer_field and confidence_field must differ")
         if self.answer_field is None and "verbal" in self.confidences and self.json_schema is None:
             raise ValueError("answer_field: null needs json_schema")
         return self
@@ -153,7 +155,8 @@ def read_sample(asked: Generation, content: str | None, tokens: Sequence[ScoredT
         content: The text, None if the model refuses.
         tokens: Its tokens, thoughts and ends of turns included; None where they are unknown.
     """
-    text = without_thoughts(content or "").strip()
+    whole = (content or "").strip()
+    text = without_thoughts(whole).strip()
     if not text:
         return Sample(None)
     start, end, verbal, answer = 0, len(text), np.nan, text
@@ -163,12 +166,12 @@ def read_sample(asked: Generation, content: str | None, tokens: Sequence[ScoredT
             if asked.answer_field is not None:
                 value = fields[asked.answer_field]
                 answer = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                start, end = _place(text, asked.answer_field, value)
-        except (ValueError, KeyError, TypeError, RecursionError):
+                start, end = _place(text, asked.answer_field)
+            if "verbal" in asked.confidences:
+                verbal = _number(fields.get(asked.confidence_field))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return Sample(None)
-        if "verbal" in asked.confidences:
-            verbal = _number(fields.get(asked.confidence_field))
-    logprobs = None if tokens is None else _logprobs(tokens, text, start, end)
+    logprobs = None if tokens is None else _logprobs(tokens, whole, len(text) - start, len(text) - end)
     return Sample(answer.strip() or None, logprobs, verbal)
 
 
@@ -206,26 +209,41 @@ def _number(value: object) -> float:
     return number if np.isfinite(number) else np.nan
 
 
-def _place(text: str, field: str, value: object) -> tuple[int, int]:
+def _place(text: str, field: str) -> tuple[int, int]:
     """Return where the value of an object's field begins and ends in its JSON text, without the quotes of a text."""
-    decoder, quotes = json.JSONDecoder(), int(isinstance(value, str))
-    for match in re.finditer(rf"{re.escape(json.dumps(field, ensure_ascii=False))}\s*:\s*", text):
-        parsed, end = decoder.raw_decode(text, match.end())
-        if parsed == value:
-            return match.end() + quotes, end - quotes
-    return 0, len(text)  # a field that is written with escapes
+    read, at, place = json.JSONDecoder().raw_decode, text.index("{") + 1, (0, len(text))
+    while text[at] != "}":
+        if text[at] != '"':  # white space, or a comma
+            at += 1
+            continue
+        name, at = read(text, at)
+        start = text.index(":", at) + 1
+        while text[start].isspace():
+            start += 1
+        value, at = read(text, start)
+        if name == field:  # the last of several, as json.loads has it
+            place = (start + 1, at - 1) if isinstance(value, str) else (start, at)
+    return place
 
 
-def _logprobs(tokens: Sequence[ScoredToken], text: str, start: int, end: int) -> tuple[float, ...] | None:
-    """Return the log-probabilities of the tokens that have some of text[start:end]; None where the text is not theirs.
+def _logprobs(tokens: Sequence[ScoredToken], whole: str, start: int, end: int) -> tuple[float, ...] | None:
+    """Return the log-probabilities of the tokens of an answer; None where the text is not that of the tokens.
 
     They may have more than the text: thoughts before it, and the end of the turn. A token without text begins a
     character that the next one ends.
+
+    Args:
+        tokens: The tokens.
+        whole: The text, without white space around it.
+        start: Where the answer begins, as the number of letters from there to the end of the text.
+        end: Where it ends, likewise.
     """
-    before = b"".join(token for token, _ in tokens).rfind(text.encode())
+    joined, text = b"".join(token for token, _ in tokens), whole.encode(errors="replace")
+    # Thoughts and the end of the turn may have the text, too.
+    before = joined.find(text) if joined.lstrip().startswith(text) else joined.rfind(text)
     if before < 0:
         return None
-    first, last = (before + len(text[:at].encode()) for at in (start, end))
+    first, last = (before + len(whole[: len(whole) - rest].encode(errors="replace")) for rest in (start, end))
     logprobs, at = [], 0
     for token, logprob in tokens:
         if at < last and at + max(len(token), 1) > first:

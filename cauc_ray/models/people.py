@@ -117,9 +117,10 @@ class Human(Model):
     def _answers(self) -> dict[str, str | None]:
         """Return the answers that have come by the ids of their rows: the last of several."""
         return {
-            str(row["example_id"]): None if row[ANSWER] is None else str(row[ANSWER])
+            str(row["example_id"]): answer if isinstance(answer, str | None) else json.dumps(answer, ensure_ascii=False)
             for path in _files(self._queue / ANSWERED)
             for row in _rows(path, ANSWER)
+            for answer in [row[ANSWER]]
         }
 
     def _ask(self, batch: Batch, ids: Sequence[str], rows: Sequence[int]) -> None:
@@ -134,11 +135,12 @@ class Human(Model):
         names = self._spec.columns or sorted(batch.keys() - {"example_id", SAID})
         require_columns(batch, *names)
         lines = [
-            {"example_id": example, "columns": {name: _plain(batch[name][row]) for name in names}}
+            {"example_id": example, "columns": {name: batch[name][row] for name in names}}
             | ({"said": batch[SAID][row]} if SAID in batch else {})
             for example, row in new.items()
         ]
-        content = b"".join(to_json(line, bytes_mode="base64", inf_nan_mode="null") + b"\n" for line in lines)
+        options: dict[str, Any] = {"bytes_mode": "base64", "inf_nan_mode": "null", "fallback": _plain}
+        content = b"".join(to_json(line, **options) + b"\n" for line in lines)
         name = hashlib.blake2b(content, digest_size=8).hexdigest() + SUFFIX
         make_folder(self._queue / ASKED)
         write_bytes(self._queue / ASKED / name, content)
@@ -161,7 +163,7 @@ def _rows(path: AnyPath, *fields: str) -> list[Mapping[str, Any]]:
         try:
             row = json.loads(line)
             [row[name] for name in ("example_id", *fields)]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             needed = " and ".join(("example_id", *fields))
             raise ConfigError(f"{path}, line {number}: a JSON object with {needed} is needed") from None
         rows.append(row)
@@ -169,4 +171,4 @@ def _rows(path: AnyPath, *fields: str) -> list[Mapping[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)

@@ -100,5 +100,9 @@ def _tokens(choice: object) -> Sequence[ScoredToken] | None:
         text, logprob, as_bytes = (value_at(entry, name) for name in ("token", "logprob", "bytes"))
         if not isinstance(logprob, int | float) or logprob != logprob:
             return None
-        tokens.append((bytes(as_bytes) if isinstance(as_bytes, list) else str(text).encode(), float(logprob)))
+        try:
+            encoded = bytes(as_bytes) if isinstance(as_bytes, list) else str(text).encode(errors="replace")
+            tokens.append((encoded, float(logprob)))
+        except (ValueError, TypeError, OverflowError):  # no bytes, or a number that no float holds
+            return None
     return tokens

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import numpy as np
-from pydantic import AfterValidator
+from pydantic import AfterValidator, model_validator
 
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.answers import Answers
 from cauc_ray.models.kind import DeclaringSpec, Section
 from cauc_ray.numbers.answer_arrays import ANSWER, CONFIDENCE, COST
-from cauc_ray.numbers.answer_keys import N_KEYS, AnswerFormat, answer_keys, answer_vectors
+from cauc_ray.numbers.answer_keys import N_KEYS, AnswerFormat, answer_keys, answer_texts, answer_vectors
 from cauc_ray.numbers.answer_rules import DEFAULT_RULE, rule_of
 from cauc_ray.numbers.logits import ANSWERS, LogitKind
 from cauc_ray.numbers.types import Floats
@@ -41,6 +41,14 @@ class Words(Section):
 
     rule: Rule = DEFAULT_RULE
     confidences: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _has_names(self) -> Words:
+        if len(set(self.confidences)) < len(self.confidences):
+            raise ValueError("a confidence is listed twice")
+        if "" in self.confidences:
+            raise ValueError("a confidence has no name")
+        return self
 
     @property
     def answer_format(self) -> AnswerFormat:
@@ -92,6 +100,7 @@ def in_words(
             f"the model gave the confidences {', '.join(sorted(confidences)) or 'none'}, declared are "
             f"{', '.join(answer_format.confidences) or 'none'}"
         )
+    texts = answer_texts(ANSWER, texts)
     n = len(texts)
     columns = [np.array(confidences[name], dtype=np.float64) for name in answer_format.confidences]
     for name, column in zip(answer_format.confidences, columns, strict=True):
@@ -99,7 +108,7 @@ def in_words(
             raise DataError(f"confidence {name!r} must be {n} finite numbers, NaN where there is none")
     keys = answer_keys(rule_of(answer_format.rule).forms(texts))
     vectors = answer_vectors(keys, np.column_stack(columns) if columns else np.zeros((n, 0)))
-    return Answers(vectors, texts=list(texts), failures=dict(failures or {}), **more)
+    return Answers(vectors, texts=texts, failures=dict(failures or {}), **more)
 
 
 def read_words(output: object, n: int, answer_format: AnswerFormat) -> Answers:
@@ -125,7 +134,7 @@ def read_words(output: object, n: int, answer_format: AnswerFormat) -> Answers:
     unknown = [name for name in output if name not in (ANSWER, COST) and not str(name).startswith(CONFIDENCE)]
     if unknown:
         raise DataError(f"the model returned {unknown[0]!r}; expected {ANSWER}, {CONFIDENCE}<name> and {COST}")
-    texts = [None if text is None else str(text) for text in output[ANSWER]]
+    texts = answer_texts(f"the model's {ANSWER}", output[ANSWER])
     if len(texts) != n:
         raise DataError(f"the model returned {len(texts)} answers for {n} inputs")
     confidences = {

@@ -17,8 +17,10 @@ from cauc_ray.numbers.answer_keys import (
     AnswerFormat,
     agreement_keys,
     answer_keys,
+    answer_texts,
     answer_vectors,
     confidences_in,
+    is_missing,
 )
 from cauc_ray.numbers.answer_rules import DEFAULT_RULE, AnswerRule, rule_of
 from cauc_ray.numbers.arrays import refuse_rows, row_ids
@@ -43,7 +45,7 @@ class AnswerColumns:
     """
 
     rule: AnswerRule
-    texts: tuple[str | None, ...]
+    texts: Sequence[str | None]
     vectors: Floats
     confidences: tuple[str, ...]
     correct: Ints | None
@@ -66,9 +68,7 @@ class AnswerColumns:
             raise DataError(f"{place}: it needs columns, of which {ANSWER!r} has a text for each row")
         values = {str(name): columns[name] for name in columns}
         by = rule_of(_rule_in(place, values.pop(RULE, None)) or rule or DEFAULT_RULE)
-        if isinstance(values[ANSWER], str) or not isinstance(values[ANSWER], Iterable):
-            raise DataError(f"{place}: {ANSWER} must be a text for each row, got {type(values[ANSWER]).__name__}")
-        texts = tuple(None if text is None or text != text else str(text) for text in values.pop(ANSWER))
+        texts = answer_texts(f"{place}: {ANSWER}", values.pop(ANSWER))
         numbers = {name: _numbers(place, name, column, len(texts)) for name, column in values.items()}
         names = sorted(name.removeprefix(CONFIDENCE) for name in numbers if name.startswith(CONFIDENCE))
         if unknown := sorted(numbers.keys() - {CORRECT, COST, *(CONFIDENCE + name for name in names)}):
@@ -107,7 +107,7 @@ def _rule_in(place: str, rule: Any) -> str | None:
     """Return the rule that is given, or that every row of a column has."""
     if rule is None or isinstance(rule, str):
         return rule
-    rules = list(dict.fromkeys(map(str, rule)))
+    rules = list(dict.fromkeys(answer_texts(f"{place}: {RULE}", rule)))
     if len(rules) != 1:
         raise DataError(f"{place}: all rows have the same {RULE}, got {rules[:5]}")
     return rules[0]
@@ -115,7 +115,7 @@ def _rule_in(place: str, rule: Any) -> str | None:
 
 def _numbers(place: str, name: str, values: Any, n: int) -> Floats:
     try:
-        numbers = np.array(list(values), dtype=np.float64)  # None is NaN
+        numbers = np.array([np.nan if is_missing(value) else value for value in values], dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise DataError(f"{place}: {name} must be numbers: {error}") from error
     if numbers.shape != (n,) or np.isinf(numbers).any():
@@ -215,7 +215,7 @@ def answer_chain(
 
 def _matches(place: str, columns: AnswerColumns, labels: Any) -> Ints:
     """Return whether answers are the right ones, int8 (N,), -1 where no right one is known."""
-    texts = [None if text is None or text != text else str(text) for text in labels]
+    texts = answer_texts(f"{place}: the labels", labels)
     if len(texts) != len(columns.texts):
         raise DataError(f"{place} has {len(columns.texts)} answers for {len(texts)} labels")
     references = columns.rule.references(texts)

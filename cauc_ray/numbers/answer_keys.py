@@ -8,12 +8,13 @@ Equal answers have equal keys. Different ones share a key by chance once in 2^31
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from cauc_ray.errors import DataError
 from cauc_ray.numbers.logits import ANSWERS, LogitKind
 from cauc_ray.numbers.types import Floats, Ints
 
@@ -25,6 +26,8 @@ _FIRST_KEY = 3
 _LOW_BITS = 16
 # Columns before the confidences: two of the key of what was said, two of that by which answers agree.
 N_KEYS = 4
+_MISSING = frozenset({"None", "nan", "<NA>", "NaT"})
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,31 @@ class AnswerFormat:
 
     rule: str
     confidences: tuple[str, ...]
+
+
+def answer_texts(source: str, values: Any) -> list[str | None]:
+    """Return answers as texts that any file can store, None where there is none.
+
+    Args:
+        source: What they are, for messages.
+        values: A text for each row, missing where there is none; bytes are UTF-8.
+
+    Raises:
+        DataError: It is no sequence of texts.
+    """
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise DataError(f"{source} must be a text for each row, got {type(values).__name__}")
+    texts = (value.decode(errors="replace") if isinstance(value, bytes) else value for value in values)
+    return [None if is_missing(text) else str(text).encode(errors="replace").decode() for text in texts]
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a value is None, or what NumPy and pandas have for it.
+
+    >>> is_missing(None), is_missing(float("nan")), is_missing("nan")
+    (True, True, False)
+    """
+    return not isinstance(value, str) and str(value) in _MISSING
 
 
 def answer_keys(texts: Sequence[str | None]) -> Ints:
@@ -70,7 +98,8 @@ def answer_vectors(keys: Ints, confidences: Floats, predicted: Ints | None = Non
     halves = [
         half for of in (keys if predicted is None else predicted, keys) for half in (of >> _LOW_BITS, of & 0xFFFF)
     ]
-    vectors = np.column_stack([*halves, confidences]).astype(np.float32)
+    numbers = np.clip(np.where(np.isneginf(confidences), np.nan, confidences), -_LARGEST, _LARGEST)
+    vectors = np.column_stack([*halves, numbers]).astype(np.float32)
     vectors[np.isnan(vectors)] = -np.inf
     return vectors
 

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import string
 import unicodedata
 from collections.abc import Callable, Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Context, Decimal
 from functools import lru_cache
+from importlib.metadata import EntryPoint
 from typing import TypeAlias
 
-from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.errors import ConfigError, DataError, first_line
 
 Normaliser: TypeAlias = Callable[[str], str | None]
 DEFAULT_RULE = "exact"
 RULES = "exact, number, json:FIELD, regex:PATTERN or a function as module:function"
-_NUMBER = re.compile("[-+\u2212]?" r"(?:\d[\d,_]*)?(?:\.\d+|\d)(?:[eE][-+]?\d+)?\s*%?")
-_OUTER = string.whitespace + string.punctuation.replace("%", "").replace("-", "").replace("+", "")
+# What NFKC would turn into digits or spaces of their own: groups' separators, fractions, and raised or lowered digits.
+_MARK = re.compile(
+    "(?<=\\d)[\u00a0\u2009\u202f'\u2019](?=\\d{3}(?!\\d))|[\u00b2\u00b3\u00b9\u2070-\u209c]"
+    "|\\s?([\u00bc-\u00be\u2150-\u215e])"
+)
+# Its sign, which no hyphen after a word or number is, its digits, and a percent sign.
+_NUMBER = re.compile(
+    "(?:(?<!\\w)([-+\u2212])[$\u20ac\u00a3\u00a5]?)?"
+    r"((?:(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d[\d_]*)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(%?)"
+)
+# Quotation marks and the ends of sentences of other scripts are punctuation, too.
+_OUTER = string.whitespace + string.punctuation.translate(str.maketrans("", "", "%-+"))
+_OUTER += "\u00ab\u00bb\u00bf\u00a1\u2018\u2019\u201a\u201c\u201d\u201e\u2039\u203a\u3001\u3002\u300c\u300d\u300e\u300f"
 
 
 class AnswerRule:
@@ -87,32 +98,37 @@ def number_form(answer: str) -> str | None:
     >>> number_form("It is 1,234.50 EUR."), number_form("17 %"), number_form("none")
     ('1234.5', '0.17', None)
     """
-    numbers = _NUMBER.findall(unicodedata.normalize("NFKC", answer))
+    numbers = _NUMBER.findall(unicodedata.normalize("NFKC", _MARK.sub(_without_mark, answer)))
     if not numbers:
         return None
-    text = re.sub(r"[,_\s]", "", numbers[-1]).replace("\u2212", "-")
+    sign, digits, percent = numbers[-1]
+    exact = Context(prec=len(digits) + 2)
     try:
-        number = Decimal(text.rstrip("%"))
-    except InvalidOperation:
+        number = Decimal(digits.replace(",", "")).scaleb(-2 if percent else 0, exact).normalize(exact)
+    except ArithmeticError:  # an exponent without end
         return None
-    number = number / 100 if text.endswith("%") else number
-    return format(number.normalize() + 0, "f") if abs(number.adjusted()) < 40 else str(number.normalize())
+    text = format(number, "f") if abs(number.adjusted()) < 40 else str(number)
+    return f"-{text}" if number and sign in ("-", "\u2212") else text
+
+
+def _without_mark(mark: re.Match[str]) -> str:
+    return "" if mark[1] is None else f"{unicodedata.numeric(mark[1]):.12f}"[1:]
 
 
 def _field(answer: str, field: str) -> str | None:
     start, end = answer.find("{"), answer.rfind("}")
     try:
         value = json.loads(answer[start : end + 1])[field]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         plain = answer.strip()
         return exact_form(plain) if plain and "{" not in plain else None  # a reference that is the field's value
-    return exact_form(value if isinstance(value, str) else json.dumps(value, sort_keys=True))
+    return exact_form(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True))
 
 
 def _by_pattern(pattern: str) -> Normaliser:
     try:
         compiled = re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise ConfigError(f"the rule regex:{pattern} is not a regular expression: {error}") from error
 
     def form(answer: str) -> str | None:
@@ -126,16 +142,18 @@ def _by_pattern(pattern: str) -> Normaliser:
 
 
 def _function(text: str) -> Normaliser:
-    module, _, name = text.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        function = EntryPoint("", text, "").load()
+    except Exception as error:  # whatever its module raises
         raise ConfigError(f"unknown rule {text!r} for answers; expected {RULES}: {error}") from error
     if not callable(function):
         raise ConfigError(f"the rule {text!r} for answers does not name a function")
 
     def form(answer: str) -> str | None:
-        returned = function(answer)
+        try:
+            returned = function(answer)
+        except Exception as error:
+            raise DataError(f"the rule {text} fails for {answer!r:.80}: {first_line(error)}") from error
         if returned is not None and not isinstance(returned, str):
             raise DataError(f"the rule {text} must return a text or None, got {returned!r:.80}")
         return returned

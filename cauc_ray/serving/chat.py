@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,15 @@ from cauc_ray.serving.request_state import RequestState
 
 # The column that takes the system message, if the models read it; otherwise it precedes the user's message.
 SYSTEM = "system"
+# Fields that ask for more than a text, and what they are where they do not.
+_AS_TEXT: Mapping[str, Sequence[Any]] = {
+    "tools": (None, []),
+    "functions": (None, []),
+    "logprobs": (None, False),
+    "modalities": (None, ["text"]),
+    "response_format": (None, {"type": "text"}),
+}
+_NO_ANSWER = "no model of the cascade has given an answer"
 _ANSWERS_ONE = "this service answers one message of a user after those of the system, without earlier turns"
 
 
@@ -39,13 +48,14 @@ class _ChatMessage(BaseModel):
 
     @property
     def text(self) -> str:
-        """Return the content as one text. Raises RequestError for images and other content."""
+        """Return the content as one text. Raises RequestError for images, other content and none."""
         if isinstance(self.content, str):
             return self.content
-        parts = self.content or []
-        if unread := next((part.type for part in parts if part.type != "text"), None):
+        if not self.content:
+            raise RequestError(f"the {self.role}'s message has no content")
+        if unread := next((part.type for part in self.content if part.type != "text"), None):
             raise RequestError(f"a message has content of type {unread!r:.40}; models of this service read text")
-        return "\n".join(part.text for part in parts)
+        return "\n".join(part.text for part in self.content)
 
 
 class _StreamOptions(BaseModel):
@@ -62,8 +72,11 @@ class ChatRequest(BaseModel):
     stream: bool = False
     stream_options: _StreamOptions | None = None
     n: int | None = None
+    logprobs: bool | None = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
+    modalities: Any = None
+    response_format: Any = None
 
     def columns(self, inputs: Inputs) -> Batch:
         """Return the message as a row of the columns that the models read.
@@ -76,8 +89,8 @@ class ChatRequest(BaseModel):
         """
         if self.n not in (None, 1):
             raise RequestError(f"n must be 1: a cascade gives one answer, not {self.n}")
-        if self.tools or self.functions:
-            raise RequestError("tools and functions are not supported: a cascade answers in text")
+        if asked := next((name for name, as_text in _AS_TEXT.items() if getattr(self, name) not in as_text), None):
+            raise RequestError(f"{asked} is not supported: a cascade answers in text, as its pool says")
         *before, last = self.messages
         if last.role != "user" or any(message.role not in ("system", "developer") for message in before):
             raise RequestError(_ANSWERS_ONE)
@@ -100,8 +113,7 @@ def completion(request: ChatRequest, answered: RequestState, parameters: Mapping
         parameters: How it was answered, which goes into the field `cauc`.
     """
     text = _answer(answered)
-    refusal = None if text is not None else "no model of the cascade has given an answer"
-    message = {"role": "assistant", "content": text, "refusal": refusal}
+    message = {"role": "assistant", "content": text, "refusal": _NO_ANSWER if text is None else None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
     return {
         **_head(request, parameters, "chat.completion"),
@@ -118,9 +130,8 @@ def events(request: ChatRequest, answered: RequestState, parameters: Mapping[str
 
 def _events(request: ChatRequest, answered: RequestState, parameters: Mapping[str, Any]) -> Iterator[str]:
     head, text = _head(request, parameters, "chat.completion.chunk"), _answer(answered)
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    deltas += [{"content": line} for line in (text or "").splitlines(keepends=True)]
-    for delta in deltas:
+    said = [{"refusal": _NO_ANSWER}] if text is None else [{"content": line} for line in text.splitlines(keepends=True)]
+    for delta in ({"role": "assistant", "content": ""}, *said):
         yield json.dumps({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
     end = {"index": 0, "delta": {}, "finish_reason": "stop"}
     yield json.dumps({**head, "choices": [end], "cauc": _details(answered, parameters)})

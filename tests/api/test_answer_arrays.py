@@ -96,6 +96,45 @@ def test_right_answers_and_frames_and_shares_will_do():
     assert by_cost.costs == "per-model"
 
 
+def nullable(columns):
+    return pd.DataFrame(columns).convert_dtypes()
+
+
+def as_bytes(columns):
+    return columns | {"answer": [None if text is None else text.encode() for text in columns["answer"]]}
+
+
+def with_extremes(columns):
+    """Put in numbers beyond float32, where others would be as extreme."""
+    sure = np.where(columns["confidence_self"] > 0.7, 1e300, -1e300)
+    return columns | {"confidence_self": sure}
+
+
+@pytest.mark.parametrize(("form", "as_before"), [(nullable, True), (as_bytes, True), (with_extremes, False)])
+def test_columns_of_other_types_are_read_as_plain_ones(form, as_before):
+    columns, right = columns_of(100)
+    columns["small"]["correct"][3] = None  # of an answer that is missing
+    columns["small"]["confidence_self"][5] = np.nan
+    expected = cauc_ray.fit(columns, validation=0.5, threshold=0.7)
+    others = {name: form(of) for name, of in columns.items()}
+    policy = cauc_ray.fit(others, validation=0.5, threshold=0.7)
+    if as_before:
+        assert policy.as_json() == expected.as_json()
+    assert policy.predict(others).to_arrow()["prediction_label"][3].as_py() is None
+    bare = {name: {k: of[k] for k in of if k != "correct"} for name, of in others.items()}
+    labels = pd.Series([None, *right[1:]], dtype="string")
+    with pytest.warns(cauc_ray.CaucWarning, match="1 of 100 examples have no label"):
+        assert cauc_ray.fit(bare, labels, validation=0.5, threshold=0.7).method == "answers"
+
+
+def test_answers_that_no_file_can_hold_are_kept_with_question_marks(tmp_path):
+    columns, _ = columns_of(60)
+    columns["large"]["answer"] = [f"{text} \ud800" for text in columns["large"]["answer"]]
+    policy = cauc_ray.fit(columns, validation=0.5, threshold=0.99)
+    texts = policy.predict(columns).to_arrow()["prediction_label"].to_pylist()
+    assert any(text is not None and text.endswith(" ?") for text in texts)
+
+
 @pytest.mark.parametrize(
     ("change", "labels", "error", "words"),
     [
@@ -108,6 +147,9 @@ def test_right_answers_and_frames_and_shares_will_do():
         ({"rule": "numeric"}, None, ConfigError, "numeric"),
         ({}, ["1"] * 40, ConfigError, "leave labels out"),
         ({"correct": None}, ["1"] * 39, DataError, "39 labels"),
+        ({"correct": None}, "1" * 40, DataError, "labels must be a text for each row, got str"),
+        ({"correct": None}, 1, DataError, "labels must be a text for each row, got int"),
+        ({"rule": 5}, None, DataError, "rule must be a text"),
         ({"answer": None}, None, DataError, "'answer' has a text for each row"),
         ({"answer": 3}, None, DataError, "must be a text for each row, got int"),
         ({"answer": "Paris"}, None, DataError, "must be a text for each row, got str"),

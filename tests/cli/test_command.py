@@ -28,6 +28,7 @@ from synthetic import write_table
 
 import cauc_ray
 from cauc_ray.cli.command import main
+from cauc_ray.data.answer_table import write_answers
 from cauc_ray.files.paths import path_of
 
 CHAIN = ["--models", ",".join(MODELS)]
@@ -47,6 +48,21 @@ def home(tmp_path_factory):
 def cauc(home, tmp_path, command):
     (tmp_path / "LOGITS").symlink_to(home / "LOGITS")
     return command
+
+
+def test_a_rule_of_answers_is_found_in_the_current_folder(tmp_path):
+    """Of the command itself: Python finds modules there where it is given a module or a program."""
+    (tmp_path / "spoken.py").write_text("def first(answer):\n    return answer[:1]\n")
+    for split in ("calibration", "validation"):
+        texts, sure = ["Yes", "No"] * 60, {"self": [0.5] * 120}
+        ids = [f"{split}{row}" for row in range(120)]
+        write_answers(tmp_path / "ANSWERS", "one", split, ids, texts, sure, [True] * 90 + [False] * 30, cost=1.0)
+    info = tmp_path / "ANSWERS" / "pool.json"
+    info.write_text(info.read_text().replace('"exact"', '"spoken:first"'))
+    fit = [CAUC, "fit", "ANSWERS", "-o", "policy.json"]
+    done = subprocess.run(fit, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "policy.json").read_text())["stages"][0]["rule"] == "spoken:first"
 
 
 def test_fit_evaluate_and_predictions(cauc, tmp_path):

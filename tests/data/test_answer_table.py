@@ -1,6 +1,7 @@
 """Tables of answers in words: by which rule answers are the same, who is right, and what is refused."""
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -28,8 +29,14 @@ def written(folder, model, answers, correct, *, split="test", rule="exact", cost
         ("exact", [" The  Cat.", "the cat", "THE CAT!"], ["a cat", "the cats"]),
         ("number", ["It is 1,234.50", "1234.5", "= 1.2345e3 EUR"], ["-1234.5", "1234.5 %"]),
         ("number", ["5 %", "0.05", "first 7, then .05"], ["5"]),
+        ("number", ["-$1,200.00", "x=\u22121\u202f200", "a loss of (-1'200.0)", "-\uff11\uff12\uff10\uff10"], ["1200"]),
+        ("number", ["12 m\u00b2", "between 3-12", "one of 1,2,12", "GPT-12", "12 kg of CO\u2082"], ["-12", "1212"]),
+        ("number", ["\u00bd", "is 0.5", "50%", "+\u00bd."], ["1\u00bd", "2", "-\u00bd", "\u00bd%"]),
+        ("number", [f"2^100 = {2**100}"], [f"{2**100 + 1}", "1e9999999", "1e99999999999999999999"]),
         ("user_models:first_word", ["Yes, it is", "yes. of course"], ["no", "it is yes"]),
         ("json:city", ['{"city": "Paris", "why": 1}', 'so: {"city": " paris"}'], ['{"city": "Rome"}']),
+        ("json:city", ['["K\u00f6ln"]', '{"city": ["K\\u00f6ln"]}'], ['{"city":' * 100_000 + "}" * 100_000]),
+        ("exact", ["\u201cParis.\u201d", "Paris\u3002", "\u00abParis\u00bb"], ["Pari"]),
         (r"regex:answer is \(?([A-J])", ["The answer is (B).", "answer is A? No: answer is b"], ["answer is C"]),
     ],
 )
@@ -44,10 +51,28 @@ def test_answers_are_the_same_by_a_rule_and_right_where_they_equal_the_reference
     assert rule_of(rule).references([None, ""]) == [None, None]
 
 
-@pytest.mark.parametrize("rule", ["", "exactly", "json:", "regex:(", "no_such_module:f", "math:pi"])
+@pytest.mark.parametrize(
+    "rule", ["", "exactly", "json:", "regex:(", "regex:a{99999999999}", "no_such_module:f", "..x:f", "math:pi"]
+)
 def test_what_is_no_rule_is_refused(rule):
     with pytest.raises(ConfigError):
         rule_of(rule)
+
+
+@pytest.mark.parametrize(("rule", "why"), [("math:sqrt", "must be real number"), ("builtins:len", "text or None")])
+def test_a_function_that_cannot_read_an_answer_is_named_in_one_line(tmp_path, rule, why):
+    written(tmp_path, "a", ["x"], [True], rule=rule)
+    with pytest.raises(DataError, match=f"the rule {rule} .*{why}"):
+        AnswerTable(tmp_path).read_chain(["a"], "test")
+
+
+def test_missing_values_of_pandas_and_texts_that_no_file_can_hold_are_written(tmp_path):
+    answers = pd.array(["x\ud800", None, "y", "z"], dtype=object)
+    written(tmp_path, "a", answers, pd.array([True, False, None, False], dtype="boolean"))
+    written(tmp_path, "b", pd.Series(["x", None, None, "z"], dtype="string"), [True, np.nan, None, np.False_])
+    rows = [AnswerTable(tmp_path).read_model(model, "test") for model in "ab"]
+    assert [of.texts.tolist() for of in rows] == [["x?", None, "y", "z"], ["x", None, None, "z"]]
+    assert [of.correct.tolist() for of in rows] == [[1, 0, -1, 0], [1, -1, -1, 0]]
 
 
 def test_answers_that_are_both_right_count_as_right_whatever_their_words_and_agree_by_their_words(tmp_path):

@@ -72,6 +72,67 @@ def test_the_log_probability_is_that_of_the_answers_own_tokens():
 
 
 @pytest.mark.parametrize(
+    ("before", "answer", "after"),
+    [
+        ('{"why": {"answer": "', None, '"}, "answer": "'),
+        ('{"answer": "', None, '", "answer": "'),
+        ('{ "why" : ["\\"answer\\": ", "}"] ,\n "\\u0061nswer"\t:\n"', "Rome", ""),
+    ],
+)
+def test_the_tokens_of_the_answer_are_those_of_its_own_field(before, answer, after):
+    """The field may stand in another one, twice, or with escapes."""
+    tokens = [(before, -2.0), *([] if answer else [("Rome", -4.0), (after, -2.0)]), ("Rome", -0.5)]
+    tokens.append(('", "confidence": 0.75 }', -2.0))
+    content = "".join(token for token, _ in tokens)
+    answers, _ = ask(lambda p, n: replied(choice(content, tokens)), {"confidences": ["sequence", "verbal"]}, "x")
+    assert answers.texts == ["Rome"]
+    assert confidences_in(answers.logits).tolist() == [[-0.5, 0.75]]
+
+
+def test_the_end_of_a_turn_that_has_the_answers_letters_is_not_the_answer():
+    answers, _ = ask(lambda p, n: replied(choice("end", [(" end", -0.5), ("<|end|>", -9.0)])), {}, "x")
+    assert confidences_in(answers.logits).tolist() == [[-0.5]]
+
+
+@pytest.mark.parametrize(
+    ("token", "text", "confidence"),
+    [
+        ({"token": "a", "logprob": -1.0, "bytes": [300]}, "a", np.nan),
+        ({"token": "a", "logprob": -1.0, "bytes": ["a"]}, "a", np.nan),
+        ({"token": "a", "logprob": -(10**400)}, "a", np.nan),
+        ({"token": "a", "logprob": "-1"}, "a", np.nan),
+        ({"token": "\ud800", "logprob": -1.0}, "a", np.nan),
+        ({"token": "\ud800", "logprob": -1.0}, "\ud800", -1.0),
+    ],
+)
+def test_tokens_that_are_none_leave_an_answer_without_their_likelihood(token, text, confidence):
+    reply = {"message": {"content": text}, "logprobs": {"content": [token]}}
+    answers, _ = ask(lambda p, n: replied(reply), {}, "x")
+    assert answers.texts == [text.replace("\ud800", "?")]
+    np.testing.assert_array_equal(confidences_in(answers.logits), [[confidence]])
+
+
+@pytest.mark.parametrize("usage", [None, {"prompt_tokens": -5, "completion_tokens": 1}, {"prompt_tokens": 10**30}])
+def test_usage_that_is_none_fails_a_row_whose_cost_it_is(usage):
+    def script(prompt, before):
+        return {"choices": [choice("a")], "usage": usage}
+
+    answers, _ = ask(script, {}, "x")
+    assert answers.texts == ["a"]
+    answers, _ = ask(script, {}, "x", prices={"input": 1.0, "output": 1.0})
+    assert "no usage" in answers.failures[0]
+
+
+@pytest.mark.parametrize("content", ["42", "[1]", "null", '"text"'])
+def test_what_is_no_object_has_no_answer_in_it(content):
+    schema = {"type": "object", "properties": {"confidence": {"type": "number"}}}
+    generate = {"json_schema": schema, "answer_field": None, "confidences": ["verbal"]}
+    answers, _ = ask(lambda p, n: replied(choice(content)), generate, "x")
+    assert answers.texts == [None]
+    assert not answers.failures
+
+
+@pytest.mark.parametrize(
     "content", [None, "", "no JSON", '{"answer": null', '{"other": 1}', "<think>never ends", "[1]"]
 )
 def test_what_is_no_answer_is_none_and_is_paid(content):
@@ -119,6 +180,9 @@ def test_servers_that_want_another_name_of_the_limit_get_it():
         ({"samples": 2, "confidences": ["samples"], "temperature": 0}, {}, "alike"),
         ({"answer_field": "x"}, {}, "json_schema"),
         ({"json_schema": {"properties": {"a": {}}}}, {}, "no property 'answer'"),
+        ({"json_schema": {"properties": None}}, {}, "no property 'answer'"),
+        ({"json_schema": {"properties": ["answer"]}}, {}, "no property 'answer'"),
+        ({"confidences": ["verbal"], "answer_field": "confidence"}, {}, "must differ"),
         ({"rule": "roughly"}, {}, "unknown rule"),
         ({}, {"labels": ["a", "b"]}, "labels"),
         ({}, {"votes": 3}, "votes"),
@@ -129,6 +193,13 @@ def test_servers_that_want_another_name_of_the_limit_get_it():
 def test_settings_that_contradict_each_other_are_refused(generate, more, words):
     with pytest.raises(ValidationError, match=words):
         spec(generate=generate, **more)
+
+
+@pytest.mark.parametrize(("confidences", "why"), [(["self", "self"], "twice"), ([""], "no name")])
+def test_names_of_confidences_that_no_answer_can_have_are_refused_before_it_is_asked(tmp_path, confidences, why):
+    model = {"kind": "python", "factory": "user_models:adder", "words": {"confidences": confidences}}
+    with pytest.raises(ConfigError, match=why):
+        pool_of({"name": "p", "task": "generation", "stages": [{"name": "small", "model": model}]}, tmp_path)
 
 
 def test_a_log_of_logits_is_refused_where_models_answer_in_words(tmp_path):

@@ -59,6 +59,40 @@ def test_an_unmodified_client_gets_the_answers_of_the_cascade_whole_and_streamed
     assert counts.usage.total_tokens == 0
 
 
+def test_fields_that_ask_for_a_text_are_taken(client):
+    asks_for_text = {
+        "tools": [],
+        "logprobs": False,
+        "modalities": ["text"],
+        "response_format": {"type": "text"},
+        "n": 1,
+    }
+    answer = client.chat.completions.create(model="sums", messages=asked("1 + 1"), **asks_for_text)
+    assert answer.choices[0].message.content == "It is\n2."
+
+
+def test_a_cascade_that_has_no_answer_says_so_whole_and_streamed(tmp_path):
+    small, _ = yaml.safe_load(sums.pool(tmp_path).read_text())["stages"]
+    nobody = {"name": "nobody", "model": {"kind": "abstain", "rule": "number"}, "cost": {"usd": 0.002}}
+    columns = {"answer": ["It is 1."] * 100, "confidence_self": [0.5] * 100, "rule": "number"}
+    arrays = {"small": columns, "nobody": {"answer": [None] * 100, "rule": "number"}}
+    costs = {"small": 0.001, "nobody": 0.002}
+    policy = cauc_ray.fit(
+        arrays, ["1", "2"] * 50, models=[*arrays], costs=costs, cost_unit="USD", validation=0.5, threshold=0.99
+    )
+    path = sums.pool(tmp_path, stages=[small, nobody])
+    with (
+        cauc_ray.serve(path, policy, port=0, name="sums", local=True) as service,
+        openai.OpenAI(base_url=f"{service.url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        whole = client.chat.completions.create(model="sums", messages=asked("1 + 1")).choices[0].message
+        assert whole.content is None
+        stream = [*client.chat.completions.create(model="sums", messages=asked("1 + 1"), stream=True)]
+    assert "".join(part.choices[0].delta.content or "" for part in stream) == ""
+    assert [part.choices[0].delta.refusal for part in stream if part.choices[0].delta.refusal] == [whole.refusal]
+    assert "no model" in whole.refusal
+
+
 def test_a_system_message_precedes_the_question(client):
     messages = [{"role": "system", "content": "Add 1 to"}, *asked([{"type": "text", "text": "2 + 3"}])]
     assert client.chat.completions.create(model="sums", messages=messages).choices[0].message.content == "It is\n6."
@@ -76,6 +110,17 @@ def test_the_models_are_listed(client):
     [
         ({"n": 2}, openai.BadRequestError, "n must be 1"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools"),
+        ({"functions": [{"name": "f"}]}, openai.BadRequestError, "functions"),
+        ({"logprobs": True, "top_logprobs": 2}, openai.BadRequestError, "logprobs"),
+        ({"modalities": ["text", "audio"]}, openai.BadRequestError, "modalities"),
+        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
+        ({"messages": asked(None)}, openai.BadRequestError, "no content"),
+        ({"messages": asked([])}, openai.BadRequestError, "no content"),
+        (
+            {"messages": [{"role": "system"}, *asked("1 + 1")]},
+            openai.BadRequestError,
+            "system's message has no content",
+        ),
         ({"messages": []}, openai.BadRequestError, "messages"),
         ({"messages": [*asked("1 + 1"), {"role": "assistant", "content": "2"}]}, openai.BadRequestError, "one message"),
         ({"messages": asked([{"type": "image_url", "image_url": {"url": "x"}}])}, openai.BadRequestError, "text"),

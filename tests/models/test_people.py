@@ -1,0 +1,57 @@
+"""A person as a stage: what is read from a queue, and what is written to it."""
+
+import json
+
+import numpy as np
+import pytest
+
+from cauc_ray.errors import ConfigError
+from cauc_ray.models.pool import pool_of
+
+
+def person(folder, rule="exact"):
+    model = {"kind": "human", "queue": "queue", "rule": rule}
+    content = {"name": "p", "task": "generation", "stages": [{"name": "person", "model": model, "cost": {"usd": 1.0}}]}
+    return pool_of(content, folder).stages[0].load()
+
+
+def batch(**columns):
+    return {name: np.fromiter(values, dtype=object, count=len(values)) for name, values in columns.items()}
+
+
+def answer(folder, content):
+    (folder / "queue" / "answered").mkdir(parents=True)
+    (folder / "queue" / "answered" / "a.jsonl").write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("given", "rule", "text"),
+    [
+        ('"5"', "number", "5"),
+        ("5", "number", "5"),
+        ("null", "exact", None),
+        ('{"city": "K\u00f6ln"}', "json:city", '{"city": "K\u00f6ln"}'),
+        ("true", "exact", "true"),
+    ],
+)
+def test_an_answer_may_be_any_value_of_json(tmp_path, given, rule, text):
+    answer(tmp_path, f'{{"example_id": 7, "answer": {given}}}\n')
+    answers = person(tmp_path, rule)(batch(example_id=[7], text=["x"]))
+    assert answers.texts == [text]
+    assert not answers.failures
+
+
+@pytest.mark.parametrize("line", ["[]", '"example_id answer"', '{"example_id": "a"}', "{", '{"a":' * 100_000])
+def test_lines_that_are_no_answer_are_refused_by_their_number(tmp_path, line):
+    answer(tmp_path, f'{{"example_id": "a", "answer": "5"}}\n{line}\n')
+    with pytest.raises(ConfigError, match="line 2: a JSON object with example_id and answer is needed"):
+        person(tmp_path)(batch(example_id=["a"], text=["x"]))
+
+
+def test_columns_of_any_type_are_shown(tmp_path):
+    values = ["x", b"x", np.float32(0.5), [np.int64(1)], {"a": np.arange(2)}, float("nan"), None, slice(1)]
+    rows = batch(example_id=[str(row) for row in range(len(values))], value=values)
+    assert person(tmp_path)(rows).waiting == frozenset(range(len(values)))
+    (path,) = (tmp_path / "queue" / "asked").iterdir()
+    shown = [json.loads(line)["columns"]["value"] for line in path.read_text().splitlines()]
+    assert shown == ["x", "eA==", 0.5, [1], {"a": [0, 1]}, None, None, "slice(None, 1, None)"]
