@@ -239,6 +239,29 @@ def test_arrays_and_their_options_are_refused_in_one_line(verb, change, words):
     assert "\n" not in str(refused.value)
 
 
+WRONG_FOR_A_POLICY = {
+    "a threshold": (lambda policy, data, value: policy.with_threshold(value), "threshold"),
+    "a budget": (lambda policy, data, value: policy.with_budget(value), "budget"),
+    "logits": (lambda policy, data, value: policy.predict(value), "arrays by model"),
+    "a policy": (lambda policy, data, value: cauc_ray.evaluate(data["test"][0], value), "policy"),
+    "a policy to check": (lambda policy, data, value: cauc_ray.check(data["test"][0], value), "policy"),
+    "a replacement": (
+        lambda policy, data, value: cauc_ray.replace_model(policy, *data["calibration"][:1], {"small": "large"}),
+        "'large' is a duplicate",
+    ),
+}
+
+
+@pytest.mark.parametrize("value", [None, "3@0.9", [0.5]])
+@pytest.mark.parametrize("what", WRONG_FOR_A_POLICY)
+def test_what_is_none_is_refused_by_a_policy_in_one_line(data, what, value):
+    policy = cauc_ray.fit(*data["calibration"], validation=data["validation"], costs=COSTS, budget=6.0)
+    call, words = WRONG_FOR_A_POLICY[what]
+    with pytest.raises(CaucError, match=words) as refused:
+        call(policy, data, value)
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize("given_ids", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 150])
 def test_splits_of_arrays_that_share_rows_are_refused(n, given_ids):
