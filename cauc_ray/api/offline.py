@@ -449,6 +449,7 @@ def replace_model(
     models = [replacements.get(name, name) for name in policy.models]
     options: FitOptions = options_of(fit).of(
         {
+            "models": models,
             "costs": None if costs is None else dict(costs),
             "method": policy.method,
             "cost_unit": policy.cost_unit if isinstance(logits, Mapping) else None,

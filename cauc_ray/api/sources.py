@@ -40,7 +40,7 @@ from cauc_ray.numbers.ids import NumberIds, ids_of, number_order, text_order
 from cauc_ray.numbers.logits import ANSWERS, LogitKind
 from cauc_ray.numbers.rows import ascending
 from cauc_ray.numbers.segments import Segments
-from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.method import Reads
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.predictions import OptionNames, rules_of, vectors_of
@@ -299,8 +299,7 @@ class Source:
             for split in cuts
             if split not in shares and (split != validation or split in self._source.splits(models[0]))
         }
-        if self.table is not None:  # rows of arrays have ids of their own only where they are given
-            require_disjoint(str(self.path), chains)
+        require_disjoint(str(self.path), chains)
         if shares:
             whole = {calibration: 1 - sum(shares.values())}
             chains |= _cut(chains[calibration], {**whole, **shares}, self._options.seed)
@@ -335,29 +334,45 @@ def require_disjoint(source: str, splits: Mapping[str, ChainExamples]) -> None:
     """Raise DataError if two splits have rows in common: what is fitted on one would be measured on it, too.
 
     Rows are the same if their ids are, their labels, and their logits of the first model; ids alone may be numbers that
-    begin anew in each split.
+    begin anew in each split. Votes and answers are often the same by chance: how often, rows of other ids say.
     """
     for (first, first_chain), (second, second_chain) in combinations(splits.items(), 2):
-        ids, other_ids = first_chain.example_ids, second_chain.example_ids
-        common = set(ids).intersection(other_ids)
-        if not common:
+        rows, other_rows = _of_common_ids(first_chain.example_ids, second_chain.example_ids)
+        if not len(rows):
             continue
-        row_of = {example: row for row, example in enumerate(ids) if example in common}
-        other_rows = np.array([row for row, example in enumerate(other_ids) if example in common])
-        rows = np.array([row_of[other_ids[row]] for row in other_rows])
-        same_mask = first_chain.labels[rows] == second_chain.labels[other_rows]
-        if isinstance(first_chain, ChainLogits) and isinstance(second_chain, ChainLogits):
-            logits, other_logits = first_chain.logits[0], second_chain.logits[0]
-            width = min(logits.shape[1], other_logits.shape[1])
-            same_mask &= (logits[rows, :width] == other_logits[other_rows, :width]).all(axis=1)
-            shared = same_mask.sum() > len(rows) / 2
+        same = _same_rows(first_chain, rows, second_chain, other_rows)
+        if isinstance(first_chain, ChainLogits):
+            n = len(second_chain)
+            by_chance = _same_rows(first_chain, rows, second_chain, (other_rows + 1) % n).mean() if n > 1 else 0.0
+            shared = same.mean() > (1 + by_chance) / 2
         else:
-            shared = len(rows) >= _ENOUGH_LABELS and same_mask.all()
+            shared = len(rows) >= _ENOUGH_LABELS and same.all()
         if shared:
             raise DataError(
-                f"{source}: splits {first!r} and {second!r} have {same_mask.sum():,} rows in common, such as "
-                f"{ids[rows[same_mask.argmax()]]!r}; collect all splits from one dataset, or remove one of them"
+                f"{source}: splits {first!r} and {second!r} have {same.sum():,} rows in common, such as "
+                f"{first_chain.example_ids[rows[same.argmax()]]!r}; give each row to one of them"
             )
+
+
+def _of_common_ids(ids: Sequence[str], other_ids: Sequence[str]) -> tuple[Ints, Ints]:
+    """Return the rows of two splits that have the same ids, int (n,) each."""
+    if isinstance(ids, NumberIds) and isinstance(other_ids, NumberIds):
+        _, rows, other_rows = np.intersect1d(ids.numbers, other_ids.numbers, assume_unique=True, return_indices=True)
+        return rows, other_rows
+    row_of = {example: row for row, example in enumerate(ids)}
+    pairs = [(row_of[example], row) for row, example in enumerate(other_ids) if example in row_of]
+    rows, other_rows = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    return rows, other_rows
+
+
+def _same_rows(first: ChainExamples, rows: Ints, second: ChainExamples, other_rows: Ints) -> Bools:
+    """Return which rows have the same label and, where they are here, logits of the first model, bool (n,)."""
+    same: Bools = first.labels[rows] == second.labels[other_rows]
+    if isinstance(first, ChainLogits) and isinstance(second, ChainLogits):
+        logits, other_logits = first.logits[0], second.logits[0]
+        width = min(logits.shape[1], other_logits.shape[1])
+        same &= (logits[rows, :width] == other_logits[other_rows, :width]).all(axis=1)
+    return same
 
 
 def labelled_examples(chain: _Chain) -> _Chain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -194,15 +195,22 @@ def _labels(source: str, labels: Any, n: int) -> Ints:
     values = np.asarray(labels)
     if values.shape != (n,):
         raise DataError(f"{source}: expected one label for each of {n} examples, got labels of shape {values.shape}")
-    with np.errstate(invalid="ignore"):
-        try:
+    try:
+        with np.errstate(invalid="ignore"):
             whole = values.astype(np.int32)
-        except (TypeError, ValueError, OverflowError) as error:
-            sample = ", ".join(sorted({repr(str(value)) for value in values[:100]})[:3])
-            raise DataError(f"{source}: labels must be integers, the indices of options, got {sample}") from error
-    if (whole != values).any():  # also if the number does not fit int32
-        raise DataError(f"{source}: labels must be integers, the indices of options; got {values[whole != values][0]}")
+            is_whole = bool((whole == values).all())  # no number that int32 does not hold is
+    except (TypeError, ValueError, OverflowError):
+        is_whole = False
+    if not is_whole:
+        wrong = next((label for label in values.tolist() if not _is_index(label)), values[0])
+        raise DataError(
+            f"{source}: labels must be integers, the indices of options ({UNKNOWN_LABEL} where unknown), got {wrong!r}"
+        )
     return whole
+
+
+def _is_index(label: Any) -> bool:
+    return isinstance(label, Real) and bool(abs(float(label)) < 2**31 and float(label) % 1 == 0)
 
 
 def row_ids(source: str, values: Any, n: int) -> Sequence[str]:

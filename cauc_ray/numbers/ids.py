@@ -8,6 +8,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from cauc_ray.errors import DataError
 from cauc_ray.numbers.types import Ints
 
 # A number of more digits has no sort key in 64 bits.
@@ -71,7 +72,9 @@ class NumberIds(Sequence[str]):
 
 
 def ids_of(values: Any) -> NumberIds | tuple[str, ...]:
-    """Return ids, (N,), as numbers if they are such, else as texts."""
+    """Return ids, (N,), as numbers if they are such, else as texts. Raises DataError for a single value."""
+    if isinstance(values, str | bytes) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
+        raise DataError(f"ids are a list or an array with one for each row, got {values!r}")
     are_integers = isinstance(values, np.ndarray) and values.dtype.kind in "iu" and values.ndim == 1
     if are_integers and len(values) and values.min() >= 0 and values.max() < _POWERS[-1]:
         return NumberIds(values.astype(np.int64))

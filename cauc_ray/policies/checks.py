@@ -164,9 +164,9 @@ def as_expected(expected: Measures | None, costs: Mean, split: str, budget: floa
         unit: Unit of all costs.
 
     Returns:
-        The guard; None if the expected cost is unknown.
+        The guard; None if the expected cost is unknown, or there are too few examples to tell.
     """
-    if expected is None:
+    if expected is None or costs.n < FEWEST_EXAMPLES:
         return None
     p_value = mean_difference(costs, Mean(expected.cost, expected.cost_deviation, expected.n)).p_value
     text = (

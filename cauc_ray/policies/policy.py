@@ -346,7 +346,10 @@ class Policy(Shown, FrozenModel):
         Called on Policy it returns a policy of the file's method. Raises PolicyError if the file is missing,
         not JSON, of another format or version, or has an invalid value or key.
         """
-        file = path_of(path)
+        try:
+            file = path_of(path)
+        except TypeError:
+            raise PolicyError(f"a policy, or the path of its file, was expected, got {path!r}") from None
         try:
             if not file.is_file():
                 raise PolicyError(f"policy file {file} does not exist")
@@ -484,7 +487,7 @@ class Policy(Shown, FrozenModel):
 
     def require_threshold(self, threshold: float) -> None:
         """Raise ConfigError unless a threshold is a finite number that the method can take."""
-        check_threshold(threshold)
+        check_number("threshold", threshold)
         if isinstance(self.threshold, tuple) and len(self.threshold) > 1:
             raise ConfigError(
                 f"this policy of method {self.method} has {len(self.threshold)} thresholds, one for each model but the "
@@ -533,7 +536,7 @@ class Policy(Shown, FrozenModel):
 
         Raises BudgetError if no point is within the budget, PolicyError if the policy has no curve.
         """
-        check_budget(budget)
+        check_number("budget", budget)
         if not self.curve or self.validation is None:
             raise PolicyError(
                 "the policy has no accuracy-cost curve to choose a threshold from; "
@@ -618,16 +621,14 @@ def policy_of(policy: str | AnyPath | Policy) -> Policy:
     return policy if isinstance(policy, Policy) else Policy.load(policy)
 
 
-def check_threshold(threshold: float) -> None:
-    """Raise ConfigError unless a threshold is a finite number."""
-    if not math.isfinite(threshold):
-        raise ConfigError(f"a threshold must be a finite number, got {threshold}")
-
-
-def check_budget(budget: float) -> None:
-    """Raise ConfigError unless a budget is a finite number."""
-    if not math.isfinite(budget):
-        raise ConfigError(f"a budget must be a finite number, got {budget}")
+def check_number(name: str, value: float) -> None:
+    """Raise ConfigError unless a threshold, or a budget, is a finite number.   name: which of them."""
+    try:
+        is_finite = math.isfinite(value)
+    except TypeError:
+        is_finite = False
+    if not is_finite:
+        raise ConfigError(f"a {name} must be a finite number, got {value!r}")
 
 
 def joined_states(states: Sequence[tuple[int, Floats | None]]) -> Floats | None:

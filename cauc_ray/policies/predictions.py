@@ -147,6 +147,8 @@ class Predictions(Shown):
 
 def predict(policy: Policy, logits: Mapping[str, Any], example_ids: Any = None) -> Predictions:
     """Answer rows of logits that are all here; see Policy.predict."""
+    if not isinstance(logits, Mapping):
+        raise ConfigError(f"logits: arrays by model, as {{'small': (N, K)}}; got {type(logits).__name__}")
     kinds = policy.kinds_by_model
     models, encoder = [stage.name for stage in policy.answering], policy.encoder
     costs = Costs(policy.cost_unit, np.array([stage.cost for stage in policy.answering]))

@@ -37,7 +37,7 @@ from cauc_ray.policies.evidence import (
     ThresholdChoice,
 )
 from cauc_ray.policies.monitor import reference_of
-from cauc_ray.policies.policy import Policy, check_budget, check_threshold
+from cauc_ray.policies.policy import Policy, check_number
 from cauc_ray.policies.trace import Trace, answers_alone, measure, measure_offline, trace_policy
 
 AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
@@ -83,9 +83,9 @@ class ThresholdRule:
         if sum(rule is not None for rule in (self.certify, self.budget, self.threshold, self.price)) > 1:
             raise ConfigError("give one of a risk to certify, a budget, a threshold and a price: each decides it alone")
         if self.threshold is not None:
-            check_threshold(self.threshold)
+            check_number("threshold", self.threshold)
         if self.budget is not None:
-            check_budget(self.budget)
+            check_number("budget", self.budget)
         if self.objective not in ("accuracy", "macro-f1"):
             raise ConfigError(f"unknown objective {self.objective!r}; expected accuracy or macro-f1")
         if self.objective != "accuracy" and (self.threshold, self.certify, self.price) != (None, None, None):

@@ -215,6 +215,7 @@ REFUSED = [
     ("fit", {"validation": (np.eye(4), [0, 1, 2, 3])}, "validation: a pair is"),
     ("fit", {"example_ids": ["a"] * 150}, "example 'a' is a duplicate"),
     ("fit", {"example_ids": ["a", "b"]}, "2 example ids for 150 examples"),
+    *(("fit", {"example_ids": single}, f"got {single!r}") for single in (5, "a" * 150)),
     ("compare", {"validation": 0.5, "test": 0.5}, "must be below 1"),
     ("compare", {"address": "local"}, "leave address out"),
     ("compare", {"validation": 0.5, "test": 0.2, "embedding": "small"}, "arrays have no embeddings"),
@@ -222,6 +223,8 @@ REFUSED = [
     ("fit", {"labels": np.full(150, 9)}, "label 9 is outside"),
     ("fit", {"labels": ["cat"] * 150}, "label"),
     *(("fit", {"labels": LABELS + bad}, "label") for bad in (2**32, -(2**33), 0.5, np.nan)),
+    ("fit", {"labels": [*LABELS[1:], None]}, "(-1 where unknown), got None"),
+    ("fit", {"labels": ["2"] * 150}, "(-1 where unknown), got '2'"),
     *(("fit", {"logits": unnamed}, "logits") for unnamed in (Z, [Z, Z], None)),
     *(("fit", {"logits": unnamed}, "models") for unnamed in ({}, {0: Z, 1: Z})),
     ("fit", {"logits": cauc_ray.sample_logits()}, "go with arrays"),
@@ -234,6 +237,55 @@ def test_arrays_and_their_options_are_refused_in_one_line(verb, change, words):
     with pytest.raises(CaucError, match=re.escape(words)) as refused:
         getattr(cauc_ray, verb)(**arguments)
     assert "\n" not in str(refused.value)
+
+
+WRONG_FOR_A_POLICY = {
+    "a threshold": (lambda policy, data, value: policy.with_threshold(value), "threshold"),
+    "a budget": (lambda policy, data, value: policy.with_budget(value), "budget"),
+    "logits": (lambda policy, data, value: policy.predict(value), "arrays by model"),
+    "a policy": (lambda policy, data, value: cauc_ray.evaluate(data["test"][0], value), "policy"),
+    "a policy to check": (lambda policy, data, value: cauc_ray.check(data["test"][0], value), "policy"),
+    "a replacement": (
+        lambda policy, data, value: cauc_ray.replace_model(policy, *data["calibration"][:1], {"small": "large"}),
+        "'large' is a duplicate",
+    ),
+}
+
+
+@pytest.mark.parametrize("value", [None, "3@0.9", [0.5]])
+@pytest.mark.parametrize("what", WRONG_FOR_A_POLICY)
+def test_what_is_none_is_refused_by_a_policy_in_one_line(data, what, value):
+    policy = cauc_ray.fit(*data["calibration"], validation=data["validation"], costs=COSTS, budget=6.0)
+    call, words = WRONG_FOR_A_POLICY[what]
+    with pytest.raises(CaucError, match=words) as refused:
+        call(policy, data, value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("given_ids", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 150])
+def test_splits_of_arrays_that_share_rows_are_refused(n, given_ids):
+    (logits, labels), ids = arrays(0, n), [f"row {row}" for row in range(n)] if given_ids else None
+    later, later_labels = arrays(1, n)
+    part = {model: np.concatenate([z[:1], later[model]]) for model, z in logits.items()}
+    of_part = np.append(labels[:1], later_labels)
+    part_ids = ["row 0", *(f"later {row}" for row in range(n))]
+    settings = {"example_ids": ids, "costs": COSTS}
+    for pair in [(logits, labels, ids), *([(part, of_part, part_ids)] if given_ids else [])]:
+        with pytest.raises(DataError, match=r"'calibration' and 'validation' have .* rows in common"):
+            cauc_ray.fit(logits, labels, validation=pair, **settings)
+        with pytest.raises(CaucError, match=r"'validation' and 'test' have .* rows in common"):
+            cauc_ray.compare(logits, labels, validation=(later, later_labels), test=(later, later_labels), **settings)
+
+
+@pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")  # models are always right
+def test_rows_that_are_alike_by_chance_are_no_shared_rows():
+    labels = (np.random.default_rng(0).random((2, 200)) < 0.1).astype(int)
+    votes, later = ({"small": np.eye(2)[of] * 5, "large": np.eye(2)[of] * 4} for of in labels)
+    policy = cauc_ray.fit(votes, labels[0], validation=(later, labels[1]), costs=COSTS, threshold=0.5)
+    assert policy.validation.n == 200
+    constant = {model: z * 0 for model, z in votes.items()}
+    assert cauc_ray.fit(constant, labels[0] * 0, validation=(constant, labels[0] * 0), costs=COSTS).validation.n == 200
 
 
 BAD_LOGITS = [

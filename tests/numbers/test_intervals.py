@@ -118,14 +118,17 @@ means = st.builds(Mean, st.floats(-5, 5), st.floats(0.1, 3), st.integers(2, 5000
 
 
 @given(means, means)
-def test_means_are_compared_by_the_z_test(a, b):
+def test_means_are_compared_by_the_z_test_with_the_deviation_of_all_rows(a, b):
     assume(abs(a.value - b.value) > 1e-5)
-    test = mean_difference(a, b)
-    z = (a.value - b.value) / np.hypot(a.deviation / np.sqrt(a.n), b.deviation / np.sqrt(b.n))
+    test, n = mean_difference(a, b), a.n + b.n
+    mean = (a.n * a.value + b.n * b.value) / n
+    deviation = np.sqrt(sum(of.n * (of.deviation**2 + (of.value - mean) ** 2) for of in (a, b)) / n)
+    z = (a.value - b.value) / (deviation * np.sqrt(1 / a.n + 1 / b.n))
     assert test.z == pytest.approx(z, rel=1e-9)
     assert test.p_value == pytest.approx(2 * norm.sf(abs(z)), rel=1e-6, abs=1e-300)
     assert mean_difference(Mean(2.0, 0.0, 5), Mean(2.0 + 1e-7, 0.0, 9)).p_value == 1  # neither varies
-    assert mean_difference(Mean(3.0, 0.0, 5), Mean(2.0, 0.0, 9)).p_value == 0
+    assert mean_difference(Mean(3.0, 0.0, 50), Mean(2.0, 0.0, 90)).p_value < 1e-30
+    assert mean_difference(Mean(3.0, 0.0, 1), Mean(2.0, 0.0, 1)).p_value > 0.1
 
 
 @given(seeds, st.integers(2, 200), st.integers(1, 40))

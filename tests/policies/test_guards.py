@@ -157,6 +157,19 @@ def test_a_cost_is_a_shift_where_sampling_does_not_explain_it():
         assert word in shifted.says
 
 
+@pytest.mark.parametrize("n", [1, 10, 100])
+@pytest.mark.parametrize("share", [0.005, 0.05, 0.5])
+def test_few_rows_of_the_same_kind_are_seldom_a_shift(n, share):
+    rng, expected = np.random.default_rng(0), fit_rf(*splits(1)).expected
+    on_cost = []
+    for costs, later in zip(*(1.0 + 4.0 * (rng.random((400, size)) < share) for size in (2000, n)), strict=True):
+        figures = {"cost": costs.mean(), "cost_deviation": costs.std(), "n": len(costs)}
+        on_cost.append(as_expected(expected.model_copy(update=figures), Mean.of(later), "x", None, "u"))
+    assert np.mean([guard is not None and guard.fired for guard in on_cost]) <= 0.03
+    fits = [fit_rf(chain(seed, 300), chain(seed, n, shift=1), EARLY) for seed in range(40)]
+    assert sum("data-shift" in fired(fit) for fit in fits) <= 2
+
+
 def test_without_labelled_validation_guards_read_what_is_labelled():
     calibration, validation = splits(2)
     unlabelled = replace(validation, labels=np.where(np.arange(200) % 2, validation.labels, -1))
