@@ -268,7 +268,7 @@ def test_arrays_in_files_are_checked_without_labels_as_well(arrays, command, tmp
         ("small=small.npy both.npz --labels y.npy", "got 'both.npz'"),
         ("small= large=large.npy --labels y.npy", "got 'small='"),
         ("small=small-indexed.csv large=large-indexed.csv --labels y.csv", "small-indexed.csv"),
-        ("small=small.npy large=large.npy --labels letters.npy", "'a', 'b', 'c'"),
+        ("small=small.npy large=large.npy --labels letters.npy", "indices of options (-1 where unknown), got '"),
         ("small=small.npy large=large.npy --labels large.npy", "(400, 5)"),
         ("capital.npz", "capital.npz has "),
         ("both.npz --budget 0.5", "below the cheapest"),
