@@ -188,8 +188,8 @@ class Difference:
     p_value: float
 
 
-def paired_difference(correct_a: Bools, correct_b: Bools, seed: int = 0, error_rate: float = ERROR_RATE) -> Difference:
-    """Return the accuracy of a less that of b, with its paired percentile bootstrap interval over rows.
+def paired_difference(correct_a: Bools, correct_b: Bools, seed: int = 0) -> Difference:
+    """Return the accuracy of a less that of b, with its paired 95 % percentile bootstrap interval over rows.
 
     A row contributes -1, 0 or +1, so drawing rows with replacement is drawing three counts from a multinomial with the
     three shares: the bootstrap over rows (Efron, Annals of Statistics 1979) without drawing single rows. The p-value is
@@ -199,7 +199,6 @@ def paired_difference(correct_a: Bools, correct_b: Bools, seed: int = 0, error_r
         correct_a: Right answers of a, bool (N,).
         correct_b: Right answers of b, bool (N,), in the same order.
         seed: Random seed.
-        error_rate: Error rate of the interval, 0.05 for 95 %.
 
     Raises:
         DataError: As signs_of does.
@@ -210,7 +209,7 @@ def paired_difference(correct_a: Bools, correct_b: Bools, seed: int = 0, error_r
     counts = signs_of(correct_a, correct_b)
     n, cells = counts.n, np.array([counts.n_loss, counts.n - counts.n_gain - counts.n_loss, counts.n_gain])
     drawn = np.random.default_rng(seed).multinomial(n, cells / n, size=N_RESAMPLES)
-    low, high = np.quantile((drawn[:, 2] - drawn[:, 0]) / n, [error_rate / 2, 1 - error_rate / 2])
+    low, high = np.quantile((drawn[:, 2] - drawn[:, 0]) / n, [ERROR_RATE / 2, 1 - ERROR_RATE / 2])
     return Difference(counts.rate, float(low), float(high), n, counts.p_value)
 
 

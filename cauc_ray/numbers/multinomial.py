@@ -338,14 +338,13 @@ class Classifier:
         return self.explained > _LEAST_EXPLAINED
 
 
-def fit_classifier(vectors: Floats, labels: Ints, n_options: int, seed: int = 0) -> Classifier:
+def fit_classifier(vectors: Floats, labels: Ints, n_options: int) -> Classifier:
     """Fit a multinomial ridge regression of labels, at the penalty of least cross-validated loss.
 
     Args:
         vectors: Features, float (N, d), which are centred and divided by one scale.
         labels: Int (N,).
         n_options: K.
-        seed: Of the folds.
     """
     shares = np.bincount(labels, minlength=n_options) / len(labels)
     logs = np.log(np.maximum(shares, np.exp(_LEAST_LOG)))
@@ -353,7 +352,7 @@ def fit_classifier(vectors: Floats, labels: Ints, n_options: int, seed: int = 0)
     centre = vectors.mean(axis=0, dtype=np.float64)
     centred = vectors - centre
     scale = float(np.sqrt((centred**2).mean())) or 1.0
-    features, folds = np.column_stack([np.ones(len(vectors)), centred / scale]), folds_of(len(labels), seed)
+    features, folds = np.column_stack([np.ones(len(vectors)), centred / scale]), folds_of(len(labels))
     if entropy == 0 or not folds:
         return Classifier(np.zeros((vectors.shape[1], n_options)), logs, np.tile(logs, (len(labels), 1)), 0.0)
     nothing = RidgeFit(np.zeros(0), np.zeros((features.shape[1], n_options)))
