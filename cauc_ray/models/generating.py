@@ -61,9 +61,9 @@ class Generation(Words):
             if {"answer_field", "confidence_field"} & self.model_fields_set and "verbal" not in self.confidences:
                 raise ValueError("answer_field and confidence_field are fields of json_schema")
         else:
-            properties = self.json_schema.get("properties")
-            known = properties if isinstance(properties, dict) else {}
-            if missing := [name for name in fields if name is not None and name not in known]:
+            declared = self.json_schema.get("properties")
+            properties = declared if isinstance(declared, dict) else {}
+            if missing := [name for name in fields if name is not None and name not in properties]:
                 raise ValueError(f"json_schema has no property {missing[0]!r}")
         if len(set(fields)) < len(fields):
             raise ValueError("answer_field and confidence_field must differ")

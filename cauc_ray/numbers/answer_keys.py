@@ -51,7 +51,7 @@ def answer_texts(source: str, values: Any) -> list[str | None]:
         values: A text for each row, missing where there is none; bytes are UTF-8.
 
     Raises:
-        DataError: It is no sequence of texts.
+        DataError: They are not a sequence.
     """
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise DataError(f"{source} must be a text for each row, got {type(values).__name__}")

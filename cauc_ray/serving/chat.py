@@ -130,8 +130,10 @@ def events(request: ChatRequest, answered: RequestState, parameters: Mapping[str
 
 def _events(request: ChatRequest, answered: RequestState, parameters: Mapping[str, Any]) -> Iterator[str]:
     head, text = _head(request, parameters, "chat.completion.chunk"), _answer(answered)
-    said = [{"refusal": _NO_ANSWER}] if text is None else [{"content": line} for line in text.splitlines(keepends=True)]
-    for delta in ({"role": "assistant", "content": ""}, *said):
+    deltas = (
+        [{"refusal": _NO_ANSWER}] if text is None else [{"content": line} for line in text.splitlines(keepends=True)]
+    )
+    for delta in ({"role": "assistant", "content": ""}, *deltas):
         yield json.dumps({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
     end = {"index": 0, "delta": {}, "finish_reason": "stop"}
     yield json.dumps({**head, "choices": [end], "cauc": _details(answered, parameters)})

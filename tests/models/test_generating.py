@@ -80,7 +80,7 @@ def test_the_log_probability_is_that_of_the_answers_own_tokens():
     ],
 )
 def test_the_tokens_of_the_answer_are_those_of_its_own_field(before, answer, after):
-    """The field may stand in another one, twice, or with escapes."""
+    """Another field may contain it; it may come twice, or with escapes."""
     tokens = [(before, -2.0), *([] if answer else [("Rome", -4.0), (after, -2.0)]), ("Rome", -0.5)]
     tokens.append(('", "confidence": 0.75 }', -2.0))
     content = "".join(token for token, _ in tokens)

@@ -25,7 +25,7 @@ def answer(folder, content):
 
 
 @pytest.mark.parametrize(
-    ("given", "rule", "text"),
+    ("value", "rule", "text"),
     [
         ('"5"', "number", "5"),
         ("5", "number", "5"),
@@ -34,8 +34,8 @@ def answer(folder, content):
         ("true", "exact", "true"),
     ],
 )
-def test_an_answer_may_be_any_value_of_json(tmp_path, given, rule, text):
-    answer(tmp_path, f'{{"example_id": 7, "answer": {given}}}\n')
+def test_an_answer_may_be_any_value_of_json(tmp_path, value, rule, text):
+    answer(tmp_path, f'{{"example_id": 7, "answer": {value}}}\n')
     answers = person(tmp_path, rule)(batch(example_id=[7], text=["x"]))
     assert answers.texts == [text]
     assert not answers.failures
@@ -53,5 +53,5 @@ def test_columns_of_any_type_are_shown(tmp_path):
     rows = batch(example_id=[str(row) for row in range(len(values))], value=values)
     assert person(tmp_path)(rows).waiting == frozenset(range(len(values)))
     (path,) = (tmp_path / "queue" / "asked").iterdir()
-    shown = [json.loads(line)["columns"]["value"] for line in path.read_text().splitlines()]
-    assert shown == ["x", "eA==", 0.5, [1], {"a": [0, 1]}, None, None, "slice(None, 1, None)"]
+    columns = [json.loads(line)["columns"]["value"] for line in path.read_text().splitlines()]
+    assert columns == ["x", "eA==", 0.5, [1], {"a": [0, 1]}, None, None, "slice(None, 1, None)"]
