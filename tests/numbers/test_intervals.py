@@ -121,11 +121,23 @@ means = st.builds(Mean, st.floats(-5, 5), st.floats(0.1, 3), st.integers(2, 5000
 def test_means_are_compared_by_the_z_test(a, b):
     assume(abs(a.value - b.value) > 1e-5)
     test = mean_difference(a, b)
-    z = (a.value - b.value) / np.hypot(a.deviation / np.sqrt(a.n), b.deviation / np.sqrt(b.n))
+    n, mean = a.n + b.n, (a.n * a.value + b.n * b.value) / (a.n + b.n)
+    variance = sum(sample.n * (sample.deviation**2 + (sample.value - mean) ** 2) for sample in (a, b)) / n
+    z = (a.value - b.value) / np.sqrt(variance * (1 / a.n + 1 / b.n))
     assert test.z == pytest.approx(z, rel=1e-9)
     assert test.p_value == pytest.approx(2 * norm.sf(abs(z)), rel=1e-6, abs=1e-300)
     assert mean_difference(Mean(2.0, 0.0, 5), Mean(2.0 + 1e-7, 0.0, 9)).p_value == 1  # neither varies
-    assert mean_difference(Mean(3.0, 0.0, 5), Mean(2.0, 0.0, 9)).p_value == 0
+    assert mean_difference(Mean(3.0, 0.0, 50), Mean(2.0, 0.0, 90)).p_value < 1e-30
+
+
+@given(st.integers(0, 400), st.integers(1, 400), st.integers(0, 400), st.integers(1, 400))
+def test_shares_are_compared_as_the_chi_square_test_does_however_few_rows_there_are(hits_a, n_a, hits_b, n_b):
+    """One row that differs from all of another sample is no evidence."""
+    hits_a, hits_b = min(hits_a, n_a), min(hits_b, n_b)
+    assume(0 < hits_a + hits_b < n_a + n_b)
+    samples = [Mean(hits / n, np.sqrt(hits / n * (1 - hits / n)), n) for hits, n in ((hits_a, n_a), (hits_b, n_b))]
+    expected = chi2_contingency([[hits_a, n_a - hits_a], [hits_b, n_b - hits_b]], correction=False)
+    assert mean_difference(*samples).p_value == pytest.approx(expected.pvalue, rel=1e-6, abs=1e-9)
 
 
 @given(seeds, st.integers(2, 200), st.integers(1, 40))
