@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import re
 from collections.abc import Iterator, Mapping
@@ -93,10 +94,12 @@ def read_logits(
         names = (
             ""
             if isinstance(paths, dict)
-            else f", or name an array {_LABELS!r}; {paths[0].name} has {', '.join(arrays)}"
+            else f", or name an array {_LABELS!r}; {paths[0].name} has {', '.join(arrays) or 'none'}"
         )
         raise ConfigError(f"arrays need labels: give their file as labels (--labels FILE){names}")
-    return arrays, stored if labels is None else np.squeeze(_read(labels))
+    known_labels = stored if labels is None else _read(labels)
+    # A column or a row of labels is taken, too; one label stays an array.
+    return arrays, None if known_labels is None else np.atleast_1d(np.squeeze(known_labels))
 
 
 def files_of(paths: tuple[AnyPath, ...] | dict[str, AnyPath]) -> tuple[AnyPath, ...]:
@@ -111,11 +114,13 @@ def _read(path: AnyPath) -> Any:
     if path.suffix != ".csv":
         raise ConfigError(f"{path}: an array was expected in a .npy or .csv file")
     with _explained(path):
-        lines = path.read_bytes().splitlines()
-        titles = [title.strip(b' "') for title in lines[0].split(b",")]
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
+        titles = [title.strip(b' "') for title in (lines or [b""])[0].split(b",")]
         if len(titles) > 1 and titles[0] in (b"", b"Unnamed: 0"):
             raise ValueError("its first column has no name, as an index that pandas writes; write it with index=False")
         rows = lines[_is_header(titles) :]
+        if not rows:
+            raise ValueError("it has no rows")
         try:
             columns = np.loadtxt(rows, delimiter=",", ndmin=2)
         except ValueError:
@@ -137,7 +142,7 @@ def _explained(path: AnyPath) -> Iterator[None]:
     with readable(path):
         try:
             yield
-        except (ValueError, IndexError, EOFError, BadZipFile) as error:
+        except (ValueError, EOFError, BadZipFile) as error:
             raise DataError(f"{path} does not hold an array of numbers: {first_line(error)}") from error
 
 

@@ -32,7 +32,7 @@ try:
     from sklearn.pipeline import Pipeline
     from sklearn.utils import check_random_state, column_or_1d, get_tags, indexable
     from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping, process_routing
-    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.multiclass import check_classification_targets, unique_labels
     from sklearn.utils.validation import check_consistent_length, check_is_fitted, validate_data
 except ImportError as missing:
     raise ConfigError("CascadeClassifier needs scikit-learn 1.6 or newer: pip install 'cauc-ray[sklearn]'") from missing
@@ -235,15 +235,17 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
         names = self._names()
         logits, kinds = self._all_scores(X, names)
-        costs = self.costs if isinstance(self.costs, Mapping) else dict(zip(names, self.costs or (), strict=True))
+        costs = self.costs
+        if costs is not None and not isinstance(costs, Mapping):
+            costs = dict(zip(names, costs, strict=True))
         settings: dict[str, Any] = {"models": names, "costs": costs, "logit_kind": kinds, "objective": self.objective}
         if not options.keys() & {"budget", "budgets", "relative_budgets", "points"}:
             settings["budget"] = self.budget
         return compare(logits, self._codes(column_or_1d(y)), **{**settings, **options})
 
     def get_metadata_routing(self) -> Any:
-        """Return which metadata of fit, such as sample_weight, each member requests."""
-        router = MetadataRouter(owner=type(self).__name__)
+        """Return which metadata of fit, such as sample_weight, each member requests, and score itself."""
+        router = MetadataRouter(owner=type(self).__name__).add_self_request(self)
         return router.add(
             method_mapping=MethodMapping().add(caller="fit", callee="fit"),
             **dict(self._pairs()),
@@ -300,7 +302,8 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _pairs(self) -> list[tuple[str, Any]]:
         """Return the members; none where estimators are not pairs, which fit() refuses."""
         entries = self.estimators if isinstance(self.estimators, list | tuple) else []
-        return [(pair[0], pair[1]) for pair in entries if isinstance(pair, list | tuple) and len(pair) == 2]
+        pairs = [pair for pair in entries if isinstance(pair, list | tuple) and len(pair) == 2]
+        return [(name, member) for name, member in pairs if isinstance(name, str)]
 
     def _names(self) -> list[str]:
         names = [name for name, _ in self._pairs()]
@@ -333,7 +336,9 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         frozen = [member for _, member in self._pairs() if isinstance(member, FrozenEstimator)]
         for member in frozen:
             check_is_fitted(member)
-        self.classes_ = np.unique(np.concatenate([y, *(member.classes_ for member in frozen)]))
+        known_labels = [y, *(member.classes_ for member in frozen)]
+        unique_labels(*known_labels)  # refuses words next to numbers, which numpy would turn into words
+        self.classes_ = np.unique(np.concatenate(known_labels))
         if len(self.classes_) < 2:
             raise ValueError(
                 f"a classifier needs samples of at least 2 classes, the data hold {len(self.classes_)} class"
@@ -357,6 +362,7 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if get_config()["enable_metadata_routing"]:
             routed = process_routing(self, "fit", **params)
             return {name: dict(routed[name].fit) for name, _ in self._pairs()}
+        params = {key: value for key, value in params.items() if value is not None}
         prefixes = tuple(f"{name}__" for name, _ in self._pairs())
         shared = {key: value for key, value in params.items() if not key.startswith(prefixes)}
         by_member = {}
@@ -412,17 +418,18 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _opened(self, X: Any) -> Any:
         check_is_fitted(self, "policy_")
         (X,) = indexable(X)  # the members check their features themselves
+        if not hasattr(X, "shape") and not isinstance(X, list | tuple):
+            raise TypeError(f"X: rows are expected in an array, a data frame or a list, got {type(X).__name__}")
         return X
 
     def _codes(self, y: Any) -> Ints:
         """Return labels as indexes of classes_. Raises DataError for one that is not among them."""
-        codes: Ints = np.searchsorted(self.classes_, y)
-        unknown = self.classes_[np.minimum(codes, len(self.classes_) - 1)] != y
-        if unknown.any():
-            raise DataError(
-                f"label {y[unknown][:1].tolist()[0]!r} is not among the classes {', '.join(map(str, self.classes_))}"
-            )
-        return codes
+        places = {label: place for place, label in enumerate(self.classes_.tolist())}
+        labels = y.tolist()
+        unknown = [label for label in labels if label not in places]
+        if unknown:
+            raise DataError(f"label {unknown[0]!r} is not among the classes {', '.join(map(repr, places))}")
+        return np.array([places[label] for label in labels], dtype=np.intp)
 
     def _answer(self, X: Any) -> tuple[Answered, Floats]:
         """Return what the policy answers, and the scores of it, float64 (N, K)."""

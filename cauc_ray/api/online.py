@@ -24,7 +24,7 @@ from cauc_ray.data.datasets import DatasetSpec, RunInput, open_input
 from cauc_ray.errors import ConfigError, DataError, warn
 from cauc_ray.execution.ledger import RunRecord, new_record, parts_of, resumed_record
 from cauc_ray.execution.progress import RunProgress, StageProgress
-from cauc_ray.files.documents import new_folder, read_json, require_folder, require_new, write_json
+from cauc_ray.files.documents import new_folder, require_folder, require_new, write_json
 from cauc_ray.files.parquet import parquet_below, read_parquet
 from cauc_ray.files.paths import AnyPath, RemotePath, absolute
 from cauc_ray.models.costs import cost_unit
@@ -115,7 +115,7 @@ def run(
         opened()
     if resume:
         if (folder / "summary.json").is_file():
-            summary = RunSummary(read_json(folder / "summary.json"))
+            summary = RunSummary.load(folder / "summary.json")
             if not retry_failed or not summary["n_failed"]:
                 warn_of(map(Guard.model_validate, summary["guards"]))
                 return summary

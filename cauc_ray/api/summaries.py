@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cauc_ray.display import Figures, Grid, Sheet, amount, number, percent, relative, with_interval
+from cauc_ray.errors import DataError
+from cauc_ray.files.documents import read_json
+from cauc_ray.files.paths import AnyPath
 
 
 class CollectSummary(Figures):
@@ -34,6 +37,17 @@ class RunSummary(Figures):
     """The summary of a run, as its summary.json has it."""
 
     __slots__ = ()
+
+    @classmethod
+    def load(cls, path: AnyPath) -> RunSummary:
+        """Load a summary.json. Raises DataError where it is malformed."""
+        content = read_json(path)
+        summary = cls(content if isinstance(content, dict) else {})
+        try:
+            summary.sheet()
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise DataError(f"{path} is not the summary of a run of this version") from error
+        return summary
 
     def sheet(self) -> Sheet:
         """Return what a run saved, its stages, and what went wrong if anything did."""

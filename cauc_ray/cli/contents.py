@@ -129,14 +129,12 @@ def _document(path: AnyPath) -> Contents:
     with suppress(DataError):  # the errors below say what was expected
         content = read_json(path)
     keys = content.keys() if isinstance(content, dict) else set()
-    if keys >= {"run_id", "stages"}:
-        return Contents("run", path, RunSummary(content))
+    if path.name == "summary.json" or keys >= {"run_id", "stages"}:
+        return Contents("run", path, RunSummary.load(path))
     if keys >= {"rows", "conventions", "summary"}:
         return Contents("comparison", path, Comparison.load(path))
     if path.name == "pool.json" and "models" in keys:
         return _logit_table(path.parent)
-    if path.name == "summary.json":
-        raise DataError(f"{path} is not the summary of a run")
     return Contents("policy", path, Policy.load(path))
 
 

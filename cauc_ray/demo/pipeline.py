@@ -19,9 +19,10 @@ from cauc_ray.api.options import Common, Output
 from cauc_ray.data.splits import split_shares
 from cauc_ray.demo import digit_networks
 from cauc_ray.display import Figures, Grid, Sheet
-from cauc_ray.errors import require_packages
+from cauc_ray.errors import ConfigError, require_packages
 from cauc_ray.files.documents import new_folder, write_json, write_text
 from cauc_ray.files.parquet import parquet_files, read_parquet, write_parquet
+from cauc_ray.files.paths import RemotePath, absolute
 from cauc_ray.policies.policy import Policy
 
 SHARES = {"train": 0.40, "calibration": 0.15, "validation": 0.15, "test": 0.30}
@@ -62,10 +63,12 @@ def run_demo(output: Common[Output | None] = None) -> DemoResult:
         output: A new folder (default: cauc-demo, or the next free name).
 
     Raises:
-        ConfigError: scikit-learn or matplotlib is missing, with the install command, or the folder exists.
+        ConfigError: scikit-learn or matplotlib is missing, with the install command, or the folder exists or is remote.
     """
     names = ["cauc-demo", *(f"cauc-demo-{n}" for n in range(2, 1000))]
-    folder = Path(str(output or next(name for name in names if not Path(name).exists()))).absolute()
+    folder = absolute(output or next(name for name in names if not Path(name).exists()))
+    if isinstance(folder, RemotePath):
+        raise ConfigError(f"the demo is written to a folder of this machine, got {folder}")
     require_packages("the demo", "demo", "sklearn", "matplotlib")
     with new_folder(folder):
         try:

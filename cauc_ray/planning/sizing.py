@@ -130,13 +130,15 @@ def _trimmed(trials: Trials, sizing: Sizing, least: Sequence[int], slo_p99_s: fl
 
 def _out_of_reach(best: Sizing, slo_p99_s: float) -> str:
     """Return why no number of replicas meets a goal.   best: with replicas to spare."""
-    batch_s = {
-        stage.name: stage.seconds.of(round(stage.batch_size * (use.fill or 0)))
+    n_rows = {
+        stage.name: round(stage.batch_size * (use.fill or 0))
         for stage, use in zip(best.stages, best.simulation.stages, strict=True)
     }
+    batch_s = {stage.name: stage.seconds.of(n_rows[stage.name]) for stage in best.stages}
+    slowest = max(batch_s, key=lambda name: batch_s[name])
+    remedy = f"lower the batch_size of {slowest!r}, or raise the goal" if n_rows[slowest] > 1 else "raise the goal"
     p99 = "growing" if best.latency is None else f"{best.latency.p99:.3g} s"
     return (
         f"no number of replicas keeps p99 within {slo_p99_s:g} s: with replicas to spare it is {p99}, since a batch "
-        f"alone takes {', '.join(f'{name} {seconds:.3g} s' for name, seconds in batch_s.items())}; lower the "
-        f"batch_size of {max(batch_s, key=lambda name: batch_s[name])!r}, or raise the goal"
+        f"alone takes {', '.join(f'{name} {seconds:.3g} s' for name, seconds in batch_s.items())}; {remedy}"
     )

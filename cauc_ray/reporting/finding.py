@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from cauc_ray.api.summaries import RunSummary
 from cauc_ray.errors import CaucError, ConfigError, DataError
-from cauc_ray.files.documents import read_json
 from cauc_ray.files.paths import AnyPath, path_of, visible
 from cauc_ray.policies.policy import Policy
 
@@ -60,7 +59,7 @@ def _policy_file(folder: AnyPath) -> AnyPath:
     if not files:
         raise DataError(f"{folder} has no policy.json; make one with cauc fit, or name the policy with --policy")
     if len(files) > 1 and (folder / "run").is_dir():
-        run_policy = _read_summary(folder / "run")["policy_id"]
+        run_policy = RunSummary.load(folder / "run" / "summary.json")["policy_id"]
         files = [file for file in files if Policy.load(file).id == run_policy] or files
     if len(files) > 1:
         names = ", ".join(map(str, files))
@@ -93,19 +92,9 @@ def read_part(
 
 def read_run(path: AnyPath, policy: Policy) -> RunSummary:
     """Read a run's summary. Raises DataError where it is malformed, or of another policy."""
-    summary = _read_summary(path)
+    summary = RunSummary.load(path / "summary.json")
     models = [stage["name"] for stage in summary["stages"]]
     if summary["policy_id"] != policy.id or models != list(policy.models):
         of = f"{summary['policy_id']} of {' → '.join(map(str, models))}"
         raise DataError(f"{path} is a run of another policy, {of}, not of {policy.id} of {' → '.join(policy.models)}")
-    return summary
-
-
-def _read_summary(run: AnyPath) -> RunSummary:
-    content = read_json(run / "summary.json")
-    summary = RunSummary(content if isinstance(content, dict) else {})
-    try:
-        summary.sheet()
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise DataError(f"{run / 'summary.json'} is not the summary of a run of this version") from error
     return summary

@@ -10,8 +10,9 @@ from sklearn.ensemble import RandomForestClassifier
 from sklearn.exceptions import NotFittedError, UnsetMetadataPassedError
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import GridSearchCV, ShuffleSplit
+from sklearn.model_selection import GridSearchCV, ShuffleSplit, cross_val_score
 from sklearn.naive_bayes import GaussianNB
+from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.svm import SVC, LinearSVC
@@ -19,7 +20,7 @@ from sklearn.utils.estimator_checks import estimator_checks_generator
 
 import cauc_ray
 from cauc_ray import CascadeClassifier
-from cauc_ray.errors import BudgetError, ConfigError
+from cauc_ray.errors import BudgetError, ConfigError, DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -235,9 +236,58 @@ def test_results_show_each_member_alone_and_compare_methods_at_the_budget(digits
         right = model.classes_[model.members_[name].predict(X_test)] == y_test
         assert (single.name, single.accuracy.value) == (name, pytest.approx(right.mean()))
         assert single.gain.value == pytest.approx(model.score(X_test, y_test) - right.mean())
+    model.set_params(costs=np.array([1, 10]))
     comparison = model.compare(X_test, y_test, methods=["single", "base"])
     assert comparison.about["budget"] == 5
     assert {"single:small", "single:large", "base"} == {row["method"] for row in comparison.rows}
+
+
+def test_metadata_routing_gives_score_the_weights_that_it_requests(digits):
+    X, y, X_test, y_test = digits
+    weights = np.where(y_test == "three", 1.0, 1e-3)
+    with config_context(enable_metadata_routing=True):
+        silent = [(name, member.set_fit_request(sample_weight=False)) for name, member in members()]
+        model = CascadeClassifier(silent, [1, 10], cv=3).set_score_request(sample_weight=True)
+        rows, labels = np.concatenate([X, X_test]), np.concatenate([y, y_test])
+        halves = [(np.arange(len(X)), np.arange(len(X), len(rows)))]
+        both = np.concatenate([np.ones(len(X)), weights])
+        (score,) = cross_val_score(model, rows, labels, cv=halves, params={"sample_weight": both})
+    fitted = CascadeClassifier(members(), [1, 10], cv=3).fit(X, y)
+    assert score == pytest.approx(fitted.score(X_test, y_test, sample_weight=weights))
+    assert score != pytest.approx(fitted.score(X_test, y_test))
+
+
+def test_no_weights_are_as_none_passed(digits):
+    X, y, X_test, _ = digits
+    lone = [("small", LogisticRegression(C=1e-3)), ("large", KNeighborsClassifier())]
+    model = CascadeClassifier(lone, [1, 10], cv=0.5).fit(X, y, sample_weight=None)
+    np.testing.assert_array_equal(model.predict(X_test), clone(model).fit(X, y).predict(X_test))
+
+
+@pytest.mark.parametrize("wrong", ["numbers", "another word", None, np.nan], ids=str)
+@pytest.mark.parametrize("result", ["evaluate", "compare"])
+def test_labels_that_are_not_its_classes_are_named(digits, result, wrong):
+    X, y, X_test, y_test = digits
+    model = CascadeClassifier(members(), np.array([1, 10]), cv=0.5).fit(X, y)
+    labels = labels_of("numbers" if wrong == "numbers" else "objects", y_test)
+    labels[0] = 12 if wrong == "numbers" else wrong
+    with pytest.raises(DataError, match=f"label {labels[:1].tolist()[0]!r} is not among the classes 'eight', 'five'"):
+        getattr(model, result)(X_test, labels)
+
+
+def test_frozen_members_of_other_labels_are_refused(digits):
+    X, y, _, _ = digits
+    fitted = FrozenEstimator(GaussianNB().fit(X, labels_of("numbers", y)))
+    with pytest.raises(ValueError, match=r"Mix of label input types \(string and number\)"):
+        CascadeClassifier([("small", fitted), ("large", GaussianNB())], [1, 10]).fit(X, y)
+
+
+@pytest.mark.parametrize("rows", [None, {"pixel0": [1.0]}], ids=str)
+def test_what_has_no_rows_is_refused(digits, rows):
+    X, y, _, _ = digits
+    model = CascadeClassifier(members(), [1, 10], cv=0.5).fit(X, y)
+    with pytest.raises(TypeError, match=f"rows are expected.*got {type(rows).__name__}"):
+        model.predict(rows)
 
 
 @pytest.mark.parametrize("missing", [None, np.nan, "NA of pandas"], ids=str)
@@ -271,6 +321,7 @@ BAD = [
     ({"estimators": [("a", FrozenEstimator(LogisticRegression()))]}, NotFittedError, "not fitted"),
     ({"estimators": [("cv", LogisticRegression())]}, ConfigError, "'cv' cannot name"),
     ({"estimators": [("a", LogisticRegression()), ("a", LogisticRegression())]}, ConfigError, "each name once"),
+    ({"estimators": [(1, LogisticRegression()), (2, LogisticRegression())]}, ConfigError, "each name once, got 1, 2"),
     ({"estimators": [LogisticRegression(C=0.123), LogisticRegression()]}, ConfigError, "got LogisticRegression, Log"),
     ({"estimators": [("a", SVC(decision_function_shape="ovo"))]}, ConfigError, "'a'.*45 scores for 10 classes.*ovr"),
     ({"estimators": [("a", Shuffled())]}, ConfigError, "'a'.*predict.*differs.*order of classes_"),

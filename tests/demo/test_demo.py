@@ -91,3 +91,11 @@ def test_its_folder_works_and_is_reported_where_it_was_moved(demo, tmp_path, cap
     answered = {stage["name"]: stage["answered"] for stage in figures["stages"]}
     _, run = report.run
     assert {stage["name"]: stage["answered"] for stage in run["stages"]} == answered
+
+
+@pytest.mark.parametrize("uri", ["http://host/demo", "memory://demo"])
+def test_a_folder_elsewhere_is_refused(command, tmp_path, uri):
+    code, out, error = command("demo", "-o", uri)
+    assert (code, out, error.count("\n")) == (2, "", 1), error
+    assert "a folder of this machine" in error
+    assert not any(tmp_path.iterdir())

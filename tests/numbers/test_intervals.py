@@ -131,6 +131,16 @@ def test_means_are_compared_by_the_z_test_with_the_deviation_of_all_rows(a, b):
     assert mean_difference(Mean(3.0, 0.0, 1), Mean(2.0, 0.0, 1)).p_value > 0.1
 
 
+@given(st.integers(0, 400), st.integers(1, 400), st.integers(0, 400), st.integers(1, 400))
+def test_shares_are_compared_as_the_chi_square_test_does_however_few_rows_there_are(hits_a, n_a, hits_b, n_b):
+    """One row that differs from all of another sample is no evidence."""
+    hits_a, hits_b = min(hits_a, n_a), min(hits_b, n_b)
+    assume(0 < hits_a + hits_b < n_a + n_b)
+    samples = [Mean(hits / n, np.sqrt(hits / n * (1 - hits / n)), n) for hits, n in ((hits_a, n_a), (hits_b, n_b))]
+    expected = chi2_contingency([[hits_a, n_a - hits_a], [hits_b, n_b - hits_b]], correction=False)
+    assert mean_difference(*samples).p_value == pytest.approx(expected.pvalue, rel=1e-6, abs=1e-9)
+
+
 @given(seeds, st.integers(2, 200), st.integers(1, 40))
 def test_areas_are_those_of_the_rank_sum_test_with_ties(seed, n, levels):
     rng = np.random.default_rng(seed)

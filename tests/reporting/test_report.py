@@ -178,13 +178,16 @@ def test_parts_of_another_policy_are_left_out_and_refused_where_named(tmp_path):
 @pytest.mark.parametrize(
     "change", [{"run_id": ...}, {"stages": ["m0"]}, {"stages": []}, {"n": "many"}, {"accuracy": {"value": 1}}], ids=str
 )
-def test_what_is_no_summary_of_a_run_is_refused(homes, tmp_path, change):
+def test_what_is_no_summary_of_a_run_is_refused(homes, command, tmp_path, change):
     write_run(tmp_path / "run", Policy.load(homes["rf"] / "policy.json"))
     file = tmp_path / "run" / "summary.json"
     content = json.loads(file.read_text()) | change
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
     with pytest.raises(DataError, match="is not the summary of a run"):
         cauc_ray.report(homes["rf"], run=tmp_path / "run", output=tmp_path / "page.html")
+    code, out, error = command("show", tmp_path / "run")
+    assert (code, out, error.count("\n")) == (2, "", 1), error
+    assert "is not the summary of a run" in error
 
 
 def test_only_unlabelled_test_examples_are_refused(tmp_path):
