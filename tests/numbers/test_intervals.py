@@ -133,7 +133,7 @@ def test_means_are_compared_by_the_z_test_with_the_deviation_of_all_rows(a, b):
 
 @given(st.integers(0, 400), st.integers(1, 400), st.integers(0, 400), st.integers(1, 400))
 def test_shares_are_compared_as_the_chi_square_test_does_however_few_rows_there_are(hits_a, n_a, hits_b, n_b):
-    """One row that differs from all of another sample is no evidence."""
+    """A single row that differs from all of another sample shows little."""
     hits_a, hits_b = min(hits_a, n_a), min(hits_b, n_b)
     assume(0 < hits_a + hits_b < n_a + n_b)
     samples = [Mean(hits / n, np.sqrt(hits / n * (1 - hits / n)), n) for hits, n in ((hits_a, n_a), (hits_b, n_b))]
