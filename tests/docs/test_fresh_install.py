@@ -84,7 +84,7 @@ def test_the_readmes_snippets_run_in_a_new_environment(installed, checkout):
     later = blocks("README.md")[1:]
     python, commands = (next(text for _, kind, text in later if kind == language) for language in ("python", "sh"))
     (checkout / "snippet.py").write_text(python)
-    assert "94.3 % accuracy" in shell("python snippet.py", checkout, installed)
+    assert "cascade  94.3 %" in shell("python snippet.py", checkout, installed)
     shell(commands, checkout, installed, timeout=1200)
     assert (checkout / "cauc-demo" / "out" / "summary.json").exists()
 

@@ -107,8 +107,9 @@ RUN = [
     if any(snippet.runs and snippet.language in ("python", "sh") for snippet in snippets(page))
 ]
 # Jobs with a config, and sweeps by tasks, are shown nowhere else as a user runs them.
-MARKS = {page.name: pytest.mark.soak("pages") for page in (ROOT / "docs" / "roads").glob("*.md")}
-MARKS |= dict.fromkeys(("tutorial.md", "comparing.md", "sweeps.md", "your-method.md"), pytest.mark.soak("pages"))
+IN_SOAK = ("tutorial.md", "comparing.md", "sweeps.md", "your-method.md")
+IN_SOAK += tuple(page.name for page in (ROOT / "docs" / "roads").glob("*.md"))
+MARKS = {name: [pytest.mark.soak("pages"), pytest.mark.timeout(1200)] for name in IN_SOAK}
 MARKS["jobs.md"] = pytest.mark.slow
 NEEDS_RAY = re.compile(
     r"cauc (?:run|collect|serve(?!.*--local)|demo|plan)|--shards|--config|cauc_ray\.(?:run|serve|collect)\("
@@ -152,7 +153,7 @@ def test_snippets_run_in_order(page, folder, request, monkeypatch):
                     run_here(text)
                 out = written.getvalue()
             elif snippet.runs and snippet.language == "sh":
-                done = subprocess.run([*SHELL, text], capture_output=True, text=True, timeout=200)
+                done = subprocess.run([*SHELL, text], capture_output=True, text=True, timeout=600)
                 assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
                 out = done.stdout
 
