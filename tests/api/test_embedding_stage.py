@@ -95,7 +95,7 @@ def test_a_stage_of_the_wrong_kind_is_refused_before_the_start(texts):
         cauc_ray.serve(other_pool, policy, port=0, local=True)
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 @pytest.mark.usefixtures("ray_session")
 def test_embeddings_are_collected_by_the_pools_own_encoder(tmp_path, minilm):
     by_x = {"kind": "python", "factory": "user_models:by_x"}

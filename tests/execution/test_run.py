@@ -127,7 +127,7 @@ FAILING = {
 }
 
 
-@pytest.mark.parametrize("case", ranked(FAILING, quick=1, slow=2))
+@pytest.mark.parametrize("case", ranked(FAILING, quick=1, slow=1))
 def test_rows_that_a_model_fails_on_are_named_and_the_others_answered(tmp_path, case):
     factories, expected = FAILING[case]
     pool = python_pool(tmp_path, factories, cost={"gflops": "auto"})  # the policy has the costs
@@ -160,7 +160,7 @@ ENDING = {
 }
 
 
-@pytest.mark.parametrize("case", ranked(ENDING, quick=0, slow=2))
+@pytest.mark.parametrize("case", ranked(ENDING, quick=0, slow=1))
 def test_a_model_that_cannot_work_ends_the_run_with_its_reason_and_it_can_go_on(tmp_path, case):
     factories, words = ENDING[case]
     policy, inputs, out = two_model_policy(threshold=2.0), numbered_input(tmp_path), tmp_path / "deep" / "out"

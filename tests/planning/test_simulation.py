@@ -120,6 +120,7 @@ def test_no_row_is_lost_and_no_replica_computes_two_calls_at_once(stages, rate, 
     assert result == simulate_arrivals(stages, rate, seed=seed, window=Window(1.0, 4.0))
 
 
+@pytest.mark.soak("full")
 def test_one_replica_and_single_rows_are_an_m_d_1_queue():
     load, service_s, n = 0.5, 0.02, 16_000
     window = Window(100.0, 100.0 + n * service_s / load)
