@@ -52,8 +52,7 @@ SESSIONS: dict[str, dict[str, Any]] = {
 _MANY: dict[str, Any] = {"large": {"replicas": {"min": 6, "max": 6}, "resources": {"num_cpus": 0.1}, "batch_size": 4}}
 _ANSWERS: dict[str, Any] = {"n_options": WIDE, "batch_size": 64}
 _IMPATIENT: dict[str, Any] = {"call_timeout_s": 2.0}
-# A request waits for replicas that start one after the other, and that run for a share of the time, however long that
-# takes.
+# A request waits for two replicas that start one after the other, however long that takes.
 _PATIENT: dict[str, Any] = {"serving": {"timeout_s": 50.0}}
 _ALONE: dict[str, Any] = {"replicas": {"min": 1}}
 # The last stage is down after this many seconds without a replica.
@@ -353,7 +352,7 @@ def next_version(scene: Scene) -> bool:
 
     The machine may be busy while one version takes over from the other.
     """
-    options = {"on_failure": "degrade", "shift": 1, "load_s": scene.rng.choice((0.0, 5.0)), **_ALONE, **_PATIENT}
+    options = {"on_failure": "degrade", "shift": 1, "load_s": scene.rng.choice((0.0, 5.0)), **_ALONE}
     pool = load_pool(pool_file(scene.folder / "next.yaml", scene.notes, **options))
     policy = Policy.load(scene.cascade.policy).with_budget(NEXT_BUDGET)
     scene.of_next = answers_of(scene.cascade.next_table, policy)
@@ -440,7 +439,7 @@ KINDS = (
         "pool and policy",
         next_version,
         ("service",),
-        pool=_ALONE | _PATIENT,
+        pool=_ALONE,
         goes_unnoticed=True,
         sometimes=(_NEXT,),
     ),
