@@ -22,10 +22,11 @@ _MARK = re.compile(
     "(?<=\\d)[\u00a0\u2009\u202f'\u2019](?=\\d{3}(?!\\d))|[\u00b2\u00b3\u00b9\u2070-\u209c]"
     "|\\s?([\u00bc-\u00be\u2150-\u215e])"
 )
-# Its sign, which no hyphen after a word or number is, its digits, and a percent sign.
+# Its sign, which no hyphen after a word or number is, its digits, and a percent sign. Groups are counted: to look for
+# their end from every digit would take minutes for a long list of numbers.
 _NUMBER = re.compile(
     "(?:(?<!\\w)([-+\u2212])[$\u20ac\u00a3\u00a5]?)?"
-    r"((?:(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d[\d_]*)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(%?)"
+    r"((?:(?:\d{1,3}(?:,\d{2,3}){0,20},\d{3}(?!\d)|\d[\d_]*)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(%?)"
 )
 # Quotation marks and the ends of sentences of other scripts are punctuation, too.
 _OUTER = string.whitespace + string.punctuation.translate(str.maketrans("", "", "%-+"))

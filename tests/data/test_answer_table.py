@@ -1,5 +1,7 @@
 """Tables of answers in words: by which rule answers are the same, who is right, and what is refused."""
 
+import time
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -49,6 +51,14 @@ def test_answers_are_the_same_by_a_rule_and_right_where_they_equal_the_reference
     assert forms[0] not in rule_of(rule).forms(different)
     assert rule_of(rule).references(same[:1]) == forms[:1]
     assert rule_of(rule).references([None, ""]) == [None, None]
+
+
+@pytest.mark.parametrize("rule", ["exact", "number", "json:answer", r"regex:(\d+)"])
+@pytest.mark.parametrize("part", [",22", ",222", "1", "1_", "- ", "\u00bd", "1e", ".", "{", '"a":', " %"])
+def test_a_long_answer_takes_no_longer_than_its_length_explains(rule, part):
+    began = time.process_time()
+    rule_of(rule).forms(["1" + part * 40_000])
+    assert time.process_time() - began < 5.0
 
 
 @pytest.mark.parametrize(
