@@ -237,7 +237,7 @@ def _wait_s(at: Stage, n: int, n_ahead: int, n_pieces: int, now: float) -> float
     """
     replicas, batch_size = at.replicas, at.limits.batch_size
     sent_at = [replicas.states[number].calls[0].sent_at for number in replicas.busy]
-    long_s = at.seconds.long_call_s or now - min(sent_at, default=now)
+    long_s = at.seconds.long_call_s
     n_replicas, n_calls = max(1, replicas.n_working), replicas.n_calls
     n_free = max(0, n_replicas - n_calls)
     # Of a longer request only so much goes before these.
@@ -245,6 +245,8 @@ def _wait_s(at: Stage, n: int, n_ahead: int, n_pieces: int, now: float) -> float
     n_batches = n_before / batch_size - n_free
     if n_free and n_batches <= 0:
         return 0.0
+    if not long_s:  # a model's first call may take a hundred times as long as the next: it says nothing of these
+        return now - min(sent_at, default=now)
     left_s = 0.0 if n_free or not sent_at else max(0.0, min(sent_at) + long_s - now)
     if at.seconds.compute_s > LONG_S:  # what is under way is known to end then
         return left_s + long_s * (1 + int(n_batches) / n_replicas)

@@ -210,13 +210,17 @@ def test_a_probe_is_given_up_in_time_at_any_moment():
 
 
 def stages_at(replicas, takes_s, hangs=()):
-    """Return stages of which the first has so many replicas, each making one call at a time; some calls hang."""
+    """Return stages of which the first has so many replicas, each making one call at a time; some calls hang.
+
+    takes_s: seconds of a call, or called for those of each.
+    """
     free = asyncio.Semaphore(replicas)
 
     async def before(call, batch):
         async with free:
-            await asyncio.sleep(1e6 if call in hangs else takes_s)
-        return takes_s
+            seconds = takes_s() if callable(takes_s) else takes_s
+            await asyncio.sleep(1e6 if call in hangs else seconds)
+        return seconds
 
     return [Stage("logits0", before=before, n_replicas=replicas), Stage("logits1"), Stage("logits2")]
 
@@ -229,7 +233,7 @@ async def steadily(cascades, per_s, seconds):
     return await asyncio.gather(*pool)
 
 
-@pytest.mark.parametrize("routers", [1, 2, 3])
+@pytest.mark.parametrize("routers", [1, *(pytest.param(n, marks=pytest.mark.soak("full")) for n in (2, 3))])
 def test_overload_is_refused_at_once_and_what_is_taken_is_answered_in_time(routers):
     takes_s, replicas = 0.2, 2
     capacity = 8 * replicas / takes_s
@@ -258,6 +262,19 @@ def test_calls_that_take_most_of_the_time_of_their_rows_are_no_reason_to_refuse_
     answered = [not isinstance(result, RequestError) for result, _ in run_virtually(main())]
     assert sum(answered) > 0.85 * 120
     assert all(answered[60:])
+
+
+def test_a_first_call_that_takes_long_says_nothing_of_the_next_ones():
+    """Rows that come meanwhile are answered soon after it; they are not refused as if each took as long."""
+
+    seconds = iter([4.0])
+
+    async def main():
+        stages = stages_at(1, lambda: next(seconds, 0.01))
+        cascade, _ = cascade_of(a_pool(DATA.models, timeout_s=10.0), stages)
+        return await steadily([cascade], per_s=20, seconds=4)
+
+    assert not [result for result, _ in run_virtually(main()) if isinstance(result, RequestError)]
 
 
 @pytest.mark.parametrize("turns", range(8))
