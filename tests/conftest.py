@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -59,6 +60,12 @@ LONGEST = (
 PYTHONPATH = os.environ["PYTHONPATH"]
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out files without a slow test where these are asked for: to import all files takes a minute."""
+    is_python = config.option.markexpr == "slow" and collection_path.suffix == ".py"
+    return True if is_python and not re.search(r"mark\.slow|\bslow=", collection_path.read_text()) else None
 
 
 def pytest_collection_modifyitems(items):

@@ -60,8 +60,8 @@ def texts(tmp_path_factory, minilm):
 @pytest.mark.parametrize(
     "method",
     [
-        "frugalgpt",
-        *(pytest.param(name, marks=pytest.mark.soak("full")) for name in ("benchmark-routing", "routellm-sw")),
+        "benchmark-routing",
+        *(pytest.param(name, marks=pytest.mark.soak("full")) for name in ("frugalgpt", "routellm-sw")),
     ],
 )
 def test_a_sentence_encoder_routes_texts_in_a_service_as_in_the_replay(texts, method):

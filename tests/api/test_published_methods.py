@@ -27,7 +27,6 @@ EVERY = [(name, None) for name in (*CONTROLS, *LEARNED)] + [(name, "enc") for na
 QUICK = [("embedllm", None), ("stacked", "enc"), ("cascade-routing", "enc")]
 MODELS = ("m0", "m1", "m2")
 BUDGET = 12.0
-every = pytest.mark.parametrize(("method", "embedding"), EVERY, ids=str)
 
 
 def others_soak(quick):
@@ -102,7 +101,7 @@ def assert_served(service, predictions, n=150):
             np.testing.assert_allclose(values, getattr(predictions, name)[rows], rtol=1e-6, atol=0)
 
 
-@every
+@others_soak([*QUICK, ("frugalgpt", None), ("post-hoc-embed", None), ("routellm-mf", "enc"), ("margin", None)])
 def test_a_service_answers_as_the_replay(home, policies, service_of, method, embedding):
     policy = policies(method, embedding)
     assert_served(service_of(policy), cauc_ray.evaluate(home / "LOGITS", policy).predictions)

@@ -342,6 +342,7 @@ assert fit is cauc_ray.fit and "CascadeClassifier" not in globals()
 """
 
 
+@pytest.mark.soak("versions")
 def test_a_plain_install_fits_evaluates_and_compares():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     words = [sys.executable, "-W", "ignore", "-c", PLAIN, *project["dependencies"]]

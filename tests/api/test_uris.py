@@ -114,6 +114,7 @@ def test_a_buckets_rights_are_known_before_a_cluster_is_reached(s3, tmp_path, mo
         assert out not in err
 
 
+@pytest.mark.soak("full")
 def test_a_report_of_a_folder_by_uri_is_that_by_path(places, command):
     reports = []
     for folder in places:

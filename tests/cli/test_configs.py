@@ -118,7 +118,7 @@ def test_nothing_that_is_kept_survives_an_upgrade_or_other_logits(tmp_path, comm
     assert command("compare", "--config", path)[0] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_a_job_that_is_stopped_ends_its_own_cluster_and_goes_on(inputs, tmp_path):
     out = inputs / "stopped"
     path = write_config(inputs, out.name, {**SWEEP, "seeds": list(range(20)), "output": out.name, "address": "local"})

@@ -270,7 +270,7 @@ def address_of(service):
     return service.url.removeprefix("http://")
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_service_without_ray_fills_every_panel_and_its_end_is_noticed(planted, tmp_path):
     with (
         cauc_ray.serve(planted.pool, planted.policy, port=0, name="six", local=True) as service,

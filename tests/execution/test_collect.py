@@ -108,6 +108,7 @@ def test_columns_that_are_kept_make_segments_of_every_split(tmp_path):
         assert {of.name: of.n for of in segments} == Counter(by_id[example] for example in ids)
 
 
+@pytest.mark.soak("full")
 def test_one_split_at_a_time_or_all_rows_at_once_and_a_row_with_too_many_logits_fails(tmp_path):
     rows = write_questions(tmp_path / "q.parquet", 80)
     path = pool(tmp_path, stage("long", "longest"))

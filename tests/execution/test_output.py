@@ -37,7 +37,7 @@ def test_what_models_print_is_logged_by_stage(caplog, case):
     assert [line.replace("stage '", "").replace("'", "", 1) for line in caplog.messages] == expected
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_a_run_shows_it_next_to_its_results(tmp_path):
     pool = python_pool(tmp_path, [("talkative", {"seconds": 0.2})] * 2, replicas={"min": 2, "max": 2})
     (tmp_path / "policy.json").write_text(two_model_policy().to_json())

@@ -34,7 +34,7 @@ def test_rows_that_end_unlike_the_replay_are_counted(tmp_path):
 
 # The gate has one trial of what nothing else in it strikes, of those that take about twenty seconds; the soak ten of
 # every kind.
-GATE = {"run": ["reader-node-killed"], "service": ["replica-killed"]}
+GATE = {"run": ["replica-killed"]}
 OF_BATCHES = {target: [kind.name for kind in KINDS if target in kind.on] for target in ("run", "collection")}
 SOAK = {
     **OF_BATCHES,

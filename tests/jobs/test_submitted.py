@@ -76,7 +76,7 @@ def driver_of(config):
     return None
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_a_submitted_run_that_is_killed_is_resumed_to_the_rows_of_the_replay(head, inputs, replayed):
     config = write_config(inputs, "run-killed", {**RUN, "pool": "slow.yaml", "output": "run-killed"})
     job = Submitted(head, "run", config)

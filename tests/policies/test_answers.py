@@ -168,6 +168,7 @@ def test_no_other_threshold_is_more_accurate_within_the_budget(tmp_path, budget)
     assert accuracy == max(accuracy for accuracy, cost in points if cost <= budget)
 
 
+@pytest.mark.soak("full")
 def test_certificates_of_answers_hold_at_their_level(tmp_path):
     broken = 0
     for seed in range(12):

@@ -122,6 +122,7 @@ def test_a_grid_without_zeros_bounds_the_zeros_to_come():
 
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 999), n=st.integers(5, 60), n_votes=st.sampled_from([1, 5, 30]), k=st.integers(2, 6))
+@pytest.mark.soak("full")
 def test_few_rows_and_no_right_zero_still_give_a_floor(seed, n, n_votes, k):
     p, _ = calibrated(n, k, seed)
     probabilities = votes(p, n_votes, seed)

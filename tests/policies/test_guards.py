@@ -157,8 +157,7 @@ def test_a_cost_is_a_shift_where_sampling_does_not_explain_it():
         assert word in shifted.says
 
 
-@pytest.mark.parametrize("n", [1, 10, 100])
-@pytest.mark.parametrize("share", [0.005, 0.05, 0.5])
+@pytest.mark.parametrize(("n", "share"), [(1, 0.5), (10, 0.05), (100, 0.005)])
 def test_few_rows_of_the_same_kind_are_seldom_a_shift(n, share):
     rng, expected = np.random.default_rng(0), fit_rf(*splits(1)).expected
     on_cost = []

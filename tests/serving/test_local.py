@@ -97,7 +97,7 @@ def test_a_model_that_cannot_load_is_reported_in_one_line(home):
         pass
 
 
-@pytest.mark.parametrize("factory", ["hangs_on", "dies_on_x"])
+@pytest.mark.parametrize("factory", [pytest.param("hangs_on", marks=pytest.mark.soak("full")), "dies_on_x"])
 def test_a_call_that_hangs_or_ends_its_process_costs_its_own_request_and_leaves_no_process(home, command, factory):
     python_pool(home, [(factory, {"x": 99.0}), ("by_x", {})], serving={"timeout_s": 1.0}, call_timeout_s=1.0)
     service = command()

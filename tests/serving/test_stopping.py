@@ -79,7 +79,7 @@ def service(tmp_path):
     subprocess.run(["rm", "-rf", str(one.ray_folder)], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_a_start_is_not_ready_until_it_is_and_a_stop_of_the_group_answers_open_requests(service):
     statuses = [None]
     while statuses[-1] != 200:

@@ -237,7 +237,7 @@ def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_ane
     run_virtually(main())
 
 
-@pytest.mark.parametrize("fault", ["hangs", "down"])
+@pytest.mark.parametrize("fault", ["hangs", pytest.param("down", marks=pytest.mark.soak("full"))])
 def test_an_outage_of_a_stage_is_no_drift(fault):
     """Only early answers are the policy's own meanwhile, and they come before those that were asked for with them."""
     data = chain(3, n=1500, shift=3)
