@@ -107,7 +107,7 @@ RUN = [
     if any(snippet.runs and snippet.language in ("python", "sh") for snippet in snippets(page))
 ]
 # Jobs with a config, and sweeps by tasks, are shown nowhere else as a user runs them.
-IN_SOAK = ("tutorial.md", "comparing.md", "sweeps.md", "your-method.md")
+IN_SOAK = ("tutorial.md", "comparing.md", "sweeps.md", "your-method.md", "exit-codes.md", "edge.md")
 IN_SOAK += tuple(page.name for page in (ROOT / "docs" / "roads").glob("*.md"))
 MARKS = {name: [pytest.mark.soak("pages"), pytest.mark.timeout(1200)] for name in IN_SOAK}
 MARKS["jobs.md"] = pytest.mark.slow

@@ -363,7 +363,7 @@ def photographs(tmp_path_factory, ray_session):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_embeddings_are_collected_the_same_way(photographs):
     import torch
 

@@ -57,7 +57,7 @@ def test_a_run_answers_as_the_replay_and_its_ledger_has_the_bytes_of_the_wire(tm
         assert [stage[way] for stage in summary["stages"]] == [None, None, getattr(link, way)]
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_a_collection_costs_what_the_wire_or_the_cloud_says(tmp_path):
     data = tmp_path / "q.parquet"
     write_questions(data, 60)

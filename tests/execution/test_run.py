@@ -194,7 +194,7 @@ def test_an_address_that_is_not_that_of_this_processs_cluster_is_refused(tmp_pat
     assert cauc_ray.run(*arguments, address=session_address)["n"] == 40
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_a_column_that_no_model_reads_may_be_damaged(tmp_path):
     inputs = numbered_input(tmp_path)
     pq.write_table(pq.read_table(inputs).append_column("y", [list(range(40))]), inputs)

@@ -34,6 +34,7 @@ CASES = [(name, name in METHODS and METHODS[name].needs == "embedding") for name
 CASES += [(name, True) for name in (*LEARNED, "stacked")]
 PUBLISHED = [(name, embedded) for name, embedded in CASES if name == SINGLE or not METHODS[name].unpublished]
 PUBLISHED.remove(("auto", False))
+LONGEST = [(name, False) for name in ("cascade-routing", "graphrouter", "embedllm")]
 FIXED = ("duo", SINGLE)  # methods of one setting
 
 
@@ -42,7 +43,9 @@ def case_id(value):
 
 
 def of_cases(cases):
-    return pytest.mark.parametrize(("method", "embedded"), cases, ids=case_id)
+    """Parametrise with cases; those that train longest are in the suite with embeddings alone."""
+    params = [pytest.param(*case, marks=[pytest.mark.soak("full")] * (case in LONGEST)) for case in cases]
+    return pytest.mark.parametrize(("method", "embedded"), params, ids=case_id)
 
 
 learned = of_cases([case for case in CASES if case[0] in LEARNED])
