@@ -92,7 +92,8 @@ def test_a_certificate_by_segment_holds_in_each_and_one_of_all_rows_need_not(tmp
     assert again.threshold_choice.certificate == certificate
 
 
-@pytest.mark.parametrize("n_draws", [60, pytest.param(400, marks=pytest.mark.soak("full"))])
+@pytest.mark.soak("full")
+@pytest.mark.parametrize("n_draws", [60, 400])
 def test_the_risk_of_no_segment_is_above_the_limit_more_often_than_promised(tmp_path, n_draws):
     limit, broken, refused = 0.15, 0, 0
     population = write_segmented(tmp_path / "population", seed=99, n=20_000, splits=("test",))

@@ -45,6 +45,7 @@ def test_fit_and_evaluate_by_uri_are_those_by_path(places, command):
     assert results[0] == results[1]
 
 
+@pytest.mark.soak("full")
 def test_a_pool_and_a_ledger_by_uri_are_planned_as_by_path(places, monkeypatch):
     monkeypatch.setattr(simulation, "LEAST_ROWS", 500)
     monkeypatch.setattr(simulation, "LEAST_LAST_ROWS", 50)

@@ -173,7 +173,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("change", ranked(CHANGED, quick=2, slow=3))
+@pytest.mark.parametrize("change", ranked(CHANGED, quick=1, slow=1))
 def test_what_was_paid_for_is_kept_when_the_dataset_changes(tmp_path, change):
     log, data = tmp_path / "calls", tmp_path / "q.jsonl"
     rows = list(write_questions(data, 300).values())
@@ -233,7 +233,7 @@ def test_replicas_that_are_killed_lose_nothing_and_repeat_no_row(tmp_path):
     assert summary["models"][0]["n_failed"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_a_model_that_cannot_go_on_ends_the_collection_and_what_is_there_stays(tmp_path):
     write_questions(tmp_path / "q.parquet", 40)
     cauc_ray.collect(pool(tmp_path, stage("good", "longest", {"gflops": 1})), tmp_path / "q.parquet", tmp_path / "L")

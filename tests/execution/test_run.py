@@ -184,6 +184,7 @@ def test_one_replica_that_cannot_load_its_model_is_replaced_where_a_stage_needs_
     assert (tmp_path / "tried").exists()
 
 
+@pytest.mark.soak("full")
 def test_an_address_that_is_not_that_of_this_processs_cluster_is_refused(tmp_path):
     arguments = python_pool(tmp_path), two_model_policy(), numbered_input(tmp_path), tmp_path / "out"
     session_address = ray.get_runtime_context().gcs_address
@@ -338,6 +339,7 @@ def test_a_ray_that_does_not_start_is_one_line(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.soak("full")
 def test_a_batch_is_prepared_while_the_one_before_is_computed(tmp_path):
     """Here no batch is answered before the next one is being prepared."""
     policy, inputs = two_model_policy(threshold=0.0), numbered_input(tmp_path, 96)

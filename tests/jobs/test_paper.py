@@ -113,6 +113,7 @@ def test_direct_deferral_by_a_slow_loop(made, home):
     assert row["direct"] == n_right / 300
 
 
+@pytest.mark.soak("full")
 def test_what_is_missing_is_named_and_everything_is_written_once(made, home):
     reasons = {item["what"]: item["why"] for item in made["not_run"]}
     assert "nowhere" in reasons["two-model-language / absent"]
@@ -178,6 +179,7 @@ def test_bad_configs_are_one_line(home, tmp_path, changes, words, capsys):
     assert words in error
 
 
+@pytest.mark.soak("full")
 def test_tables_are_means_over_seeds_that_draw_the_splits_again(home, tmp_path):
     tables = {"two-model-language": [{"name": "near", **TWO}], "growing-chain": CONFIG["tables"]["growing-chain"]}
     splits = ["calibration", "validation", "test"]

@@ -133,6 +133,7 @@ def test_one_replica_and_single_rows_are_an_m_d_1_queue():
     assert not result.grows
 
 
+@pytest.mark.soak("full")
 def test_a_routers_seconds_come_on_top_and_what_comes_meanwhile_waits():
     stages, window, first = [stage(4, per_call=1.0)], Window(0.0, 9.0), np.zeros(2, np.int8)
     router, times = RouterSeconds(per_request=0.2, per_call=0.05), np.array([0.0, 0.05])

@@ -143,7 +143,7 @@ def test_a_local_service_keeps_its_port_to_itself_and_tokens_out_of_its_log(loca
     assert POLICY_TOKEN not in err
 
 
-@pytest.mark.slow
+@pytest.mark.soak("full")
 def test_a_service_on_ray_asks_for_its_token_over_http_and_grpc_and_logs_none(running, ray_folder):
     assert ask(running)[0] == 401
     status, answer = ask(running, Authorization=f"Bearer {TOKEN}")

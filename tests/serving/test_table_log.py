@@ -240,6 +240,7 @@ def test_neither_requests_nor_the_stop_wait_for_a_store_that_is_silent(tmp_path,
     assert "the last rows of the log could not be written to s3://nowhere/LOG" in caplog.text
 
 
+@pytest.mark.soak("full")
 def test_a_table_of_other_models_is_not_added_to(tmp_path, policy, log, caplog):
     folder, _ = log
     info = json.loads((folder / "LOG" / "pool.json").read_text())
@@ -278,6 +279,7 @@ def test_a_service_that_is_killed_during_a_flush_leaves_a_readable_table(tmp_pat
         assert np.array_equal(chain.logits[place], planted(x, place)), name
 
 
+@pytest.mark.soak("full")
 def test_an_object_store_takes_a_log(s3, tmp_path, policy):
     to = f"{s3}/service/LOG"
     with cauc_ray.serve(pool_in(tmp_path, to), policy, port=0, local=True) as service:

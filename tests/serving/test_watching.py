@@ -89,6 +89,7 @@ class LogOfRows:
         self.rows |= dict(rows)
 
 
+@pytest.mark.soak("full")
 def test_a_log_takes_rows_of_idle_hours_wherever_they_stopped_and_none_of_busy_ones():
     """While stages are busy, a row that stopped early gets no other logits: those of its time are dropped with it."""
 
@@ -237,7 +238,8 @@ def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_ane
     run_virtually(main())
 
 
-@pytest.mark.parametrize("fault", ["hangs", pytest.param("down", marks=pytest.mark.soak("full"))])
+@pytest.mark.soak("full")
+@pytest.mark.parametrize("fault", ["hangs", "down"])
 def test_an_outage_of_a_stage_is_no_drift(fault):
     """Only early answers are the policy's own meanwhile, and they come before those that were asked for with them."""
     data = chain(3, n=1500, shift=3)
