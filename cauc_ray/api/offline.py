@@ -150,7 +150,7 @@ class FitOptions(ChainOptions, ShardOptions):
         is_searched = self.method in ("base", "rf") and self.searches and not self.safe
         if self.threshold_rule.confidence is not None and not (is_plain or is_searched):
             raise ConfigError(
-                "{budget} at a confidence is for methods base, rf and, without {search}, stacked; leave {safe} out"
+                "{budget} at a confidence is for methods base and rf, and for stacked without {search}; not with {safe}"
             )
         if self.by is not None and (self.certify is None or not is_plain or self.shards is not None):
             raise ConfigError("{by} is for {certify} with method base, rf or stacked, without {shards}")
@@ -166,7 +166,8 @@ class FitOptions(ChainOptions, ShardOptions):
         plain |= {"price": None}
         surplus = next((name for name, default in plain.items() if getattr(self, name) != default), None)
         if surplus is not None:
-            raise ConfigError(f"{{{surplus}}} is for methods base, rf and stacked, not for {self.method}; leave it out")
+            methods = "base, rf and stacked" if surplus in ("search", "price") else "base and rf"
+            raise ConfigError(f"{{{surplus}}} is for methods {methods}, not for {self.method}; leave it out")
 
 
 @takes(FitOptions)
