@@ -9,7 +9,7 @@ from fake_stages import Stage, a_pool, cascade_of, columns_of
 from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import chain
-from virtual_time import run_virtually
+from virtual_time import run_virtually, stand_still
 
 from cauc_ray.cascade.stage import PROBE_PAUSE_S
 from cauc_ray.models.answers import Answers
@@ -275,6 +275,25 @@ def test_a_first_call_that_takes_long_says_nothing_of_the_next_ones():
         return await steadily([cascade], per_s=20, seconds=4)
 
     assert not [result for result, _ in run_virtually(main()) if isinstance(result, RequestError)]
+
+
+@pytest.mark.parametrize("seconds", [1.5, 9.0])
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_time_in_which_all_stand_still_is_held_against_nobody(replicas, seconds):
+    """As where a machine is suspended: no request is late, no replica hangs, no input is suspected, nothing is down."""
+
+    async def main():
+        stages = stages_at(replicas, 0.2)
+        cascade, _ = cascade_of(a_pool(DATA.models, "degrade", timeout_s=TIMEOUT_S), stages)
+        cascade.on_news = news.extend
+        asyncio.get_running_loop().call_later(5.0, stand_still, seconds)
+        return stages, await steadily([cascade], per_s=20, seconds=5.0)
+
+    news = []
+    stages, results = run_virtually(main())
+    assert not [result for result, _ in results if isinstance(result, RequestError) or result.degraded.any()]
+    assert news == []
+    assert sum(map(len, stages[0].batches)) == len(results)  # none was asked twice
 
 
 @pytest.mark.parametrize("turns", range(8))
