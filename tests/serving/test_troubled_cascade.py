@@ -264,15 +264,18 @@ def test_calls_that_take_most_of_the_time_of_their_rows_are_no_reason_to_refuse_
     assert all(answered[60:])
 
 
-def test_a_first_call_that_takes_long_says_nothing_of_the_next_ones():
-    """Rows that come meanwhile are answered soon after it; they are not refused as if each took as long."""
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_first_calls_that_take_long_say_nothing_of_the_next_ones(replicas):
+    """Rows that come meanwhile, or soon after, are answered; they are not refused as if each took as long."""
 
-    seconds = iter([4.0])
+    takes_s = 0.2
+    seconds = iter([4.0] * replicas)
 
     async def main():
-        stages = stages_at(1, lambda: next(seconds, 0.01))
-        cascade, _ = cascade_of(a_pool(DATA.models, timeout_s=10.0), stages)
-        return await steadily([cascade], per_s=20, seconds=4)
+        cascade, _ = cascade_of(
+            a_pool(DATA.models, timeout_s=10.0), stages_at(replicas, lambda: next(seconds, takes_s))
+        )
+        return await steadily([cascade], per_s=0.5 * 8 * replicas / takes_s, seconds=6)
 
     assert not [result for result, _ in run_virtually(main()) if isinstance(result, RequestError)]
 
