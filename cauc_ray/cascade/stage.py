@@ -256,7 +256,9 @@ class Stage:
         """Note a call whose model answered, if only to refuse its rows."""
         self.health.succeeded(now)
         if not (call.isolated or call.probe):
-            self.service_time.note(now - call.sent_at, result.compute_s or 0.0, len(call))
+            # Or sent before the first was answered: it has waited for that one.
+            is_first = call.good_row is not None or self.replicas.states[call.replica].standing is Standing.NEW
+            self.service_time.note(now - call.sent_at, result.compute_s or 0.0, len(call), is_first=is_first)
         if call.isolated:
             for rows in call.rows:
                 self.suspects.note(rows.owner, "clear", now)

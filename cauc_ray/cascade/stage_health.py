@@ -101,16 +101,23 @@ class ServiceTime:
 
     def __init__(self) -> None:
         self._calls: deque[tuple[float, float, int]] = deque(maxlen=CALLS)
+        self._n_first = 0
 
-    def note(self, call_s: float, compute_s: float, n_rows: int) -> None:
-        """Remember how long a call of so many rows has taken, and its model computed for it."""
-        self._calls.append((call_s, compute_s, n_rows))
+    def note(self, call_s: float, compute_s: float, n_rows: int, *, is_first: bool) -> None:
+        """Remember how long a call of so many rows has taken, and its model computed for it.
+
+        is_first: of its replica, which may take a hundred times as long as the next.
+        """
+        if is_first:
+            self._n_first += 1
+        else:
+            self._calls.append((call_s, compute_s, n_rows))
         self.__dict__.pop("seconds", None)
 
     @cached_property
     def seconds(self) -> CallSeconds:
-        """Return medians: the first call of a model may take a hundred times as long as the next."""
-        if len(self._calls) < FEWEST:
+        """Return medians, once a few calls were answered and some of them were not the first of their replica."""
+        if not self._calls or self._n_first + len(self._calls) < FEWEST:
             return CallSeconds()
         calls = sorted(call for call, _, _ in self._calls)
         return CallSeconds(

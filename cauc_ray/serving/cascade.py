@@ -44,6 +44,9 @@ from cauc_ray.serving.request_state import (
 
 # What may wait before a stage: inputs are held in this process, next to what is being read and answered.
 QUEUE_BYTES = 1 << 30
+# The clock is looked at so often while anybody waits. It stands still with the event loop: of the time in which that
+# could do nothing, only so much counts.
+BEAT_S, STALL_S = 0.25, 0.25
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +134,7 @@ class Cascade:
         self._tasks: dict[Call, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = inf
+        self._stalled_s = 0.0
         self._pumps = False
         # Called with verdicts on inputs, for other routers.
         self.on_news: Callable[[list[VerdictReached]], None] = lambda news: None
@@ -207,7 +211,7 @@ class Cascade:
         Raises:
             RequestError: The request is refused or fails.
         """
-        now = self._loop.time()
+        now = self._now()
         request.hurries = timeout_s is not None and timeout_s < self._timeout_s
         request.deadline = now + (self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s))
         try:
@@ -231,7 +235,7 @@ class Cascade:
     def learn(self, news: Sequence[VerdictReached]) -> None:
         """Take verdicts on inputs of another router."""
         for verdict in news:
-            self.scheduler.learn(verdict, self._loop.time())
+            self.scheduler.learn(verdict, self._now())
         self._take_done()
         self.pump_soon()
 
@@ -247,7 +251,7 @@ class Cascade:
             load_s: How long its model takes to load: the stage is not down as long as one may be starting.
         """
         self.scheduler.stages[stage].health.load_s = load_s
-        at, numbers, now = self.scheduler.stages[stage], self._numbers[stage], self._loop.time()
+        at, numbers, now = self.scheduler.stages[stage], self._numbers[stage], self._now()
         for name in [name for name in numbers if name not in names]:
             if not at.replicas.calls_at(numbers[name]):  # else its calls will show it
                 self._lost(stage, numbers[name], "it is gone", own_fault=False)
@@ -267,14 +271,14 @@ class Cascade:
 
     def missing(self, stage: int) -> bool:
         """Return whether a stage has had no replica for longer than rows wait for one."""
-        return self.scheduler.stages[stage].health.missing(self._loop.time())
+        return self.scheduler.stages[stage].health.missing(self._now())
 
     def _lost(self, stage: int, number: int, why: str, *, own_fault: bool) -> None:
         """Forget a replica. What it was asked is asked elsewhere."""
         at = self.scheduler.stages[stage]
         for call in at.replicas.calls_at(number):
             self._forget(call)
-        self.scheduler.replica_lost(stage, number, why, self._loop.time(), own_fault=own_fault)
+        self.scheduler.replica_lost(stage, number, why, self._now(), own_fault=own_fault)
         del self._numbers[stage][self._replica_names.pop(number)]
 
     def _forget(self, call: Call) -> None:
@@ -294,7 +298,7 @@ class Cascade:
     def _pump(self) -> None:
         """Send what can go now, and come back when something else can."""
         self._pumps = False
-        now = self._loop.time()
+        now = self._now()
         self.scheduler.time_passed(now)
         while self.scheduler.withdrawn:
             self._forget(self.scheduler.withdrawn.pop())
@@ -307,13 +311,23 @@ class Cascade:
             self.on_news(news)
         wait_s = self.scheduler.wait_s(now)
         # One that comes too early does no harm, and to start another for each request takes longer.
-        if wait_s is not None and now + wait_s < self._timer_at:
+        if wait_s is not None and (at_s := now + min(wait_s, BEAT_S)) < self._timer_at:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer_at = now + wait_s
-            self._timer = self._loop.call_at(self._timer_at, self._on_time)
+            self._timer_at = at_s
+            self._timer = self._loop.call_at(at_s + self._stalled_s, self._on_time)
+
+    def _now(self) -> float:
+        """Return the time without most of that in which the event loop, or the whole machine, stood still.
+
+        Answers that came meanwhile are taken next: no request is late, and no replica hangs, because of that time.
+        """
+        now, latest = self._loop.time() - self._stalled_s, self._timer_at + STALL_S
+        self._stalled_s += max(0.0, now - latest)
+        return min(now, latest)
 
     def _on_time(self) -> None:
+        self._now()  # whether it comes late
         self._timer, self._timer_at = None, inf
         self._pump()
 
@@ -329,7 +343,7 @@ class Cascade:
         else:
             call.began_at = call.sent_at
         try:
-            needed = self._demand.replicas(call.stage, self._loop.time())
+            needed = self._demand.replicas(call.stage, self._now())
             asked = stage_call(call, replica, router=self._id, needed_replicas=needed)
             # Policies travel only where they are asked for: a replica has those of the calls before.
             answer = await client.answer(replace(asked, policies={}), began)
@@ -357,11 +371,11 @@ class Cascade:
             self.pump_soon()
 
     def _begin(self, call: Call) -> None:
-        call.began_at = self._loop.time()
+        call.began_at = self._now()
 
     def _ended(self, call: Call, result: CallResult, states: Floats | None) -> None:
         """Hand a call's result on; replace the replicas that it shows to be bad."""
-        now, at = self._loop.time(), self.scheduler.stages[call.stage]
+        now, at = self._now(), self.scheduler.stages[call.stage]
         if result.error is None:
             for observer in self._observers:
                 observer.on_call(call.stage, len(call), now - call.sent_at, result.wire)
@@ -378,7 +392,7 @@ class Cascade:
         if fault.kind in ("died", "gone"):
             self._lost(call.stage, call.replica, fault.message, own_fault=fault.kind == "died")
         else:
-            self.scheduler.call_failed(call, fault.message, self._loop.time())
+            self.scheduler.call_failed(call, fault.message, self._now())
 
 
 def _ids(columns: Batch, n: int) -> list[str]:

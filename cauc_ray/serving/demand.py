@@ -59,18 +59,22 @@ class Demand:
     """Works out how many replicas the stages need for the rows that come.
 
     That is the rate at which rows come, refused ones included, times the shares that other stages send on, times the
-    seconds for a row; and what waits, in a window's time.
+    seconds for a row; and what waits, in a window's time. The shares are of the same window: another policy may send
+    on more or less than the one before.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
-        self._came: deque[tuple[int, Counter[int]]] = deque()  # rows by the stage that they begin at, by the second
+        # By the second: rows by the stage that they begin at, and what each stage had answered and sent on before.
+        self._came: deque[tuple[int, Counter[int], list[tuple[int, Counter[int]]]]] = deque()
         self._reckoned_at, self._reached = -1, [0.0] * len(stages)
 
     def came(self, n: int, stages: int | Ints, now: float) -> None:
         """Count n rows that go to a stage, all of them or each to its own, int8 (n,)."""
         if not self._came or self._came[-1][0] != int(now):
-            self._came.append((int(now), Counter()))
+            self._came.append(
+                (int(now), Counter(), [(at.accepted + at.deferred, at.sent.copy()) for at in self._stages])
+            )
         self._came[-1][1].update({stages: n} if isinstance(stages, int) else stages.tolist())
 
     def replicas(self, stage: int, now: float) -> float:
@@ -84,8 +88,13 @@ class Demand:
         """Return how many of the rows that came in the last window's time are likely to reach each stage."""
         while self._came and self._came[0][0] < now - WINDOW_S:
             self._came.popleft()
-        rows = [float(sum(came[first] for _, came in self._came)) for first in range(len(self._stages))]
-        for before in self._stages:
+        rows = [float(sum(came[first] for _, came, _ in self._came)) for first in range(len(self._stages))]
+        if not self._came:
+            return rows
+        for before, (n_before, sent_before) in zip(self._stages, self._came[0][2], strict=True):
+            n_answered = before.accepted + before.deferred
+            if n_answered == n_before:  # as far as is known, it sends on what it always has
+                n_before, sent_before = 0, Counter[int]()
             for to, n in before.sent.items():
-                rows[to] += rows[before.number] * n / max(1, before.accepted + before.deferred)
+                rows[to] += rows[before.number] * (n - sent_before[to]) / max(1, n_answered - n_before)
         return rows

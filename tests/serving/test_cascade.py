@@ -423,6 +423,38 @@ def test_no_stage_can_be_the_last_one_where_stages_are_not_called_in_turn():
     assert error.status == 422
 
 
+def test_what_a_stage_needs_follows_a_change_of_policy_within_seconds():
+    """However long the policy before, which sent next to nothing there, has been active."""
+    stops, defers = (POLICIES["rf"].model_copy(update={"threshold": threshold}) for threshold in (0.3, 1.0))
+    needed = []
+
+    class Watched(Stage):
+        async def answer(self, call, on_begin=None):
+            needed.append(call.needed_replicas)
+            return await super().answer(call, on_begin)
+
+    async def taking(call, batch):
+        await asyncio.sleep(0.02)
+        return 0.2 * len(batch["row"])
+
+    async def main():
+        cascade, _ = cascade_of(a_pool(NAMES), [Stage("logits0"), Watched("logits1", before=taking), Stage("logits2")])
+
+        async def steadily(policy, seconds):
+            for _ in range(seconds):
+                await asyncio.gather(*(answered(cascade, policy, np.array([row])) for row in range(40)))
+                await asyncio.sleep(1.0)
+
+        await steadily(stops, 100)
+        before = needed[-1]
+        await steadily(defers, 15)
+        return before, needed[-1]
+
+    before, after = run_virtually(main())
+    assert before < 1.0
+    assert after == pytest.approx(40 * 0.2, rel=0.25)
+
+
 EXPORTER = InMemorySpanExporter()
 
 

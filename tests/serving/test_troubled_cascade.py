@@ -1,7 +1,8 @@
 """Whatever stages do, every request ends, is answered right or not at all, and leaves nothing behind."""
 
 import asyncio
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from fake_stages import Stage, a_pool, cascade_of, columns_of
 from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import chain
-from virtual_time import run_virtually
+from virtual_time import run_virtually, stand_still
 
 from cauc_ray.cascade.stage import PROBE_PAUSE_S
 from cauc_ray.models.answers import Answers
@@ -210,17 +211,13 @@ def test_a_probe_is_given_up_in_time_at_any_moment():
 
 
 def stages_at(replicas, takes_s, hangs=()):
-    """Return stages of which the first has so many replicas, each making one call at a time; some calls hang.
-
-    takes_s: seconds of a call, or called for those of each.
-    """
+    """Return stages of which the first has so many replicas, each making one call at a time; some calls hang."""
     free = asyncio.Semaphore(replicas)
 
     async def before(call, batch):
         async with free:
-            seconds = takes_s() if callable(takes_s) else takes_s
-            await asyncio.sleep(1e6 if call in hangs else seconds)
-        return seconds
+            await asyncio.sleep(1e6 if call in hangs else takes_s)
+        return takes_s
 
     return [Stage("logits0", before=before, n_replicas=replicas), Stage("logits1"), Stage("logits2")]
 
@@ -264,17 +261,56 @@ def test_calls_that_take_most_of_the_time_of_their_rows_are_no_reason_to_refuse_
     assert all(answered[60:])
 
 
-def test_a_first_call_that_takes_long_says_nothing_of_the_next_ones():
-    """Rows that come meanwhile are answered soon after it; they are not refused as if each took as long."""
+class Warming(Stage):
+    """The first call of each replica takes long, and the next ones wait for it."""
 
-    seconds = iter([4.0])
+    first_s, takes_s = 4.0, 0.2
+
+    def __init__(self, n_replicas):
+        super().__init__("logits0", n_replicas=n_replicas)
+        self.turns = defaultdict(asyncio.Lock)
+
+    async def answer(self, call, on_begin=None):
+        if call.replica not in self.replicas:
+            raise StageError("gone", "it is gone")
+        takes_s = self.takes_s if call.replica in self.turns else self.first_s
+        async with self.turns[call.replica]:
+            await asyncio.sleep(takes_s)
+            result, goes_on = await super().answer(call, on_begin)
+        return replace(result, compute_s=takes_s), goes_on
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_first_calls_that_take_long_say_nothing_of_the_next_ones(replicas):
+    """Rows that come meanwhile, or soon after, are answered; they are not refused as if each took as long."""
 
     async def main():
-        stages = stages_at(1, lambda: next(seconds, 0.01))
-        cascade, _ = cascade_of(a_pool(DATA.models, timeout_s=10.0), stages)
-        return await steadily([cascade], per_s=20, seconds=4)
+        stage = Warming(replicas)
+        cascade, _ = cascade_of(a_pool(DATA.models, timeout_s=10.0), [stage, Stage("logits1"), Stage("logits2")])
+        for name in list(stage.replicas):
+            asyncio.get_running_loop().call_later(7.0, stage.replace, name)
+        return await steadily([cascade], per_s=0.4 * 8 * replicas / stage.takes_s, seconds=12)
 
     assert not [result for result, _ in run_virtually(main()) if isinstance(result, RequestError)]
+
+
+@pytest.mark.parametrize("seconds", [1.5, 9.0])
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_time_in_which_all_stand_still_is_held_against_nobody(replicas, seconds):
+    """As where a machine is suspended: no request is late, no replica hangs, no input is suspected, nothing is down."""
+
+    async def main():
+        stages = stages_at(replicas, 0.2)
+        cascade, _ = cascade_of(a_pool(DATA.models, "degrade", timeout_s=TIMEOUT_S), stages)
+        cascade.on_news = news.extend
+        asyncio.get_running_loop().call_later(5.0, stand_still, seconds)
+        return stages, await steadily([cascade], per_s=20, seconds=5.0)
+
+    news = []
+    stages, results = run_virtually(main())
+    assert not [result for result, _ in results if isinstance(result, RequestError) or result.degraded.any()]
+    assert news == []
+    assert sum(map(len, stages[0].batches)) == len(results)  # none was asked twice
 
 
 @pytest.mark.parametrize("turns", range(8))

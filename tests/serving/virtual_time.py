@@ -33,6 +33,16 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._skipping.now
 
+    def stand_still(self, seconds: float) -> None:
+        self._skipping.now += seconds
+
+
+def stand_still(seconds: float) -> None:
+    """Have the loop do nothing for so long, as where the whole machine is suspended."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, _VirtualLoop)
+    loop.stand_still(seconds)
+
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in virtual time. It may use no thread and no socket."""
