@@ -57,13 +57,8 @@ def texts(tmp_path_factory, minilm):
     return *written(tmp_path_factory.mktemp("texts"), sentences(minilm), rows), rows
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        "benchmark-routing",
-        *(pytest.param(name, marks=pytest.mark.soak("full")) for name in ("frugalgpt", "routellm-sw")),
-    ],
-)
+@pytest.mark.soak("full")
+@pytest.mark.parametrize("method", ["benchmark-routing", "frugalgpt", "routellm-sw"])
 def test_a_sentence_encoder_routes_texts_in_a_service_as_in_the_replay(texts, method):
     pool, table, rows = texts
     policy = cauc_ray.fit(table, models=["small", "large"], method=method, embedding="enc")

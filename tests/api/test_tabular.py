@@ -49,6 +49,7 @@ def home(tmp_path_factory):
     return folder
 
 
+@pytest.mark.soak("full")
 def test_features_are_collected_and_run_under_their_own_names(home, ray_session, tmp_path):
     columns = {"label": "outcome"}
     collection = cauc_ray.collect(home / "pool.yaml", home / "labelled.parquet", tmp_path / "logits", columns=columns)

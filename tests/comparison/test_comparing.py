@@ -139,6 +139,7 @@ def skewed(folder, n=600):
             write_logits(folder, model, split, example_ids=ids, labels=labels, logits=z.astype(np.float32))
 
 
+@pytest.mark.soak("full")
 def test_methods_on_recalibrated_logits_are_those_on_a_table_of_them(tmp_path):
     skewed(tmp_path / "L")
     asked = {"models": ["m0", "m1"], "costs": [1.0, 3.0]}

@@ -42,6 +42,7 @@ def test_there_are_as_many_routers_as_a_rate_needs_whatever_the_pool_allows():
     assert router.load(stages, 1000.0) == pytest.approx(0.8)
 
 
+@pytest.mark.soak("full")
 def test_smaller_batches_are_advised_only_where_batches_have_rows_to_spare():
     lone, full = (sized(Trials([stage("s", 8, 0.5, 0.0)], rate), 0.1).out_of_reach for rate in (1e-3, 1e3))
     assert "batch_size" not in lone

@@ -34,7 +34,7 @@ CASES = [(name, name in METHODS and METHODS[name].needs == "embedding") for name
 CASES += [(name, True) for name in (*LEARNED, "stacked")]
 PUBLISHED = [(name, embedded) for name, embedded in CASES if name == SINGLE or not METHODS[name].unpublished]
 PUBLISHED.remove(("auto", False))
-LONGEST = [(name, False) for name in ("cascade-routing", "graphrouter", "embedllm")]
+LONGEST = [(name, False) for name in ("cascade-routing", "graphrouter", "embedllm")] + [("cascade-routing", True)]
 FIXED = ("duo", SINGLE)  # methods of one setting
 
 

@@ -66,8 +66,7 @@ SAFE, COSTS = {"method": "rf", "safe": True, "objective": "macro-f1", "budget": 
     "options",
     [
         SAFE,
-        {"threshold": 0.625, **COSTS},
-        pytest.param({**SAFE, **COSTS}, marks=pytest.mark.soak("full")),
+        *(pytest.param({**of, **COSTS}, marks=pytest.mark.soak("full")) for of in (SAFE, {"threshold": 0.625})),
     ],
     ids=str,
 )
@@ -150,6 +149,7 @@ def moved_table(folder, chain, change):
     return table
 
 
+@pytest.mark.soak("full")
 def test_parts_of_another_policy_are_left_out_and_refused_where_named(tmp_path):
     chain = fitted(tmp_path, table={"n": 120}, method="rf")["test"]
     policy = Policy.load(tmp_path / "policy.json")

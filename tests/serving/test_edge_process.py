@@ -72,7 +72,7 @@ def require_served(service, policy):
     assert service.ended(signal.SIGTERM)[0] == 0
 
 
-@pytest.mark.parametrize("method", FITS)
+@pytest.mark.parametrize("method", ["base", pytest.param("rf", marks=pytest.mark.soak("full"))])
 def test_a_served_process_has_imported_neither_ray_nor_arrow_nor_scipy(tmp_path, method):
     policy = write_home(tmp_path, method, python_model("by_x"))
     with closing(Command(tmp_path, "--port", "0", "--local")) as service:
