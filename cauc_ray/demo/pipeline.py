@@ -154,7 +154,7 @@ def _write_models(folder: Path, images: Any, labels: Any) -> None:
 
     stages = []
     for name, (n_networks, width) in MODELS.items():
-        options = {"alpha": 0.1, "learning_rate_init": 0.005, "max_iter": 2000}
+        options = {"solver": "lbfgs", "alpha": 1.0, "tol": 0.003, "max_iter": 2000}
         networks = [MLPClassifier((width,), random_state=seed, **options) for seed in range(n_networks)]
         with threadpool_limits(1):  # several threads only wait for each other on networks so small
             of_network = [(*network.fit(images, labels).coefs_, *network.intercepts_) for network in networks]

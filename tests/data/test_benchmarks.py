@@ -276,7 +276,7 @@ def test_a_run_reads_and_asks_what_a_collection_did(tmp_path, name):
 
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")  # of a policy that has nothing to learn
-@pytest.mark.parametrize("name", ranked(PUBLISHED_IMAGES, quick=0, slow=1))
+@pytest.mark.parametrize("name", ranked(PUBLISHED_IMAGES, quick=0, slow=0))
 def test_a_run_has_the_logits_of_a_collection_of_images(tmp_path, name):
     """Of a real network, for photographs that are upright or turned, in batches of another size."""
     text, rng = write_published(tmp_path / "data", name), np.random.default_rng(7)

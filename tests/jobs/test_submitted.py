@@ -25,7 +25,17 @@ class Submitted:
     def __init__(self, head, name, config, working_dir=ROOT):
         self._client = JobSubmissionClient(head.address)
         command = f"{Path(sys.executable).with_name('cauc')} {name} --config {config} --json"
-        self._id = self._client.submit_job(entrypoint=command, runtime_env={"working_dir": str(working_dir)})
+        options = {"entrypoint": command, "runtime_env": {"working_dir": str(working_dir)}}
+        self._id = wait_for(lambda: self._submitted(options), 60, "an agent that takes jobs")
+
+    def _submitted(self, options):
+        """Return its id; None as long as the head, which has just started, has no agent."""
+        try:
+            return self._client.submit_job(**options)
+        except RuntimeError as error:
+            if "No available agent" in str(error):
+                return None
+            raise
 
     def ended(self):
         """Wait for its end; return its driver's exit code, None where it was stopped, and its log."""
