@@ -89,11 +89,15 @@ class StageServer:
         self._needs = Needs()
         self._holds: dict[str, asyncio.Event] = {}
         self._replica = Replica(spec, stage, serve.get_replica_context().replica_id.unique_id)
-        if (failed := self._replica.facts.exception()) is not None and not can_wait:
-            raise failed
-        version.note_loaded(stage_deployment(spec.name))
-        while not version.has_loaded():
-            time.sleep(LOOK_S)
+        try:
+            if (failed := self._replica.facts.exception()) is not None and not can_wait:
+                raise failed
+            version.note_loaded(stage_deployment(spec.name))
+            while not version.has_loaded():
+                time.sleep(LOOK_S)
+        except BaseException:
+            self._replica.close()
+            raise
 
     async def facts(self, call: FactsCall) -> tuple[ModelFacts | str, float] | None:
         """Return the model's facts or why there are none yet, and how long the process took to import and load it.

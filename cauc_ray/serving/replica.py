@@ -50,7 +50,7 @@ class Replica:
 
     def __init__(self, spec: StageSpec, stage: int, name: str) -> None:
         self.name, self.load_s, self.leaves = name, 0.0, False
-        self._spec = spec
+        self._spec, self._is_closed = spec, False
         self._worker = Worker(spec.served(), stage, {})
         self._model, self._host = ThreadPoolExecutor(1, f"{name}: model"), ThreadPoolExecutor(1, f"{name}: host")
         self.load()
@@ -92,8 +92,13 @@ class Replica:
         return hanging_s(self._spec, self._worker.busy_since)
 
     def close(self) -> None:
-        """Close the model, at once if no call holds it; calls that come later are not answered."""
-        self.leaves = True
+        """Close the model, at once if no call holds it; calls that come later are not answered.
+
+        Again it does nothing: a collector may ask for it in a thread that holds locks which this takes.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = self.leaves = True
         is_idle = self.facts.done() and self._worker.busy_since is None
         with suppress(TimeoutError, RuntimeError):  # the interpreter may be ending
             self._model.submit(self._worker.close).result(CLOSE_S if is_idle else 0.0)

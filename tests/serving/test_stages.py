@@ -1,7 +1,9 @@
 """Replicas of a stage on Serve: loaded again until they can be, and as many as routers need."""
 
 import asyncio
+import gc
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -37,18 +39,32 @@ def version(monkeypatch):
     return VERSION
 
 
+@pytest.fixture
+def server_of():
+    """Return a function that starts a replica of a stage; all are ended as Serve ends them."""
+    servers = []
+
+    def server_of(spec, version, **options):
+        servers.append(StageServer(spec, 0, version, **options))
+        return servers[-1]
+
+    yield server_of
+    for server in servers:
+        server.__del__()
+
+
 def stage_of(factory, **kwargs):
     model = {"kind": "python", "factory": f"user_models:{factory}", "kwargs": kwargs}
     return StageSpec.model_validate({"name": "one", "model": model})
 
 
-def test_a_model_that_can_wait_is_loaded_again_until_it_can_be(tmp_path, version):
+def test_a_model_that_can_wait_is_loaded_again_until_it_can_be(tmp_path, version, server_of):
     gone = tmp_path / "gone"
     gone.touch()
     spec = stage_of("loads_unless", path=str(gone))
     with pytest.raises(OSError, match="not now"):
-        StageServer(spec, 0, version)
-    server = StageServer(spec, 0, version, can_wait=True)
+        server_of(spec, version)
+    server = server_of(spec, version, can_wait=True)
     why, _ = asyncio.run(server.facts(FactsCall("life", "one")))
     assert "not now" in why
     gone.unlink()
@@ -56,11 +72,11 @@ def test_a_model_that_can_wait_is_loaded_again_until_it_can_be(tmp_path, version
     assert asyncio.run(server.facts(FactsCall("another version", "one"))) is None
 
 
-def test_a_replica_runs_once_a_router_of_its_version_has_started(monkeypatch):
+def test_a_replica_runs_once_a_router_of_its_version_has_started(monkeypatch, server_of):
     store = MemoryStore()
     monkeypatch.setattr("cauc_ray.serving.on_serve.RayStore", lambda: store)
     with ThreadPoolExecutor(1) as threads:
-        started = threads.submit(StageServer, stage_of("by_x"), 0, VERSION)
+        started = threads.submit(server_of, stage_of("by_x"), VERSION)
         until(lambda: store.get(f"loaded:life:{stage_deployment('one')}"))
         with pytest.raises(TimeoutError):
             started.result(0.5)
@@ -68,8 +84,8 @@ def test_a_replica_runs_once_a_router_of_its_version_has_started(monkeypatch):
         started.result(10.0)
 
 
-def test_a_replica_goes_on_for_the_routers_of_its_version_until_they_release_it(version):
-    server = StageServer(stage_of("by_x"), 0, version)
+def test_a_replica_goes_on_for_the_routers_of_its_version_until_they_release_it(version, server_of):
+    server = server_of(stage_of("by_x"), version)
 
     async def holds():
         first, second = (asyncio.create_task(server.hold("life", router, ["one"])) for router in "ab")
@@ -88,11 +104,39 @@ def test_a_replica_goes_on_for_the_routers_of_its_version_until_they_release_it(
     asyncio.run(holds())
 
 
-def test_the_time_to_load_is_that_of_the_whole_process(version, monkeypatch):
+def test_the_time_to_load_is_that_of_the_whole_process(version, server_of, monkeypatch):
     """On a busy machine, a replica takes longer to import what it needs than to load its model."""
     monkeypatch.setattr("cauc_ray.serving.on_serve.IMPORTED_AT", time.monotonic() - 20.0)
-    _, load_s = asyncio.run(StageServer(stage_of("by_x"), 0, version).facts(FactsCall("life", "one")))
+    _, load_s = asyncio.run(server_of(stage_of("by_x"), version).facts(FactsCall("life", "one")))
     assert load_s > 20.0
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_replica_that_has_ended_is_collected_in_any_thread(tmp_path, version, loads):
+    """Also in one that is just starting another, and holds the locks of executors."""
+    servers = []
+    if loads:
+        servers.append(StageServer(stage_of("by_x"), 0, version))
+        servers[0].__del__()  # as Serve ends it
+    else:
+        (tmp_path / "gone").touch()
+        with pytest.raises(OSError, match="not now"):
+            StageServer(stage_of("loads_unless", path=str(tmp_path / "gone")), 0, version)
+
+    class Name:
+        def __str__(self):
+            servers.clear()
+            gc.collect()
+            return "thread"
+
+    def starts_another():
+        with ThreadPoolExecutor(1, Name()) as threads:
+            threads.submit(int).result()
+
+    thread = threading.Thread(target=starts_another, daemon=True)
+    thread.start()
+    thread.join(20.0)
+    assert not thread.is_alive()
 
 
 def test_a_stage_gets_the_replicas_that_its_routers_need_together(monkeypatch):
