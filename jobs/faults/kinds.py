@@ -89,7 +89,6 @@ class Scene:
         url: Address of the service.
         of_next: The answers of the version that is deployed meanwhile.
         reached: What strikes have brought about, of SOMETIMES_SERVED.
-        is_starved: Whether a service had too little CPU time for its load, so that it may refuse or degrade.
     """
 
     cascade: Cascade
@@ -106,7 +105,6 @@ class Scene:
     url: str = ""
     of_next: Mapping[str, Row] | None = None
     reached: set[str] = field(default_factory=set)
-    is_starved: bool = False
 
     @property
     def notes(self) -> Path:
@@ -186,7 +184,7 @@ class Kind:
         pool: How the pool differs.
         ends: Words of the error that ends a run, to be resumed; "" where the fault kills the run's process.
         loses: It ends what holds the requests of a service.
-        goes_unnoticed: No client of a service may meet any trouble, unless it is starved.
+        goes_unnoticed: No client of a service may meet any trouble.
         remote: The input of a run, and the output of a collection, are in a store at a distance.
         sometimes: What some of several trials must show, of SOMETIMES or SOMETIMES_SERVED.
     """
@@ -352,8 +350,7 @@ def input_damaged(scene: Scene) -> bool:
 def next_version(scene: Scene) -> bool:
     """Deploy other models and another policy in place of those that answer, and wait until they do.
 
-    The machine may be too busy for the load while one version takes over from the other: each answer is of one of them
-    then, too.
+    The machine may be busy while one version takes over from the other.
     """
     options = {"on_failure": "degrade", "shift": 1, "load_s": scene.rng.choice((0.0, 5.0)), **_ALONE}
     pool = load_pool(pool_file(scene.folder / "next.yaml", scene.notes, **options))
@@ -361,9 +358,7 @@ def next_version(scene: Scene) -> bool:
     scene.of_next = answers_of(scene.cascade.next_table, policy)
     target = serve.RunTarget(application(pool, policy), name=pool.name, route_prefix="/", logging_config=None)
     with ThreadPoolExecutor(1) as threads:
-        busy_s = scene.rng.choice((0.0, BUSY_S))
-        scene.is_starved = busy_s > 0
-        slowed = threads.submit(_slow_down, scene, busy_s)
+        slowed = threads.submit(_slow_down, scene, scene.rng.choice((0.0, BUSY_S)))
         serve.run_many([target])
         slowed.result()
     return True

@@ -130,7 +130,7 @@ class Answers:
             **outcome,
             "lost": kinds[TIMEOUT] if loses else n_lost,
             # Nothing is wrong there but rows of others.
-            "refused": n_troubled if scene.must_fail or (kind.goes_unnoticed and not scene.is_starved) else 0,
+            "refused": n_troubled if scene.must_fail or kind.goes_unnoticed else 0,
             "again": kinds[AGAIN] + (n_lost - kinds[TIMEOUT] if loses else 0),
             "asked": kinds.total(),
             "why": dict(self.why.most_common(4)),
