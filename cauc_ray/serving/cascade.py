@@ -44,8 +44,8 @@ from cauc_ray.serving.request_state import (
 
 # What may wait before a stage: inputs are held in this process, next to what is being read and answered.
 QUEUE_BYTES = 1 << 30
-# The clock is looked at so often while anybody waits. It stands still with the event loop: of the time in which that
-# could do nothing, only so much counts.
+# While requests wait, the clock is read at least every BEAT_S seconds. Of a longer stall of the event loop, only
+# STALL_S seconds count.
 BEAT_S, STALL_S = 0.25, 0.25
 
 logger = logging.getLogger(__name__)
@@ -318,9 +318,9 @@ class Cascade:
             self._timer = self._loop.call_at(at_s + self._stalled_s, self._on_time)
 
     def _now(self) -> float:
-        """Return the time without most of that in which the event loop, or the whole machine, stood still.
+        """Return the event loop's time, less its stalls: those of this process, or of the whole machine.
 
-        Answers that came meanwhile are taken next: no request is late, and no replica hangs, because of that time.
+        Answers that arrived during a stall are taken after it: it makes no request late, and no replica hung.
         """
         now, latest = self._loop.time() - self._stalled_s, self._timer_at + STALL_S
         self._stalled_s += max(0.0, now - latest)

@@ -32,9 +32,8 @@ def test_rows_that_end_unlike_the_replay_are_counted(tmp_path):
     assert compare(cascade, ids, [first, changed, third, *rest], [], of_next=of_next) == right
 
 
-# The gate has one trial of what nothing else in it strikes, of those that take about twenty seconds; the soak ten of
-# every kind.
-GATE = {"run": ["replica-killed"]}
+# The gate has one trial of what nothing else in it strikes; the soak ten of every kind.
+GATE = {"run": ["reader-node-killed"]}
 OF_BATCHES = {target: [kind.name for kind in KINDS if target in kind.on] for target in ("run", "collection")}
 SOAK = {
     **OF_BATCHES,
