@@ -29,7 +29,7 @@ _NUMBER = re.compile(
     r"((?:(?:\d{1,3}(?:,\d{2,3}){0,20},\d{3}(?!\d)|\d[\d_]*)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(%?)"
 )
 # Quotation marks and the ends of sentences of other scripts are punctuation, too.
-_OUTER = string.whitespace + string.punctuation.translate(str.maketrans("", "", "%-+"))
+_OUTER = string.whitespace + string.punctuation.translate(str.maketrans("", "", "%-+#"))
 _OUTER += "\u00ab\u00bb\u00bf\u00a1\u2018\u2019\u201a\u201c\u201d\u201e\u2039\u203a\u3001\u3002\u300c\u300d\u300e\u300f"
 
 
@@ -86,11 +86,11 @@ def rule_of(text: str) -> AnswerRule:
 def exact_form(answer: str) -> str | None:
     """Return an answer without case, repeated white space and outer punctuation, None where nothing is left.
 
-    >>> exact_form("  The  Answer. ")
-    'the answer'
+    >>> exact_form("  The  Answer. "), exact_form("# C#.")
+    ('the answer', 'c#')
     """
     text = " ".join(unicodedata.normalize("NFKC", answer).casefold().split())
-    return text.strip(_OUTER) or text or None
+    return text.lstrip(f"{_OUTER}#").rstrip(_OUTER) or text or None
 
 
 def number_form(answer: str) -> str | None:
