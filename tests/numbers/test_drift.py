@@ -1,6 +1,6 @@
 """The evidence against shares: by its definition, by its mean, and on streams drawn from the truth."""
 
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -77,18 +77,6 @@ def test_rows_may_come_in_any_parts(seed, sizes):
     assert np.concatenate(in_parts) == pytest.approx(whole.add(contexts, categories), abs=1e-9)
     assert parts.n == whole.n == n
     assert parts.since == whole.since
-
-
-@pytest.mark.parametrize(("spacing", "weight"), [(SPACING, 0.5), (2, 0.5 + 0.5 * (1 - 1 / 4))])
-def test_its_mean_is_its_weight_where_nothing_changes(monkeypatch, spacing, weight):
-    """Over all sequences there are, as probable as the reference makes them; weight: of the changes that have begun."""
-    monkeypatch.setattr("cauc_ray.numbers.drift.SPACING", spacing)
-    reference = np.array([[5, 1, 0]])
-    none, mean = np.zeros(7, dtype=np.int64), 0.0
-    for sequence in product(range(3), repeat=7):
-        cells = np.array(sequence)
-        mean += np.exp(log_predicted(reference, cells, 3) + ShareDrift(reference).add(none, cells)[-1])
-    assert mean == pytest.approx(weight, abs=1e-9)
 
 
 @pytest.mark.parametrize("n_runs", [100, pytest.param(300, marks=pytest.mark.soak("full"))])

@@ -9,7 +9,7 @@ from synthetic import seeds
 
 from cauc_ray.errors import BudgetError, DataError
 from cauc_ray.numbers.chain import Costs
-from cauc_ray.numbers.sweep import STOP_ALL, STOP_NONE, Events, OperatingPoints, reached_shares, sweep
+from cauc_ray.numbers.sweep import Events, OperatingPoints, sweep
 
 sizes = st.tuples(st.integers(1, 60), st.integers(1, 6))
 
@@ -110,15 +110,6 @@ def test_thinned_points_are_some_of_all_and_lose_nothing_at_evenly_spaced_budget
     assert thin.cost[thin.index_of_best(budget)] <= budget * (1 + 1e-9)
 
 
-@given(seeds, sizes)
-def test_reached_shares_count_the_replay(seed, size):
-    confidences, *_ = traces(seed, size)
-    thresholds = np.array([STOP_ALL, 0.3, 0.5, STOP_NONE])
-    for row, threshold in zip(reached_shares(confidences, thresholds), thresholds, strict=True):
-        stops = stops_at(confidences, threshold)
-        assert row.tolist() == pytest.approx([np.mean(stops >= j) for j in range(size[1])])
-
-
 @pytest.mark.parametrize("low", [0.7, 1e100, -1e100])
 def test_between_adjacent_floats_and_beyond_probabilities_thresholds_still_part_the_points(low):
     answers = np.zeros((2, 2), int), np.zeros(2, int), Costs("s", np.array([1.0, 1.0]))
@@ -130,13 +121,6 @@ def test_between_adjacent_floats_and_beyond_probabilities_thresholds_still_part_
 def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(DataError, match="a sweep needs"):
         sweep(np.ones((3, 2)), np.ones((3, 2), int), np.ones(3, int), Costs("s", np.ones(2)))
-
-
-def test_a_cascade_pays_for_every_stage_it_called():
-    per_call = np.array([[1.0, 2.0, 4.0], [10.0, 20.0, 40.0]])
-    assert Costs("USD", per_call).of_stops(np.array([2, 1])).tolist() == [7.0, 30.0]
-    assert Costs("USD", per_call[0]).of_stops(np.array([2, 0, 1])).tolist() == [7.0, 1.0, 3.0]
-    assert Costs("USD", per_call).means.tolist() == [5.5, 11.0, 22.0]
 
 
 @pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
