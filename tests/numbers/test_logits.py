@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.special import log_softmax as scipy_log_softmax
 from scipy.special import softmax as scipy_softmax
-from synthetic import planted, seeds
+from synthetic import planted
 
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.calibration import FitStatus, fit_pair, fit_temperature
@@ -24,37 +24,6 @@ from cauc_ray.numbers.logits import (
     softmax,
     top_option,
 )
-from cauc_ray.numbers.rows import row_argmax, row_dot, row_max, row_total
-
-MASKS = (-1e4, -65504.0, -1e9, float(np.finfo(np.float32).min))
-
-
-@given(st.integers(0, 999), st.sampled_from(MASKS), st.sampled_from([np.float32, np.float64]))
-def test_a_mask_is_a_missing_option_and_no_other_number_changes(seed, mask, dtype):
-    rng = np.random.default_rng(seed)
-    _, (logits,) = planted(rng, 20, 6, [2.0], ragged=True, dtype=dtype)
-    masked = np.where(np.isneginf(logits), dtype(mask), logits)
-    before = masked.copy()
-    cleaned = real_options(masked)
-    assert np.array_equal(cleaned, logits)
-    assert cleaned.dtype == dtype
-    assert np.array_equal(masked, before)
-
-
-@given(seeds, st.sampled_from([1, 63, 64, 500]), st.sampled_from([1, 2, 5, 16, 17]), st.booleans())
-def test_rows_of_few_columns_have_the_values_of_all_others(seed, n, k, has_nan):
-    values = np.random.default_rng(seed).integers(-3, 4, (n, k)).astype(np.float64)
-    values[values == -3] = -np.inf
-    position, largest = row_argmax(values)
-    assert np.array_equal(position, values.argmax(axis=1))
-    assert np.array_equal(largest, values.max(axis=1))
-    whole = np.maximum(values, -2)
-    assert np.array_equal(row_total(whole), whole.sum(axis=1))
-    assert np.array_equal(row_dot(whole, whole), (whole * whole).sum(axis=1))
-    if has_nan:
-        values[0, -1] = np.nan
-        assert np.isnan(row_argmax(values)[1][0])
-    assert np.array_equal(row_max(values), values.max(axis=1), equal_nan=True)
 
 
 def test_of_log_probabilities_only_values_that_stand_for_nothing_are_masks():

@@ -9,7 +9,7 @@ from synthetic import seeds
 
 from cauc_ray.errors import BudgetError, DataError
 from cauc_ray.numbers.chain import Costs
-from cauc_ray.numbers.sweep import Events, OperatingPoints, sweep
+from cauc_ray.numbers.sweep import Events, sweep
 
 sizes = st.tuples(st.integers(1, 60), st.integers(1, 6))
 
@@ -74,24 +74,6 @@ def test_the_best_under_a_budget_is_that_of_brute_force(seed, size, budget, per_
     best = frontier.best(budget)
     assert (best.quality, best.cost) == pytest.approx((right, -minus_cost), abs=1e-9)
     assert by_replay(*data, best.threshold)[:2] == pytest.approx((best.cost, best.quality), abs=1e-9)
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=30))
-def test_the_pareto_points_are_those_that_no_other_beats(pairs):
-    """In any order and with many ties, of which the first counts."""
-    every = [(setting, float(cost), float(quality)) for setting, (cost, quality) in enumerate(pairs)]
-    beaten = [
-        any(c <= cost and q >= quality and (c, -q, s) < (cost, -quality, setting) for s, c, q in every)
-        for setting, cost, quality in every
-    ]
-    points = OperatingPoints(*np.array(every).T, "GFLOPs")
-    pareto = points.pareto(len(every) + 1)
-    expected = [point for point, is_beaten in zip(every, beaten, strict=True) if not is_beaten]
-    assert list(zip(pareto.settings, pareto.cost, pareto.quality, strict=True)) == sorted(
-        expected, key=lambda at: at[1]
-    )
-    for budget in range(int(points.cost.min()), 6):
-        assert pareto.settings[pareto.index_of_best(budget)] == points.settings[points.index_of_best(budget)]
 
 
 @given(seeds, sizes, st.integers(2, 9), st.floats(0, 1))

@@ -62,11 +62,8 @@ def test_equal_losses_a_warm_up_and_a_gradient_norm(loss, schedule, options, exp
 def test_embeddings_have_length_one_whatever_their_encoder_gives():
     fitting, test = problem(0, n=50, n_test=50)
     router = METHODS["routellm-sw"].family(fitting)
-    np.testing.assert_allclose(vectors_of(router, test), test.embeddings, rtol=1e-5)
-    np.testing.assert_allclose(
-        vectors_of(router, replace(test, embeddings=40 * test.embeddings)), test.embeddings, rtol=1e-5
-    )
-    assert vectors_of(router, test).dtype == np.float32
+    longer = replace(test, embeddings=40 * test.embeddings)
+    np.testing.assert_allclose(vectors_of(router, longer), test.embeddings, rtol=1e-5)
     assert (unit_rows(np.array([[0.0, 0.0], [3.0, 4.0]])) == [[0.0, 0.0], [0.6, 0.8]]).all()
 
 

@@ -1,18 +1,12 @@
 """The accuracy of a policy's first stages alone: the answers of a service that cannot reach the others."""
 
 import numpy as np
-import pytest
 from synthetic import splits, steps
 
 from cauc_ray.api.evaluated import Evaluation
-from cauc_ray.errors import PolicyError
 from cauc_ray.numbers.intervals import share, share_to_come
-from cauc_ray.policies.methods.base import fit_base
-from cauc_ray.policies.methods.rf import fit_rf
-from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.threshold import ThresholdRule
 
-methods = pytest.mark.parametrize("fit", [fit_base, fit_rf], ids=["base", "rf"])
 # The share of seeds in which a 95 % interval holds is at least this, but for a chance of 2e-3 in 100 seeds.
 LEAST = 0.88
 
@@ -26,7 +20,6 @@ def cut_short(policy, chain, n_stages):
     return predictions, waits
 
 
-@methods
 def test_each_prefix_answers_as_its_last_reached_stage_does(fit):
     calibration, validation, test = splits(5, 300, 3, ragged=True)
     policy = fit(calibration, validation, ThresholdRule(threshold=0.7))
@@ -41,7 +34,6 @@ def test_each_prefix_answers_as_its_last_reached_stage_does(fit):
         assert on_test["expected_interval"] == [prefix.accuracy.low, prefix.accuracy.high]
 
 
-@methods
 def test_the_interval_holds_the_accuracy_of_new_examples_in_19_of_20_seeds(fit):
     """New examples are as many as validation had, so that their own noise counts as much as validation's."""
     seeds, inside, accuracies = 100, np.zeros(2), np.zeros(2)
@@ -56,12 +48,3 @@ def test_the_interval_holds_the_accuracy_of_new_examples_in_19_of_20_seeds(fit):
     assert (inside / seeds < 1.0).any()  # intervals that always hold are too wide
     assert accuracies[0] < accuracies[1]
     assert share_to_come(90, 100).low < share(90, 100).low < share_to_come(900, 1000).low
-
-
-def test_the_file_holds_one_prefix_for_each_stage_but_the_last():
-    policy = fit_rf(*splits(6, 200))
-    content = policy.model_dump(mode="json")
-    assert Policy.of(content).offline == policy.offline
-    assert policy.with_threshold(policy.threshold / 2).offline is None
-    with pytest.raises(PolicyError, match="offline"):
-        Policy.of(content | {"offline": content["offline"][1:]})

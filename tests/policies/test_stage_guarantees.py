@@ -8,12 +8,8 @@ from synthetic import chain, steps
 
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.guarantees import stage_guarantees
-from cauc_ray.policies.methods.base import fit_base
-from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import measure_guarantees
-
-METHODS = pytest.mark.parametrize("fit", [fit_base, fit_rf], ids=["base", "rf"])
 
 
 def one_by_one(policy, data, row):
@@ -23,7 +19,6 @@ def one_by_one(policy, data, row):
     return [(step.confidences[0], step.predictions[0], cost) for step, cost in zip(taken, costs, strict=True)]
 
 
-@METHODS
 @pytest.mark.parametrize("per_call", [False, True])
 def test_stages_and_fallbacks_by_a_slow_loop(fit, per_call):
     data = chain(5, 150, per_call=per_call, ragged=True)
@@ -52,7 +47,6 @@ def test_stages_and_fallbacks_by_a_slow_loop(fit, per_call):
         assert guarantees[stage].as_json() == pytest.approx(expected.as_json(), abs=1e-9)
 
 
-@METHODS
 def test_a_stage_that_no_labelled_row_reaches_has_no_guarantees(fit):
     data = chain(1, 100)
     policy = fit(data, rule=ThresholdRule(threshold=0.0))
