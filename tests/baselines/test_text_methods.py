@@ -82,17 +82,16 @@ def sentences(rng, n, longest=10):
     return [list(rng.choice(FILLERS, rng.integers(1, longest + 1))) for _ in range(n)]
 
 
-def queries(seed, n=300, *, telling=True):
-    """Return examples whose first model is right unless one word of the text is "knotty", if that word is telling.
+def queries(seed, n=300):
+    """Return examples whose first model is right unless one word of the text is "knotty".
 
     The last model is right on nine of ten. With them: bool (n,), where the first model is wrong.
     """
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, 4, n).astype(np.int32)
     hard, last_right = rng.random(n) < 0.5, rng.random(n) < 0.9
-    clues = np.where(hard if telling else rng.random(n) < 0.5, "knotty", "plain")
     texts = sentences(rng, n)
-    for words, clue in zip(texts, clues, strict=True):
+    for words, clue in zip(texts, np.where(hard, "knotty", "plain"), strict=True):
         words.insert(rng.integers(len(words) + 1), clue)
     logits = []
     for right in (~hard, last_right):

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import gammaln
 from scipy.stats import binom
@@ -66,7 +66,6 @@ def test_evidence_is_the_weighed_ratio_of_two_predictions(n, k):
 
 
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 90), min_size=1, max_size=9))
-@settings(max_examples=30)
 def test_rows_may_come_in_any_parts(seed, sizes):
     rng = np.random.default_rng(seed)
     reference, n = rng.integers(0, 30, (2, 3)), sum(sizes)

@@ -93,27 +93,20 @@ def counted(confidences, correct, threshold):
     return accepted, wrong
 
 
-@given(seeds, st.integers(1, 60), st.integers(1, 3), st.floats(0.01, 0.6))
-def test_early_answers_and_the_plug_in_threshold_by_a_slow_loop(seed, n, m, risk):
-    confidences, correct = drawn(seed, n, m)
-    early = early_answers(confidences, correct)
+@given(seeds, st.integers(1, 400), st.integers(1, 3), st.floats(0.01, 0.6), st.floats(0.5, 0.99))
+def test_certificates_and_plug_in_thresholds_by_a_slow_loop(seed, n, m, risk, confidence):
+    limit = RiskLimit(risk, confidence)
+    calibration, (confidences, correct) = early_answers(*drawn(seed + 1, n, m)), drawn(seed, n, m)
+    early, expected = early_answers(confidences, correct), None
     thresholds = np.array([*np.random.default_rng(seed).uniform(0, 1.1, 8), *np.unique(confidences), 0.0, 2.0])
     counts = [counted(confidences, correct, threshold) for threshold in thresholds]
     assert np.array_equal(np.transpose(early.at(thresholds)), counts)
-    within = [accepted for accepted, wrong in counts if accepted and wrong <= risk * accepted]
-    plug_in = early.plug_in(risk)
-    assert (plug_in is None) == (not within)
-    if plug_in is not None:
-        accepted, wrong = counted(confidences, correct, plug_in[0])
-        assert accepted == plug_in[1] == max(within)
-        assert wrong <= risk * accepted
-
-
-@given(seeds, st.integers(20, 400), st.integers(1, 3), st.floats(0.05, 0.6), st.floats(0.5, 0.99))
-def test_certificates_by_a_slow_loop(seed, n, m, risk, confidence):
-    limit = RiskLimit(risk, confidence)
-    calibration, (confidences, correct) = early_answers(*drawn(seed + 1, n, m)), drawn(seed, n, m)
-    expected = None
+    plug_in, within = (
+        early.plug_in(risk),
+        [accepted for accepted, wrong in counts if accepted and wrong <= risk * accepted],
+    )
+    assert (plug_in and plug_in[1]) == max(within, default=None)
+    assert plug_in is None or counted(confidences, correct, plug_in[0])[0] == plug_in[1]
     for threshold in order_of_tests(calibration, limit):
         accepted, wrong = counted(confidences, correct, threshold)
         if accepted == 0 or binom.cdf(wrong, accepted, risk) > 1 - confidence:
@@ -121,10 +114,10 @@ def test_certificates_by_a_slow_loop(seed, n, m, risk, confidence):
         expected = (threshold, accepted, wrong)
     if expected is None:
         with pytest.raises(RiskError, match="no threshold is certified") as refused:
-            certify(calibration, early_answers(confidences, correct), limit)
+            certify(calibration, early, limit)
         assert "\n" not in str(refused.value)
         return
-    at = certify(calibration, early_answers(confidences, correct), limit)
+    at = certify(calibration, early, limit)
     assert (at.threshold, at.n_accepted, at.n_wrong) == expected
     assert at.upper_bound == pytest.approx(beta.ppf(confidence, at.n_wrong + 1, at.n_accepted - at.n_wrong))
     assert at.upper_bound <= risk + 1e-9

@@ -13,7 +13,7 @@ from sklearn.preprocessing import StandardScaler
 from synthetic import seeds
 
 from cauc_ray.baselines import frugalgpt
-from cauc_ray.baselines.frugalgpt import Solution, distances_of, first_taken, fit_scorers, search
+from cauc_ray.baselines.frugalgpt import distances_of, first_taken, fit_scorers, search
 from cauc_ray.policies.features import option_features
 
 
@@ -59,18 +59,6 @@ def test_on_a_small_table_the_best_within_every_budget_is_that_of_brute_force(se
 
 def test_a_distance_equal_to_the_threshold_goes_on_and_the_last_model_answers_whatever_its_distance():
     assert first_taken(np.array([[0.3], [0.2]]), (0.3,)).tolist() == [1, 0]
-
-
-@given(seeds, st.integers(1, 40), st.floats(0, 1), st.floats(0, 1))
-def test_centring_thresholds_changes_nothing_where_they_were_found(seed, n, first, second):
-    distances, _, _ = table(seed, n, 3)
-    solution = Solution((2, 0, 1), (first, second))
-    centred = solution.centred(distances)
-    ordered = distances[:, [2, 0]]
-    stops = first_taken(ordered, solution.thresholds)
-    assert (first_taken(ordered, centred.thresholds) == stops).all()
-    for stage, threshold in enumerate(centred.thresholds):
-        assert threshold not in ordered[stops >= stage, stage]
 
 
 def features_of(part, model):

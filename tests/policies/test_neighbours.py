@@ -1,6 +1,5 @@
 """Routers by neighbouring queries, and RouteLLM's two, against slow loops and independent fits."""
 
-import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +14,6 @@ from sklearn.metrics.pairwise import cosine_similarity
 from synthetic import seeds
 
 from cauc_ray.baselines.benchmark_routing import SHARPNESSES, near_shares, sizes_to_try
-from cauc_ray.numbers.products import Weights
 from cauc_ray.policies.method import METHODS
 
 
@@ -30,7 +28,6 @@ def slow_estimates(neighbours, correct, vectors, k, sharpness):
 
 
 @given(seeds, st.integers(1, 40), st.sampled_from(SHARPNESSES), st.integers(2, 4))
-@settings(max_examples=30)
 def test_estimates_are_those_of_a_slow_loop(seed, k, sharpness, m):
     fitting, test = problem(seed, n=40, n_test=20, m=m)
     of_calibration = fitting.calibration.embeddings, fitting.calibration.correct()
@@ -51,20 +48,6 @@ def test_no_other_size_and_weight_are_better_on_validation(seed):
 
     tried = [(k, sharpness) for k in sizes_to_try(60) for sharpness in SHARPNESSES]
     assert loss(chosen.k, chosen.sharpness) <= min(loss(*pair) for pair in [*tried, (60, 0.0)]) + 1e-6
-
-
-@pytest.mark.parametrize("method", ["benchmark-routing", "carrot", "routellm-sw"])
-def test_known_queries_are_prepared_once_for_all_batches_and_no_copy_of_a_policy_has_another_s(method, monkeypatch):
-    fitting, test = problem(3, n=40, n_test=30)
-    policy = METHODS[method].family(fitting).members[0]
-    expected, prepared = policy.values(test.embeddings), []
-    fresh, prepare = pickle.loads(pickle.dumps(policy)), Weights.of
-    monkeypatch.setattr(Weights, "of", lambda weights: prepared.append(weights.shape) or prepare(weights))
-    parts = [fresh.values(rows) for rows in np.array_split(test.embeddings, 6)]
-    np.testing.assert_array_equal(np.concatenate(parts), expected)
-    assert prepared == [fitting.calibration.embeddings.shape]
-    turned = fresh.with_arrays({**fresh.arrays, "known": -fresh.arrays["known"]})
-    assert not np.array_equal(turned.values(test.embeddings), expected)
 
 
 def test_of_queries_that_are_as_near_the_first_count():

