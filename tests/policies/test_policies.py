@@ -171,6 +171,9 @@ def test_numbers_of_base_are_those_of_the_paper(seed, ragged):
         assert stage.fused == (last or rate > 0)
 
 
+OF_ONE_MODEL = {"name", "temperature", "mean", "std", "offsets", "isotonic", "diagnostics"}
+
+
 def replaced(data, place):
     """Return the chain with another model, of another name, in one place."""
     new = np.random.default_rng(place).permutation(chain(99, len(data), strengths=(1.6,)).logits[0])
@@ -184,13 +187,16 @@ def replaced(data, place):
 
 @kinds
 @pytest.mark.parametrize("rule", [{}, {"budget": 9.0}, {"threshold": 0.7}], ids=str)
-def test_a_refit_is_the_fit_of_the_new_chain(kind, rule):
+def test_a_refit_is_the_fit_of_the_new_chain_and_keeps_to_the_bit_what_is_of_other_models(kind, rule):
     method, calibrator, n_models = kind
     before = [of_kind(kind, 11, shift=shift) for shift in (0, 1)]
     old = FITS[method](*before, ThresholdRule(**rule), calibrator=calibrator)
     for place in range(n_models):
         after = [replaced(data, place) for data in before]
-        assert refit(old, *after) == FITS[method](*after, ThresholdRule(**rule), calibrator=calibrator)
+        new = refit(old, *after)
+        assert new == FITS[method](*after, ThresholdRule(**rule), calibrator=calibrator)
+        for j, (was, now) in enumerate(zip(old.stages, new.stages, strict=True)):
+            assert j == place or now.model_dump(include=OF_ONE_MODEL) == was.model_dump(include=OF_ONE_MODEL)
 
 
 def test_rows_without_a_label_are_answered_but_not_scored():

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from synthetic import chain, rows_of, seeds, splits
+from synthetic import chain, rows_of, seeds
 
 from cauc_ray.errors import BudgetError, PolicyError
-from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.policies.by_method import refit
 from cauc_ray.policies.methods.base import fit_base
 from cauc_ray.policies.methods.rf import fit_rf
@@ -20,7 +19,6 @@ fits = st.sampled_from([fit_base, fit_rf])
 objectives = st.sampled_from(["accuracy", "macro-f1"])
 # Costs of planted chains lie between 1, the first model's, and 20, that of all three.
 budgets = st.floats(1, 25)
-TENTH = ThresholdRule(certify=RiskLimit(0.1, 0.9))
 
 
 def two_splits(seed, n=45, **options):
@@ -121,13 +119,3 @@ def test_what_to_expect_is_measured_on_rows_that_chose_nothing(fit, objective):
     assert policy.on_selection.cost == pytest.approx(answers.costs.mean())
     assert policy.on_selection.cost <= 6.0 + 1e-9
     assert fit(calibration, validation, ThresholdRule(threshold=policy.threshold)).on_selection is None
-
-
-def test_a_certificate_is_of_no_other_threshold_and_a_refit_certifies_anew(fit):
-    data = splits(31, 1000)
-    policy = fit(*data, TENTH)
-    assert policy.threshold_choice.certificate is not None
-    for moved in (policy.with_threshold(0.5), policy.with_budget(16.0)):
-        assert moved.threshold_choice.certificate is None
-    new = [replace(split, models=("m0", "new", "m2"), logits=split.logits[:2] + split.logits[1:2]) for split in data]
-    assert refit(policy, *new) == fit(*new, TENTH)
