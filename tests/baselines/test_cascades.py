@@ -26,10 +26,10 @@ from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay, trace_policy
 
 
-def table(seed, n, m, *, levels=6, per_call=False):
+def table(seed, n, m, *, per_call):
     """Few distinct distances, so that ties are common."""
     rng = np.random.default_rng(seed)
-    distances = rng.integers(1, levels, (n, m)) / levels
+    distances = rng.integers(1, 6, (n, m)) / 6
     costs = np.broadcast_to(rng.integers(0, 12, m).astype(float), (n, m))
     if per_call:
         costs = costs * rng.integers(1, 4, (n, m))

@@ -20,17 +20,13 @@ from cauc_ray.policies.features import Scaler, unit_rows
 from cauc_ray.policies.method import METHODS
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
 def walk(validation_loss, schedule, **how):
     """Train one weight from 0 towards 1, a tenth a step, and return it with the validation losses."""
     network = torch.nn.Module()
     network.weight = torch.nn.Parameter(torch.zeros(1))
     optimiser = torch.optim.SGD(network.parameters(), lr=0.1)
     losses = (lambda rows: -network.weight.sum()), (lambda: validation_loss(network.weight))
-    checked = train(network, optimiser, *losses, 10, schedule, generator(), **how)
+    checked = train(network, optimiser, *losses, 10, schedule, torch.Generator().manual_seed(0), **how)
     assert not network.training
     return network.weight.item(), checked
 

@@ -1,7 +1,6 @@
 """Routers: the choice by value and price, neighbouring queries, RouteLLM's two, CARROT; the controls and the Duo."""
 
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
@@ -28,9 +27,8 @@ from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Examples, own_answers, trace_policy
 
 
-@cache
 def fitted(name, **how):
-    """Return a fitted method and the test split; both are frozen, so that tests may share them."""
+    """Return a fitted method and the test split."""
     splits = [Examples(chain(3, 300, shift=shift, **how)) for shift in (0, 1)]
     return METHODS[name].family(Fitting(*splits)), Examples(chain(3, 400, shift=2, **how))
 

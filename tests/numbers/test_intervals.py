@@ -21,6 +21,7 @@ from cauc_ray.numbers.intervals import (
     ranking,
     risk_upper_bound,
     share,
+    share_to_come,
     signs,
 )
 
@@ -38,6 +39,15 @@ def test_share_is_the_wilson_interval(n, data):
     assert (interval.value, interval.n) == (hits / n, n)
     assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
     assert np.isnan([share(0, 0).value, share(0, 0).low]).all()
+
+
+@pytest.mark.parametrize("n", [150, 1000])
+def test_a_share_to_come_is_in_its_interval_in_19_of_20_samples(n):
+    """As many rows come as there are, so that their own noise counts as much."""
+    hits, later = np.random.default_rng(n).binomial(n, 0.8, (2, 2000))
+    intervals = [share_to_come(k, n) for k in hits]
+    inside = [interval.low <= k / n <= interval.high for interval, k in zip(intervals, later, strict=True)]
+    assert 0.93 < np.mean(inside) < 0.98
 
 
 @given(sizes, st.floats(0, 1), risks)

@@ -25,7 +25,6 @@ from cauc_ray.numbers.metrics import (
     oracle_deferral_area,
     reliability_bins,
     upper_hull,
-    worsening,
 )
 
 
@@ -196,18 +195,3 @@ def test_aiq_is_the_integral_of_the_line_that_is_level_at_its_end(seed):
     line = sorted(zip(costs, quality, strict=True))
     area = auc(*np.transpose([*line, (10.0, line[-1][1])]))
     assert aiq(costs, quality, 10.0) == pytest.approx(area / 10, abs=1e-9)
-
-
-def test_changes_of_confidences_are_judged_at_their_level_and_with_power():
-    """Answers right as the mean of both confidences favour neither; those right as one of them favour it."""
-    rng = np.random.default_rng(0)
-    before, after = rng.uniform(0.5, 1, (2, 300))
-    middle = (before + after) / 2
-    neither, worse, better = (
-        np.mean([worsening(before, after, rng.random(300) < right).p_above <= 0.05 for _ in range(1000)])
-        for right in (middle, before, after)
-    )
-    assert 0.03 < neither < 0.07
-    assert worse > 0.9
-    assert better < 0.001
-    assert worsening(before, before, np.ones(300, bool)).z == 0
