@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import beta, binom
 from synthetic import seeds
 
-from cauc_ray.errors import ConfigError, DataError, RiskError
+from cauc_ray.errors import ConfigError, RiskError
 from cauc_ray.numbers.guarantees import RiskLimit, certify, early_answers, order_of_tests, stage_guarantees
 
 thresholds = st.one_of(st.floats(0, 1.2), st.sampled_from([0.0, 0.2, 0.4, 0.8, 1.0, 2.0]))
@@ -161,9 +161,3 @@ def test_where_every_threshold_is_slightly_too_risky_hardly_any_is_certified(n):
     # A true share of 5 % would show more than this in one of a thousand such tests.
     assert n_broken <= binom.ppf(0.999, n_draws, 0.05)
     assert n_plug_in > 0.9 * n_draws
-
-
-@pytest.mark.parametrize("shape", [(0, 1), (3, 0), (3,)])
-def test_without_rows_or_stages_there_is_nothing_to_certify(shape):
-    with pytest.raises(DataError, match="one stage or more before the last"):
-        early_answers(np.zeros(shape), np.zeros(shape, bool))

@@ -100,11 +100,6 @@ def test_between_adjacent_floats_and_beyond_probabilities_thresholds_still_part_
     assert [by_replay(confidences, *answers, t)[0] for t in frontier.settings] == frontier.cost.tolist()
 
 
-def test_shapes_that_do_not_fit_are_refused():
-    with pytest.raises(DataError, match="a sweep needs"):
-        sweep(np.ones((3, 2)), np.ones((3, 2), int), np.ones(3, int), Costs("s", np.ones(2)))
-
-
 @pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
 def test_costs_below_zero_or_not_finite_are_refused(bad):
     with pytest.raises(DataError, match="not a number between 0 and"):
