@@ -11,11 +11,15 @@ from synthetic import chain_of, rows_of, seeds, splits
 
 import cauc_ray
 from cauc_ray.errors import ConfigError, DataError, PolicyError
+from cauc_ray.numbers.logits import top_option
+from cauc_ray.numbers.multinomial import nll_of
 from cauc_ray.policies.by_method import fit_method, fit_policy, refit
+from cauc_ray.policies.family import Family
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.recalibrated import fit_recalibrated
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Examples, replay, steps_of, trace_policy
 
@@ -171,3 +175,23 @@ def test_the_options_of_rule_and_price_reach_both_methods():
     assert (len(by_gain.threshold), by_gain.decision.at) == (2, 0.02)
     assert (type(plain.threshold), plain.decision) == (float, None)
     assert cauc_ray.fit(arrays[0], calibration.labels, method="stacked", **options).decision.at == 0.02
+
+
+@pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")  # a few rows cannot be calibrated
+@pytest.mark.parametrize("n", [1, 2, 300])
+def test_rows_that_other_methods_are_fitted_to_are_recalibrated_by_fits_that_did_not_see_them(n):
+    fittings = []
+
+    def fit(fitting):
+        fittings.append(fitting)
+        return Family([], fitting.validation)
+
+    family = fit_recalibrated(fit, Fitting(Examples(confused(0, n, 16)), Examples(confused(0, 60, 16, shift=1))))
+    parts = fittings[0].calibration.chain, family.reading(Examples(confused(0, 3000, 16, shift=2))).chain
+    calibration, new = (np.array([nll_of(z, chain.labels) / len(chain) for z in chain.logits]) for chain in parts)
+    confidence = [np.mean([top_option(z)[1].mean() for z in chain.logits]) for chain in parts]
+    assert np.isfinite(new).all()
+    if n > 2:
+        assert (new < np.log(16) - 0.3).all()  # they are recalibrated
+        assert calibration == pytest.approx(new, abs=0.15)
+        assert confidence[0] == pytest.approx(confidence[1], abs=0.05)
