@@ -129,6 +129,15 @@ def test_no_other_size_and_weight_are_better_on_validation(seed):
     assert loss(chosen.k, chosen.sharpness) <= min(loss(*pair) for pair in [*tried, (60, 0.0)]) + 1e-6
 
 
+@pytest.mark.parametrize("method", ["benchmark-routing", "carrot", "routellm-sw"])
+def test_a_policy_with_other_queries_does_not_answer_by_those_before(method):
+    fitting, test = problem(3, n=40, n_test=30)
+    policy = METHODS[method].family(fitting).members[0]
+    before = policy.values(test.embeddings)
+    turned = policy.with_arrays({**policy.arrays, "known": -policy.arrays["known"]})
+    assert not np.array_equal(turned.values(test.embeddings), before)
+
+
 def test_of_queries_that_are_as_near_the_first_count():
     queries = np.float32([[1, 0], [0, 1], [1, 0], [1, 0]])
     correct = np.array([[1], [0], [0], [1]])

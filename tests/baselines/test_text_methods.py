@@ -29,7 +29,7 @@ from cauc_ray.baselines.networks.full_forms import (
     fit_routellm_causal,
     fit_routerdc_encoder,
 )
-from cauc_ray.baselines.networks.reading import classifier, drawn_from, scorer
+from cauc_ray.baselines.networks.reading import classifier, drawn_from, passes, scorer
 
 FILLERS = [f"w{i}" for i in range(20)]
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -192,6 +192,16 @@ def test_a_text_is_read_alone_as_among_others_and_a_long_one_from_its_start_or_e
     assert ignored == pytest.approx(plain, abs=1e-5)
     assert np.abs(read - plain).max() > 1e-3
     assert len(reader.tokens(texts[-1:])[0]) == SIZES["max_position_embeddings"]
+
+
+def test_passes_hold_every_row_once_and_their_tokens_are_bounded():
+    rng = np.random.default_rng(12)
+    tokens = [[0] * int(n) for n in rng.integers(1, 1500, 200)] + [[0] * 9000]
+    asked = rng.permutation(201)[:150]
+    rows = list(passes(tokens, asked))
+    assert sorted(np.concatenate(rows)) == sorted(asked)
+    assert all(len(part) == 1 or len(part) * max(len(tokens[row]) for row in part) <= 4096 for part in rows)
+    assert len(rows) < 75
 
 
 @kinds

@@ -57,3 +57,13 @@ def test_a_price_stops_rows_from_the_least_confidence_whose_gain_it_reaches(seed
             assert threshold == STOP_NONE if least == STOP_NONE else least - 0.003 <= threshold <= least + 1e-9
         assert before is None or (np.array(thresholds) <= before).all()  # the higher the price, the more rows stop
         before = np.array(thresholds)
+
+
+@given(seeds, st.integers(2, 4), st.integers(1, 40), st.booleans())
+def test_published_thresholds_stop_the_rows_of_a_setting(seed, m, n, equal):
+    confidences = confidences_of(seed, m, n, equal=equal)
+    gains, rows = fit_gains(confidences, np.arange(1.0, m + 1)), confidences.T
+    worth = gains.worth(rows)
+    settings = np.unique(worth[:, :-1])
+    for setting, of_stages in zip(settings, gains.between(settings, rows), strict=True):
+        assert ((rows[:, :-1] >= of_stages) == (worth[:, :-1] >= setting)).all()

@@ -31,6 +31,7 @@ def test_of_log_probabilities_only_values_that_stand_for_nothing_are_masks():
         for mask in (-1e4, -9999.0, -65504.0, np.finfo(np.float32).min):
             rows = np.array([[-3.0, -7123.4, -20_000.0, mask]], dtype=np.float32)
             assert np.isneginf(masks(rows, "log-probabilities")).tolist() == [[False, False, False, True]]
+            assert np.isfinite(rows).all()  # those of the caller stay
             assert np.isneginf(masks(rows)).tolist() == [[False, True, True, True]]
 
 
