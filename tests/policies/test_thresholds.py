@@ -1,4 +1,4 @@
-"""The threshold of a policy: given, chosen, certified or moved later; the accuracy-cost curve that it carries."""
+"""The threshold of a policy, given, chosen or moved later, with its curve and what to expect, also of first stages."""
 
 from dataclasses import replace
 
@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from synthetic import chain, rows_of, seeds
+from synthetic import chain, rows_of, seeds, splits, steps
 
+from cauc_ray.api.evaluated import Evaluation
 from cauc_ray.errors import BudgetError, PolicyError
+from cauc_ray.numbers.intervals import share_to_come
 from cauc_ray.policies.by_method import refit
 from cauc_ray.policies.methods.base import fit_base
 from cauc_ray.policies.methods.rf import fit_rf
@@ -119,3 +121,26 @@ def test_what_to_expect_is_measured_on_rows_that_chose_nothing(fit, objective):
     assert policy.on_selection.cost == pytest.approx(answers.costs.mean())
     assert policy.on_selection.cost <= 6.0 + 1e-9
     assert fit(calibration, validation, ThresholdRule(threshold=policy.threshold)).on_selection is None
+
+
+def cut_short(policy, chain, n_stages):
+    """Return answers of the first stages alone and which of them are degraded, as a slow loop."""
+    predictions, waits = np.full(len(chain), -1), np.ones(len(chain), dtype=bool)
+    for step in list(steps(policy, chain.logits))[:n_stages]:
+        predictions[waits] = step.predictions[waits]
+        waits &= ~step.accepted
+    return predictions, waits
+
+
+def test_each_prefix_answers_as_its_last_reached_stage_does(fit):
+    calibration, validation, test = splits(5, 300, 3, ragged=True)
+    policy = fit(calibration, validation, ThresholdRule(threshold=0.7))
+    assert [prefix.stages for prefix in policy.offline] == [1, 2]
+    evaluated = Evaluation.of(policy, test).as_json()["offline"]
+    for prefix, on_test in zip(policy.offline, evaluated, strict=True):
+        predictions, waits = cut_short(policy, validation, prefix.stages)
+        assert prefix.accuracy == share_to_come((predictions == validation.labels).sum(), len(validation))
+        assert prefix.degraded == waits.mean()
+        assert on_test["accuracy"] == (cut_short(policy, test, prefix.stages)[0] == test.labels).mean()
+        assert on_test["expected_accuracy"] == prefix.accuracy.value
+        assert on_test["expected_interval"] == [prefix.accuracy.low, prefix.accuracy.high]
