@@ -485,6 +485,7 @@ def test_the_kind_of_logits_their_labels_and_costs_are_as_declared(case):
         assert (kind_of(case.model.facts.logit_kind) or "raw") == case.logit_kind
     assert case.model.facts.labels == case.labels
     assert stage.model.label_names in (None, case.labels)
+    assert stage.model.columns_read.names in (None, case.columns.keys() - {"example_id"})
     answers = case.model(case.batch())
     assert (answers.costs is not None) == (stage.model.cost_unit is not None) == case.bills
     if case.bills:

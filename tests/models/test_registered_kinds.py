@@ -3,7 +3,6 @@ import json
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -13,14 +12,13 @@ from batches import refused
 
 from cauc_ray.models.kind import KindSpec
 from cauc_ray.models.kinds import GROUP, RegisteredSpec, built_in_specs, known_kinds
-from cauc_ray.models.pool import load_pool, pool_of
+from cauc_ray.models.pool import load_pool
 from cauc_ray.schemas import schema_path
 
 KINDS = {
     "constant": "other_package.kinds:constant",
     "echo": "other_package.kinds:echo",
     "number": "other_package.kinds:number",
-    "absent-module": "other_package.absent:load",
     "absent-function": "other_package.kinds:absent",
     "needs-a-package": "other_package.needs:load",
     "breaks": "other_package.breaks:load",
@@ -104,27 +102,6 @@ def loaded(folder, **model):
     return load_pool(pool_file(folder, **model)).stage("s").model.load()
 
 
-@pytest.mark.parametrize(
-    ("model", "inputs", "read"),
-    [
-        ({"kind": "torchvision", "arch": "resnet18"}, {}, {"image"}),
-        ({"kind": "saved", "logits": "L", "model": "m", "split": "s"}, {}, set()),
-        ({"kind": "openai", "model": "m"}, {}, {"question", "context"}),
-        ({"kind": "openai", "model": "m", "labels": ["a", "b"], "prompt": "{{ x }} {{ y }}"}, {}, {"x", "y"}),
-        ({"kind": "python", "factory": "a:b"}, {"x": {"datatype": "FP64", "shape": []}}, {"x"}),
-        ({"kind": "python", "factory": "a:b"}, {}, None),
-    ],
-)
-def test_a_run_reads_the_columns_that_its_models_read(model, inputs, read):
-    stages = [
-        {"name": "s", "model": model},
-        {"name": "t", "model": {"kind": "saved", "logits": "L", "model": "m", "split": "s"}},
-    ]
-    task = "multiple-choice" if read and "question" in read else "classification"
-    pool = pool_of({"name": "p", "task": task, "inputs": inputs, "stages": stages}, Path())
-    assert pool.columns_read(pool.stages) == (None if read is None else {"example_id", "label", "choices", *read})
-
-
 def test_the_published_schema_takes_built_in_and_registered_kinds(tmp_path):
     schema = json.loads(schema_path("pool").read_text())
     published = jsonschema.validators.validator_for(schema)(schema)
@@ -149,9 +126,8 @@ def test_what_stands_beside_the_kind_reaches_the_factory(tmp_path):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ({"kind": "absent-module"}, "kind 'absent-module'"),
         ({"kind": "absent-function"}, "has no attribute 'absent'"),
-        ({"kind": "needs-a-package"}, "a_package_that_is_not_there"),
+        ({"kind": "needs-a-package"}, "kind 'needs-a-package'"),
         ({"kind": "breaks"}, "the licence has ended"),
         ({"kind": "number"}, "returned dict, which is not callable"),
         ({"kind": "constannt"}, "unknown kind 'constannt'; did you mean 'constant'?"),

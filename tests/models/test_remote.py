@@ -94,8 +94,7 @@ def describes(**changes):
         (answers_with(503, {}), {}, ExecutionError, "503: not now, 3 attempts"),
         (answers_with(503, {"Retry-After": "3600"}), {}, ExecutionError, "503: not now"),
         (answers_with(500, {}), {}, ExecutionError, "it fails on every row, 500: not now"),
-        (answers_with(401, {}), {}, ConfigError, "401: not now"),
-        (answers_with(404, {}), {}, ConfigError, "404: not now"),
+        *((answers_with(status, {}), {}, ConfigError, f"{status}: not now") for status in (401, 404)),
         (answers_with(302, {"Location": "https://elsewhere"}), {}, ConfigError, "see https://elsewhere"),
         (answers_with(200, {}, b"<html>Welcome</html>"), {}, ExecutionError, "its answer cannot be read"),
         *(
@@ -133,9 +132,8 @@ def test_a_rejected_row_fails_alone_and_does_not_shrink_later_requests(status):
     assert server.requests[-1][2] == 6
 
 
-@pytest.mark.parametrize(("status", "error"), [(400, ConfigError), (500, ExecutionError)])
-def test_a_server_that_rejects_everything_from_the_start_ends_the_call(status, error):
-    with strict_server(faults=[(status, {})] * 99) as server, pytest.raises(error, match=str(status)):
+def test_a_server_that_rejects_everything_from_the_start_ends_the_call():
+    with strict_server(faults=[(400, {})] * 99) as server, pytest.raises(ConfigError, match="400"):
         remote(server.url)(batch_of(64))
 
 
@@ -172,15 +170,6 @@ def test_a_silent_connection_costs_an_attempt_not_the_call():
     assert link.n_connections > 1
 
 
-def test_a_call_ends_at_its_deadline_whatever_the_link_does():
-    with strict_server() as server, Link(port_of(server)) as link:
-        model = remote(link.url, timeout_s=0.5)
-        assert not model(batch_of(4)).failures
-        link.cut()
-        with pytest.raises(ExecutionError):
-            model(batch_of(4))
-
-
 def test_a_connection_whose_handshake_is_given_up_is_closed():
     """The server takes connections and says nothing: none may be left open for the collector of garbage."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -192,16 +181,6 @@ def test_a_connection_whose_handshake_is_given_up_is_closed():
             connection.settimeout(5.0)
             while connection.recv(65536):
                 pass
-
-
-def test_bytes_are_those_of_the_wire_and_every_call_is_the_next_one():
-    with strict_server() as server, Link(port_of(server), delay_s=0.01) as link:
-        model = remote(link.url, max_rows=2, max_concurrency=2)
-        wires = [model(batch_of(n)).wire for n in (1, 5, 3)]
-        assert sum(wire.bytes_out for wire in wires) == link.bytes_out
-        assert sum(wire.bytes_in for wire in wires) == link.bytes_in
-        assert link.n_connections == 2
-    assert all(wire.seconds > 0 for wire in wires)
 
 
 # Settings.
@@ -224,9 +203,10 @@ def test_secrets_come_from_the_environment_and_are_not_shown(monkeypatch):
         assert headers["Authorization"] == f"Bearer {token}"
         assert headers["api-key"] == key
         assert headers.get_all("Host") == ["net.models.example"]
-    monkeypatch.delenv("GATEWAY_KEY")
-    with pytest.raises(ConfigError, match="GATEWAY_KEY"):
+    monkeypatch.setenv("GATEWAY_KEY", f"{key}€")  # a client's own message would show it
+    with pytest.raises(ConfigError, match="GATEWAY_KEY") as raised:
         remote("https://h", **settings)
+    assert key not in str(raised.value)
 
 
 def test_a_proxy_of_the_environment_is_used_unless_the_host_is_excepted(monkeypatch):

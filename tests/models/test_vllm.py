@@ -42,23 +42,23 @@ def spec(model, **settings):
     return VllmSpec(kind="vllm", model=str(model.folder), **settings)
 
 
-def test_more_labels_than_are_scored_at_once_and_rows_that_are_too_long(engines, language_model):
+def test_more_labels_than_are_scored_at_once_and_rows_that_are_too_long(engines, tiny_model):
     """By an engine and by a server; as texts, which no prompt lists: the oracle runs it once for each."""
-    tokenizer = language_model.tokenizer
+    tokenizer = tiny_model.tokenizer
     tokens = [t for t in range(2, min(2000, len(tokenizer))) if tokenizer.encode(tokenizer.decode([t])) == [t]]
     tokens = [t for t in tokens if tokenizer.decode([t]).strip()][:200]
     assert len(tokens) > 150
     names = [*map(tokenizer.decode, tokens), "a name of several tokens"]
     asked = {"labels": names, "prompt": "{{ text }}", "options": "text"}
-    model_spec = spec(language_model, engine={"max_model_len": 2000}, **asked)
+    model_spec = spec(tiny_model, engine={"max_model_len": 2000}, **asked)
     answers = model_spec.load()({"text": column(["Which?", "word " * 3000])})
     question = Prompts(model_spec, False)({"text": column(["Which?"])})[0][0]
-    expected = plain_scores(language_model, model_spec, question, chat=False)
+    expected = plain_scores(tiny_model, model_spec, question, chat=False)
     assert answers.logits[0] == pytest.approx(expected, abs=1e-3)
     assert answers.n_options[0] == len(names)
     assert answers.failures.keys() == {1}
     assert "takes up to 1,999" in answers.failures[1]
-    with language_server(language_model, scores_tokens=True) as url:
+    with language_server(tiny_model, scores_tokens=True) as url:
         served = OpenAISpec(kind="openai", model="m", base_url=url, endpoint="completions", **asked).load()
         assert served({"text": column(["Which?"])}).logits[0] == pytest.approx(expected, abs=1e-3)
 
