@@ -486,8 +486,9 @@ def test_ids_that_several_partitions_have_are_told_apart(tmp_path):
     assert {row["id"] for row in rows_of(opened_dataset, "test")} == {f"test-q{n}" for n in range(6)}
 
 
-@pytest.mark.parametrize("whole_bytes", [0, sources.CONTENT_BYTES])
-def test_few_requests_are_made_to_a_store(s3, tmp_path, monkeypatch, whole_bytes):
+@pytest.mark.parametrize("whole_bytes", [0, sources.CONTENT_BYTES])  # up to which files are fetched whole
+@pytest.mark.parametrize(("n_files", "n_rows", "group_rows"), [(12, 40, 10), (3, 400, 400)])
+def test_few_requests_are_made_to_a_store(s3, tmp_path, monkeypatch, whole_bytes, n_files, n_rows, group_rows):
     """At most twice those of pyarrow.dataset for a run, three times for a collection of two models."""
     from moto.s3.responses import S3Response
     from pyarrow import dataset as arrow_dataset
@@ -499,28 +500,25 @@ def test_few_requests_are_made_to_a_store(s3, tmp_path, monkeypatch, whole_bytes
         monkeypatch.setattr(
             S3Response, method, lambda *args, _f=answer, **more: requests.append(1) or _f(*args, **more)
         )
+    monkeypatch.setattr(sources, "CONTENT_BYTES", whole_bytes)
+    for file in range(n_files):
+        ids = [f"{file}-{row}" for row in range(n_rows)]
+        table = pa.table({"id": ids, "x": [0.5] * n_rows, "label": [0] * n_rows})
+        write(tmp_path / "input" / f"part-{file:05}.parquet", table, row_group_size=group_rows)
+    filesystem, place = FileSystem.from_uri(s3)[0], f"bucket/{tmp_path.name}"
+    copy_files(str(tmp_path / "input"), place, destination_filesystem=filesystem)
+    spec = DatasetSpec(f"s3://{place}", "classification")
 
-    def counted(work):
-        requests.clear()
-        work()
-        return len(requests)
-
-    def collect_two(spec):
+    def collect_two():
         rows = open_dataset(spec)
         for _ in range(2):
             blocks_of(rows.blocks(64, with_inputs=True))
 
-    monkeypatch.setattr(sources, "CONTENT_BYTES", whole_bytes)  # files of smaller tables are fetched whole
-    filesystem = FileSystem.from_uri(s3)[0]
-    for n_files, n_rows, group_rows in [(12, 40, 10), (3, 400, 400)]:
-        place = f"bucket/{tmp_path.name}-{n_files}"
-        for file in range(n_files):
-            table = pa.table(
-                {"id": [f"{file}-{row}" for row in range(n_rows)], "x": [0.5] * n_rows, "label": [0] * n_rows}
-            )
-            write(tmp_path / str(n_files) / f"part-{file:05}.parquet", table, row_group_size=group_rows)
-        copy_files(str(tmp_path / str(n_files)), place, destination_filesystem=filesystem)
-        arrow = counted(lambda at=place: arrow_dataset.dataset(at, filesystem=filesystem).to_table())
-        spec = DatasetSpec(f"s3://{place}", "classification")
-        assert counted(lambda spec=spec: blocks_of(open_input(spec).blocks(64))) <= 2 * arrow
-        assert counted(lambda spec=spec: collect_two(spec)) <= 3 * arrow
+    def n_requests(work):
+        requests.clear()
+        work()
+        return len(requests)
+
+    n_of_pyarrow = n_requests(lambda: arrow_dataset.dataset(place, filesystem=filesystem).to_table())
+    assert n_requests(lambda: blocks_of(open_input(spec).blocks(64))) <= 2 * n_of_pyarrow
+    assert n_requests(collect_two) <= 3 * n_of_pyarrow

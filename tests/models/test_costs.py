@@ -10,15 +10,8 @@ from hypothesis import strategies as st
 from torchvision import models
 
 from cauc_ray.models.answers import Answers, ModelFacts
-from cauc_ray.models.costs import (
-    FAR,
-    MEASURED_ROWS,
-    cost_far_off,
-    cost_unit,
-    measured,
-    model_cost,
-)
-from cauc_ray.models.pool import COST_UNITS, CostSpec, StageSpec
+from cauc_ray.models.costs import FAR, MEASURED_ROWS, cost_far_off, measured, model_cost
+from cauc_ray.models.pool import COST_UNITS, CostSpec
 from cauc_ray.models.python import python_model
 
 FACTS = ModelFacts("m", gflops=4.0, params_b=7.0)
@@ -43,20 +36,6 @@ UNKNOWN = ModelFacts("m")
 )
 def test_a_declared_number_or_the_nearest_source_is_the_cost(declared, facts, measured, per_call, expected):
     assert model_cost(declared, facts, measured, per_call) == expected
-
-
-def stage(cost=None, **model):
-    return StageSpec.model_validate({"name": "s", "model": model or PYTHON, **({"cost": cost} if cost else {})})
-
-
-PYTHON = {"kind": "python", "factory": "user_models:by_x"}
-
-
-def test_the_unit_is_declared_or_the_calls_own_or_gflops():
-    billed = {"kind": "openai", "model": "m", "prices": {"input": 1, "output": 2}}
-    assert cost_unit(stage()) == COST_UNITS["gflops"]
-    assert cost_unit(stage(**billed)) == "USD"
-    assert all(cost_unit(stage({key: 2}, **billed)) == unit for key, unit in COST_UNITS.items())
 
 
 @given(

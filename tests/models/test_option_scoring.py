@@ -23,7 +23,6 @@ TOLERANCE = 1e-4
 CASES = [
     (name, how) for name in VOCABULARIES for how in ("letter", "name", "text") if (name, how) != ("unigrams", "letter")
 ]
-# The suite has every vocabulary, and every form of options with and without a template; the soak all combinations.
 SERVED = [case for case in CASES if case[0] != "dated"]  # a server is given a date, but no clock
 LABELS = ("order", "order_status", "order status by e-mail", "other")
 TEXTS = column(["Where is it?", "I would like two of these.", "And then", "x", "It broke: 17"])
@@ -51,16 +50,9 @@ def models(tmp_path_factory):
 
 
 def some_of(cases):
-    """Parametrise with cases and chat; every fifth of these combinations is in the suite."""
+    """Parametrise with every vocabulary, and every form of options with and without a template."""
     combinations = [(*case, chat) for case in cases for chat in (True, False)]
-    return pytest.mark.parametrize(
-        ("name", "options", "chat"),
-        [
-            case if chosen else pytest.param(*case, marks=pytest.mark.soak("full"))
-            for number, case in enumerate(combinations)
-            for chosen in [number % 5 == 0]
-        ],
-    )
+    return pytest.mark.parametrize(("name", "options", "chat"), combinations[::5])
 
 
 def choice_spec(model, rows="choices", **more):

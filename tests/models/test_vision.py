@@ -157,29 +157,23 @@ def test_features_are_what_enters_the_last_layer(tmp_path, arch, last):
     assert features.shape == (3, layer.in_features)
     with torch.inference_mode():
         assert_same(layer(torch.from_numpy(features)).numpy(), logits({"image": column(IMAGES)}).logits)
-    parent, _, name = last.rpartition(".")
-    setattr(network.get_submodule(parent), name, nn.Identity())
-    assert_same(features, direct(network, models.get_model_weights(arch).DEFAULT.transforms(), IMAGES))
 
 
 @pytest.mark.timeout(60)  # nobody else would end it
-@pytest.mark.parametrize(("silent", "words"), [(False, "refused"), (True, "timed out")])
-def test_published_weights_that_cannot_be_fetched_are_refused_in_one_line(tmp_path, monkeypatch, capfd, silent, words):
-    """All requests go through a proxy that is gone, or silent."""
+def test_published_weights_that_cannot_be_fetched_are_refused_in_one_line(tmp_path, monkeypatch, capfd):
+    """All requests go through a silent proxy."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "_hub_dir", None)
     monkeypatch.setattr(urllib.request, "_opener", None)  # it keeps the proxies of its first request
-    monkeypatch.setattr(torchvision_kind, "FETCH_TIMEOUT_S", 0.2 if silent else 30)
+    monkeypatch.setattr(torchvision_kind, "FETCH_TIMEOUT_S", 0.2)
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     before = socket.getdefaulttimeout()
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{server.getsockname()[1]}")
-        if not silent:
-            server.close()
         message = refused(spec("squeezenet1_1", "DEFAULT").load)
     assert "the weights DEFAULT of squeezenet1_1 cannot be fetched" in message
-    assert words in message
+    assert "timed out" in message
     assert message.endswith("give a local file as weights")
     assert socket.getdefaulttimeout() == before
     assert capfd.readouterr() == ("", "")

@@ -33,6 +33,21 @@ QUESTIONS = SHARED_DATA / "questions"
 VLLM_PYTHON = os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")
 
 
+def by_the_real_engine(test):
+    """Mark a test of the real engine."""
+    is_absent = not Path(VLLM_PYTHON).is_file()
+    skip = pytest.mark.skipif(is_absent, reason="no environment with vLLM: set VLLM_PYTHON")
+    return pytest.mark.soak("vllm")(pytest.mark.timeout(900)(skip(test)))
+
+
+def run_with_vllm(folder, code, *arguments):
+    """Run code with the interpreter that has vLLM."""
+    (folder / "main.py").write_text(code)
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd()}
+    command = [VLLM_PYTHON, folder / "main.py", *arguments]
+    subprocess.run(command, check=True, env=environment, timeout=800, stdout=sys.stderr)
+
+
 @pytest.fixture
 def engines(monkeypatch):
     return fake_vllm.install(monkeypatch)
@@ -124,9 +139,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.soak("vllm")
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(not Path(VLLM_PYTHON).is_file(), reason="no environment with vLLM: set VLLM_PYTHON")
+@by_the_real_engine
 def test_real_engines_in_stages_on_ray_predict_as_torch_does_on_500_questions(tmp_path):
     """With all but ties within what float32 sums in another order differ by, which the table records.
 
@@ -145,10 +158,7 @@ def test_real_engines_in_stages_on_ray_predict_as_torch_does_on_500_questions(tm
         for options, more in (("letter", {"lora": str(tmp_path / "lora" / "adapter")}), ("text", {}))
     ]
     (tmp_path / "pool.yaml").write_text(yaml.safe_dump({"name": "p", "task": "multiple-choice", "stages": stages}))
-    (tmp_path / "collect.py").write_text(COLLECT)
-    paths = [str(tmp_path / name) for name in ("collect.py", "pool.yaml", "rows.parquet", "logits")]
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd()}
-    subprocess.run([VLLM_PYTHON, *paths], check=True, env=environment, timeout=800, stdout=sys.stderr)
+    run_with_vllm(tmp_path, COLLECT, *(tmp_path / name for name in ("pool.yaml", "rows.parquet", "logits")))
     table_found = LogitTable(tmp_path / "logits")
     records = {record.name: record for record in table_found.info.models}
     assert records.keys() == same_weights.keys()
@@ -250,18 +260,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.soak("vllm")
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(not Path(VLLM_PYTHON).is_file(), reason="no environment with vLLM: set VLLM_PYTHON")
+@by_the_real_engine
 def test_a_real_engine_generates_the_likeliest_answers_and_says_how_likely_they_are(tmp_path):
     model = tiny_language_model(tmp_path / "model", head_size=64)
     questions = QUESTIONS_OF_MANY
     settings = {"kind": "vllm", "model": str(model.folder), "engine": {"max_model_len": 512, "dtype": "float32"}}
     settings |= {"generate": GENERATE, "prompt": "{{ text }}"}
-    (tmp_path / "answer.py").write_text(ANSWER)
-    words = [str(tmp_path / "answer.py"), json.dumps(settings), json.dumps(questions), str(tmp_path / "out.json")]
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd()}
-    subprocess.run([VLLM_PYTHON, *words], check=True, env=environment, timeout=800, stdout=sys.stderr)
+    run_with_vllm(tmp_path, ANSWER, json.dumps(settings), json.dumps(questions), tmp_path / "out.json")
     texts, confidences, tokens = json.loads((tmp_path / "out.json").read_text())
     assert require_greedy(model, questions, texts, confidences) >= 3
     assert {n_generated for _, n_generated in tokens} == {4}
