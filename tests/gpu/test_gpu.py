@@ -139,15 +139,14 @@ def test_a_batch_that_does_not_fit_is_divided_and_a_row_that_does_not_is_refused
     assert "\n" not in result.error
 
 
-def test_onnx_runtime_computes_on_the_gpu_or_is_refused(tmp_path):
+def test_onnx_runtime_computes_on_the_gpu(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        pytest.skip("this ONNX Runtime computes on CPUs alone")
     with ExitStack() as resources:
         made = Maker(tmp_path, "cpu", 8, resources).onnx()
-        settings, rows = {**made.model, "device": "auto"}, {made.column: made.rows(8, 0)}
-        if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
-            assert loaded(settings)(rows).logits == pytest.approx(made.bare(rows), abs=1e-3)
-        else:
-            assert "ONNX Runtime has no GPU here" in refused(lambda: loaded(settings))
+        rows = {made.column: made.rows(8, 0)}
+        assert loaded({**made.model, "device": "auto"})(rows).logits == pytest.approx(made.bare(rows), abs=1e-3)
 
 
 def test_a_run_of_stages_that_share_a_gpu_is_the_replay_of_their_table(ray_session, tmp_path, record_property):

@@ -4,8 +4,6 @@ import fake_vllm
 import pytest
 from batches import column, question_batch, refused
 from completion_server import language_server
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from plain_scores import plain_scores
 from vocabularies import SWITCHED, VOCABULARIES, language_model, vocabulary
 
@@ -13,7 +11,6 @@ from cauc_ray.models.answers import BELOW
 from cauc_ray.models.language import ChoiceModel
 from cauc_ray.models.openai import OpenAISpec
 from cauc_ray.models.prompts import Prompts
-from cauc_ray.models.tokens import Tokenizing
 from cauc_ray.models.transformers import TransformersChoiceSpec
 from cauc_ray.models.vllm import VllmSpec
 
@@ -32,7 +29,10 @@ ROWS = question_batch(
     ("1 + 1?", ["1", "2", "3", "4"]),
     (None, ["a", "b"]),
 )
-INPUTS = {"labels": {"text": TEXTS}, "choices": ROWS}
+# Ends of prompts, with which the tokens of an answer may merge.
+ENDS = column(["ab 17", "a\n", "b.", "é", "x\n\n", "1 "])
+INPUTS = {"labels": {"text": TEXTS}, "ends": {"text": ENDS}, "choices": ROWS}
+PROMPTS = {"labels": "Text: {{ text }}", "ends": "{{ options }}\n\n{{ text }}"}
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,13 @@ def some_of(cases):
     return pytest.mark.parametrize(("name", "options", "chat"), combinations[::5])
 
 
+def inputs_of(options):
+    """Return the inputs; after the ends a letter may be several tokens."""
+    return [(rows, inputs) for rows, inputs in INPUTS.items() if (rows, options) != ("ends", "letter")]
+
+
 def choice_spec(model, rows="choices", **more):
-    more |= {"labels": LABELS, "prompt": "Text: {{ text }}"} if rows == "labels" else {}
+    more |= {"labels": LABELS, "prompt": PROMPTS[rows]} if rows in PROMPTS else {}
     return TransformersChoiceSpec(kind="transformers-choice", model=str(model.folder), **more)
 
 
@@ -75,7 +80,7 @@ def assert_scores(answers, model, spec, rows, *, chat, shifted=False):
 def test_options_are_scored_as_in_the_whole_text(models, monkeypatch, name, chat, options):
     fake_vllm.install(monkeypatch)
     model = models(name)
-    for rows, inputs in INPUTS.items():
+    for rows, inputs in inputs_of(options):
         spec = choice_spec(model, rows, options=options, chat_template=chat)
         answers = ChoiceModel(spec, model.tokenizer, model.network)(inputs)
         assert_scores(answers, model, spec, rows, chat=chat)
@@ -88,39 +93,14 @@ def test_options_are_scored_as_in_the_whole_text(models, monkeypatch, name, chat
 def test_servers_score_options_by_the_same_rule(models, name, chat, options):
     model = models(name)
     with language_server(model, scores_tokens=True) as url:
-        for rows, inputs in INPUTS.items():
+        for rows, inputs in inputs_of(options):
             spec = choice_spec(model, rows, options=options, chat_template=chat)
-            prompts = {"labels": LABELS, "prompt": spec.prompt} if rows == "labels" else {}
+            prompts = {"labels": LABELS, "prompt": spec.prompt} if rows in PROMPTS else {}
             endpoint = "chat" if chat else "completions"
             served = OpenAISpec(kind="openai", model="m", base_url=url, endpoint=endpoint, options=options, **prompts)
             answers = served.load()(inputs)
             assert_scores(answers, model, spec, rows, chat=chat, shifted=options == "letter")
             assert BELOW not in answers.counts
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    texts=st.lists(st.text("ab 17\n.é", min_size=1, max_size=12), min_size=1, max_size=6),
-    name=st.sampled_from([*VOCABULARIES]),
-)
-def test_labels_have_the_tokens_of_joint_encodings_whatever_the_prompt_ends_with(texts, name):
-    tokenizer = vocabulary(name, [*TEXTS, *LABELS])
-    texts = [f"Q{text}." if text.isspace() else text for text in texts]
-    spec = TransformersChoiceSpec(
-        kind="transformers-choice",
-        model="m",
-        prompt="{{ options }}\n\n{{ text }}",
-        labels=LABELS,
-        options="text",
-        chat_template=False,
-    )
-    asked, faults = Tokenizing(spec, tokenizer, 10_000)({"text": column(texts)})
-    assert not faults
-    questions, _ = Prompts(spec, False)({"text": column(texts)})
-    for one in asked:
-        for label, option in zip(LABELS, one.options, strict=True):
-            tokens = tokenizer.encode(f"{questions[one.row].text} {label}")
-            assert one.prompt + option == tokens[: -1 if tokens[-1] == tokenizer.eos_token_id else None]
 
 
 # Templates.

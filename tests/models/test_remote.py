@@ -62,12 +62,6 @@ def test_a_gateway_that_exposes_models_only_is_asked_in_json_until_it_answers_in
     assert [LENGTH in headers for headers, _, _ in server.requests] == formats
 
 
-def test_a_transient_status_is_tried_again():
-    with strict_server(faults=[(status, {"Retry-After": "0"}) for status in (429, 503, 504)]) as server:
-        assert not remote(server.url)(batch_of(2)).failures
-    assert len(server.requests) == 4
-
-
 def test_the_limit_of_a_server_is_learned_once():
     """Triton with a max_batch_size rejects larger requests."""
     batch = batch_of(256)

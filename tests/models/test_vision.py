@@ -1,3 +1,4 @@
+import base64
 import io
 import os
 import re
@@ -24,7 +25,7 @@ from cauc_ray.errors import DataError
 from cauc_ray.models import torchvision as torchvision_kind
 from cauc_ray.models.answers import as_answers
 from cauc_ray.models.encoders import FeaturesSpec
-from cauc_ray.models.images import FORMATS, MAX_ASPECT, decode_image
+from cauc_ray.models.images import FORMATS, MAX_ASPECT, data_uri, decode_image
 from cauc_ray.models.torchvision import TorchvisionSpec, classifier_size
 
 PHOTOGRAPHS = SHARED_DATA / "imagenet_nips17_1000.parquet"
@@ -209,6 +210,18 @@ def test_files_and_arrays_give_their_pixels_in_rgb(image, pixels):
     pixels = pixels if isinstance(pixels, np.ndarray) else np.asarray(pixels.convert("RGB"))
     assert decoded.mode == "RGB"
     assert (np.asarray(decoded) == (pixels if pixels.ndim == 3 else pixels[..., None])).all()
+
+
+TURNED = Image.Exif()
+TURNED[0x0112] = 6
+PLAIN = encoded(COLOURS, "JPEG")
+
+
+@pytest.mark.parametrize("image", [PLAIN, encoded(COLOURS, "JPEG", exif=TURNED), *(image for image, _ in READ)])
+def test_what_servers_get_of_an_image_is_read_alike_and_a_plain_file_as_it_is(image):
+    sent = base64.b64decode(data_uri(image).partition(";base64,")[2])
+    assert (np.asarray(Image.open(io.BytesIO(sent)).convert("RGB")) == np.asarray(decode_image(image))).all()
+    assert image is not PLAIN or sent == image
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
