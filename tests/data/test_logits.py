@@ -6,8 +6,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from stored import write
 from synthetic import write_table
 
@@ -40,20 +38,6 @@ def rewrite(path, **columns):
 
 def values(path, column):
     return read_parquet(path).column(column).to_pylist()
-
-
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(0, 99), st.booleans(), st.booleans())
-def test_what_is_written_is_read(tmp_path_factory, seed, ragged, per_call):
-    folder = tmp_path_factory.mktemp("table")
-    written = write_table(folder, n=20 + seed % 7, ragged=ragged, per_call=per_call)["test"]
-    read = LogitTable(folder).read_chain(MODELS, "test")
-    assert read.example_ids == tuple(f"test-{example}" for example in written.example_ids)
-    assert (read.labels == written.labels).all()
-    for mine, theirs in zip(read.logits, written.logits, strict=True):
-        assert (mine == theirs).all()
-    assert read.costs.per_call == pytest.approx(written.costs.per_call, rel=1e-6)
-    assert (read.costs.unit, set(read.logit_kinds), read.per_call_costs) == ("GFLOPs", {"raw"}, per_call)
 
 
 @pytest.mark.parametrize("most", [1, 20, 10_000])
@@ -179,16 +163,6 @@ def test_splits_that_share_rows_are_refused(table):
         shutil.copytree(part(table, model).parent, part(table, model, "validation").parent, dirs_exist_ok=True)
     with pytest.raises(DataError, match="calibration"):
         cauc_ray.fit(table, models=MODELS)
-
-
-def test_ids_that_begin_anew_in_each_split_are_no_shared_rows(folder):
-    rng = np.random.default_rng(0)
-    for split in ("calibration", "validation"):
-        labels = rng.integers(3, size=60)
-        for model in MODELS:
-            logits = rng.normal(size=(60, 3)) + 2 * np.eye(3)[labels]
-            cauc_ray.write_logits(folder, model, split, map(str, range(60)), logits, labels, cost=1, cost_unit="s")
-    cauc_ray.fit(folder, models=MODELS, costs=range(1, len(MODELS) + 1))
 
 
 def test_what_is_written_with_its_cost_is_a_whole_table(folder):

@@ -66,12 +66,12 @@ def test_operations_are_counted_as_published():
     assert gflops == pytest.approx(models.ResNet18_Weights.DEFAULT.meta["_ops"], rel=1e-3)
 
 
-def test_the_count_is_a_mean_over_the_first_rows_each_alone_without_those_that_fail():
+def test_operations_and_noise_are_those_of_the_first_rows_each_alone_without_those_that_fail():
     layer = torch.nn.Linear(1, 1)
     sizes = []
 
     class Model:
-        facts = ModelFacts("test")
+        facts = ModelFacts("test", dtype="float32")
 
         def __call__(self, batch):
             sizes.append(len(batch["x"]))
@@ -82,28 +82,19 @@ def test_the_count_is_a_mean_over_the_first_rows_each_alone_without_those_that_f
             with torch.inference_mode():
                 layer(torch.ones(len(batch["x"]), longest, 1))
             batch["x"][:] = 9
-            return Answers(np.zeros((1, 2), np.float32), failures=failures)
+            neighbours = 0.25 * (len(batch["x"]) > 1)
+            return Answers(np.full((len(batch["x"]), 2), neighbours, np.float32), failures=failures)
 
     batch = {"x": np.arange(1, MEASURED_ROWS + 40)}
+    together = Model()({"x": batch["x"].copy()})
+    sizes.clear()
     expected = (batch["x"][:MEASURED_ROWS].sum() - 3) / (MEASURED_ROWS - 1) / 1e9
-    assert measured(Model(), batch)[0] == pytest.approx(expected)
-    assert sizes == [1] * MEASURED_ROWS
+    assert measured(Model(), batch, together) == (pytest.approx(expected), 0.25)
+    assert measured(Model(), batch) == (pytest.approx(expected), None)
+    assert sizes == [1] * 2 * MEASURED_ROWS
     assert (batch["x"] == np.arange(1, MEASURED_ROWS + 40)).all()
     for values in ([3, 3], [1, 101]):
         assert measured(Model(), {"x": np.array(values)})[0] is None
-
-
-def test_noise_is_how_far_the_other_rows_of_a_batch_move_a_logit():
-    class Model:
-        facts = ModelFacts("test", dtype="float32")
-
-        def __call__(self, batch):
-            n = len(batch["x"])
-            return Answers(np.column_stack([batch["x"], np.zeros(n)]).astype(np.float32) + 0.25 * (n > 1))
-
-    batch = {"x": np.arange(4.0)}
-    assert measured(Model(), batch, Model()(batch))[1] == 0.25
-    assert measured(Model(), batch)[1] is None
 
 
 def test_counting_does_not_load_torch():

@@ -5,7 +5,6 @@ import math
 import threading
 import time
 import traceback
-import weakref
 
 import numpy as np
 import pytest
@@ -27,16 +26,6 @@ def spec(**settings):
 
 
 TWO = [("first?", ["x", "y"]), ("second?", ["x", "y"])]
-
-
-def test_a_model_goes_as_soon_as_it_is_dropped(tiny_model):
-    """Its thread and connections do not wait for the garbage collector."""
-    with language_server(tiny_model, scores_tokens=True) as url:
-        model = spec(base_url=url).load()
-        model(question_batch(TWO[0]))
-        dropped = weakref.ref(model)
-        del model
-        assert dropped() is None
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -34,20 +34,6 @@ def expected_of(batch):
     return logits_of(batch["numbers"], batch["title"]).astype(np.float32)
 
 
-@pytest.mark.parametrize(("max_rows", "sizes"), [(1, [1] * 10), (3, [1, 3, 3, 3]), (64, [10])])
-def test_a_server_of_other_names_gets_what_it_reads_and_no_more_in_any_number_of_requests(max_rows, sizes):
-    batch = batch_of(10)
-    with strict_server() as server:
-        model = remote(server.url, max_rows=max_rows, timeout_s=60)
-        answers = model(batch)
-    assert np.array_equal(answers.logits, expected_of(batch))
-    assert (answers.n_options == 3).all()
-    assert not answers.failures
-    assert answers.costs is None
-    assert sorted(n for _, _, n in server.requests) == sizes
-    assert all(0 < parameters["timeout"] <= 60e6 for _, parameters, _ in server.requests)
-
-
 @pytest.mark.parametrize(
     ("extensions", "speaks_binary", "formats"),
     [(["binary_tensor_data"], True, [True, True]), (None, True, [False, True]), (None, False, [False, False])],
@@ -60,6 +46,7 @@ def test_a_gateway_that_exposes_models_only_is_asked_in_json_until_it_answers_in
         for n in (3, 4):
             assert np.array_equal(model(batch_of(n)).logits, expected_of(batch_of(n)))
     assert [LENGTH in headers for headers, _, _ in server.requests] == formats
+    assert all(0 < parameters["timeout"] <= 30e6 for _, parameters, _ in server.requests)  # of 30 s
 
 
 def test_the_limit_of_a_server_is_learned_once():
@@ -129,20 +116,6 @@ def test_a_rejected_row_fails_alone_and_does_not_shrink_later_requests(status):
 def test_a_server_that_rejects_everything_from_the_start_ends_the_call():
     with strict_server(faults=[(400, {})] * 99) as server, pytest.raises(ConfigError, match="400"):
         remote(server.url)(batch_of(64))
-
-
-def test_a_row_whose_logits_are_infinite_fails():
-    def answers(numbers, titles):
-        logits = logits_of(numbers, titles)
-        logits[2, 1] = np.inf
-        logits[3, 1] = -np.inf
-        return logits
-
-    with strict_server(answers=answers) as server:
-        result = remote(server.url)(batch_of(5))
-    assert list(result.failures) == [2]
-    assert result.logits[3].tolist()[1] == -np.inf
-    assert (result.n_options[[0, 1, 3, 4]] == 3).all()
 
 
 def test_values_that_a_tensor_does_not_take_are_failed_rows():
