@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from batches import column
 from completion_server import scripted_server
 from pydantic import ValidationError
 
@@ -16,12 +17,6 @@ def spec(url="http://127.0.0.1:9/v1", generate=None, **more):
     return OpenAISpec(kind="openai", model="m", **settings)
 
 
-def questions(*texts):
-    batch = np.empty(len(texts), dtype=object)
-    batch[:] = texts
-    return {"question": batch}
-
-
 def choice(text, tokens=None):
     listed = [{"token": token, "logprob": logprob} for token, logprob in tokens or ()]
     return {"message": {"role": "assistant", "content": text}, "logprobs": {"content": listed} if listed else None}
@@ -33,7 +28,7 @@ def replied(*choices, n_tokens=8):
 
 def ask(script, generate, *texts, **more):
     with scripted_server(script) as server:
-        answers = spec(server.url, generate, **more).load()(questions(*texts))
+        answers = spec(server.url, generate, **more).load()({"question": column(texts)})
     return answers, server
 
 

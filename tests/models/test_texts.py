@@ -99,12 +99,12 @@ def test_no_other_passes_are_cheaper(lengths, most, pass_tokens):
 QUESTIONS = [
     ("What is the capital of France?", ["Paris", "Rome", "Madrid"], None),
     ("Which is a prime?", ["4", "7"], "Numbers above one without divisors are primes. " * 8),
-    ("Why?", ["because", "no reason", "who knows", "it depends", "never"], ""),
+    ("Why?", ["because", "no reason"], ""),
 ]
 ENCODED = [
     "What is the capital of France?\nParis\nRome\nMadrid",
     f"{QUESTIONS[1][2]}\nWhich is a prime?\n4\n7",
-    "Why?\nbecause\nno reason\nwho knows\nit depends\nnever",
+    "Why?\nbecause\nno reason",
 ]
 
 

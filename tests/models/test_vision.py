@@ -80,17 +80,20 @@ def spec(arch, weights, **settings):
 
 
 @pytest.mark.parametrize(
-    ("arch", "n_classes", "suffix"),
+    ("arch", "n_classes", "suffix", "last"),
     [
-        ("mnasnet0_5", 1000, ".pth"),
-        ("resnet18", 257, ".pt"),
-        ("squeezenet1_0", 3, ".safetensors"),
-        ("regnet_y_400mf", 6, ".pth"),
+        ("mnasnet0_5", 1000, ".pth", "classifier.1"),
+        ("resnet18", 257, ".pt", "fc"),
+        ("squeezenet1_0", 3, ".safetensors", None),
+        ("regnet_y_400mf", 6, ".pth", "fc"),
     ],
 )
-def test_a_file_of_weights_answers_as_torch_does(tmp_path, arch, n_classes, suffix, capfd):
+def test_a_file_of_weights_answers_as_torch_does_and_features_enter_the_last_layer(
+    tmp_path, arch, n_classes, suffix, last, capfd
+):
     network = new_network(arch, num_classes=n_classes)
-    model = spec(arch, write_weights(network, tmp_path / f"weights{suffix}")).load()
+    stage = spec(arch, write_weights(network, tmp_path / f"weights{suffix}"))
+    model = stage.load()
     answers = model({"image": column(IMAGES)})
     published = models.get_model_weights(arch).DEFAULT
     assert answers.failures == {}
@@ -100,6 +103,10 @@ def test_a_file_of_weights_answers_as_torch_does(tmp_path, arch, n_classes, suff
     assert model.facts.labels == (tuple(published.meta["categories"]) if n_classes == 1000 else None)
     if n_classes == 1000:
         assert model.facts.params_b == pytest.approx(published.meta["num_params"] / 1e9)
+    if last is not None:
+        features = FeaturesSpec(of=stage).load()({"image": column(IMAGES)}).logits
+        with torch.inference_mode():
+            assert_same(network.get_submodule(last)(torch.from_numpy(features)).numpy(), answers.logits)
     assert capfd.readouterr() == ("", "")
 
 
@@ -146,18 +153,6 @@ def test_the_number_of_classes_is_read_from_every_architecture(arch):
     with torch.device("meta"):
         network = models.get_model(arch, weights=None, num_classes=7, **options)
         assert classifier_size(models.get_model(arch, weights=None, **options), network.state_dict()) == 7
-
-
-@pytest.mark.parametrize(("arch", "last"), [("mnasnet0_5", "classifier.1"), ("shufflenet_v2_x0_5", "fc")])
-def test_features_are_what_enters_the_last_layer(tmp_path, arch, last):
-    network = new_network(arch, num_classes=9)
-    stage = spec(arch, write_weights(network, tmp_path / "w.pth"))
-    logits = stage.load()
-    features = FeaturesSpec(of=stage).load()({"image": column(IMAGES)}).logits
-    layer = network.get_submodule(last)
-    assert features.shape == (3, layer.in_features)
-    with torch.inference_mode():
-        assert_same(layer(torch.from_numpy(features)).numpy(), logits({"image": column(IMAGES)}).logits)
 
 
 @pytest.mark.timeout(60)  # nobody else would end it
