@@ -501,8 +501,8 @@ def test_the_identity_changes_with_what_changes_answers_and_with_nothing_else(ca
     assert len(identities | {identity}) == 1 + len(case.different)
     if stage.model.shown is not None:
         asked = case.different.keys() & SHOWN
-        shown = {case.stage(**{name: case.different[name]}).model.shown for name in asked}
-        assert len(shown | {stage.model.shown}) == 1 + len(asked)
+        prompts = {case.stage(**{name: case.different[name]}).model.shown for name in asked}
+        assert len(prompts | {stage.model.shown}) == 1 + len(asked)
 
 
 @pytest.mark.parametrize("case", ["onnx", "sklearn", "torchvision", "transformers-image", "vllm"], indirect=True)

@@ -108,8 +108,6 @@ def test_rows_that_cannot_be_asked_are_reported_and_the_others_answered(loaded, 
     assert answers.n_options[8:].tolist() == [len(LETTERS), 2]
     assert np.isfinite(answers.logits[8, : len(LETTERS)]).all()
     assert options == "letter" or np.isfinite(answers.logits[6, :60]).all()
-    for row in (0, 9):
-        assert answers.logits[row, :2] == pytest.approx(model(question_batch(good)).logits[0], abs=TOLERANCE)
     limited = loaded(options=options, max_tokens=50, chat_template=False)
     failures = limited(question_batch(good, ("Why " * 60, ["a", "b"]))).failures
     assert failures.keys() == {1}

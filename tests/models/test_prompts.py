@@ -47,12 +47,10 @@ def question(chat=False, options=None, prompt=None, **row):
         ({"context": " About sums. "}, "About sums.\n"),
         ({"context": None, "subject": math.nan}, ""),
         ({"prompt": "mmlu", "subject": "a_b"}, "The following is a multiple choice question about a b.\n\n"),
-        ({"prompt": "mmlu"}, ""),
         ({"prompt": "mmlu", "subject": None}, ""),
         ({"prompt": "medmcqa"}, "The following is a multiple choice question from a medical entrance exam.\n\n"),
         ({"prompt": "logiqa", "context": "All men die."}, "Passage: All men die.\n"),
         ({"prompt": "socialiqa", "context": "Jo left."}, "Situation: Jo left.\n"),
-        ({"prompt": "socialiqa"}, ""),
         ({"task": "mmlu", "subject": "a column that nobody reads"}, ""),
     ],
 )

@@ -48,7 +48,6 @@ def echo(**settings):
 
 KINDS = {
     "echo": f"{__name__}:echo",
-    "number": "builtins:dict",
     "absent-function": "builtins:absent",
     "needs-a-package": "a_package_that_is_not_there:load",
     "breaks": "breaks:load",
@@ -108,10 +107,8 @@ def test_what_stands_beside_the_kind_reaches_the_factory(tmp_path):
         ({"kind": "absent-function"}, "has no attribute 'absent'"),
         ({"kind": "needs-a-package"}, "a_package_that_is_not_there"),
         ({"kind": "breaks"}, "the licence has ended"),
-        ({"kind": "number"}, "returned dict, which is not callable"),
         ({"kind": "ecko"}, "unknown kind 'ecko'; did you mean 'echo'?"),
         ({"kind": "priced", "depth": "deep"}, "stages.0.model.depth: input should be a valid integer"),
-        ({"kind": "priced", "dept": 1}, "unknown key 'dept'; did you mean 'depth'?"),
         ({"kind": "python"}, "factory"),  # a built-in kind is not replaced
     ],
 )
