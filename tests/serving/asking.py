@@ -37,7 +37,6 @@ class Chain:
             "rf": fit_rf(chains["calibration"], chains["validation"], ThresholdRule()),
             "base": fit_base(chains["calibration"], chains["validation"]),
         }
-        self.two_models = fit_rf(synthetic.chain(strengths=(1.0, 2.4)), rule=ThresholdRule(threshold=0.8))
         path = saved_pool(folder, serving={"batch_size": 16, "timeout_s": 20})
         content = yaml.safe_load(path.read_text())
         content["serving"] = {"router": {"replicas": {"min": 2}, "resources": {"num_cpus": 0.5}}}

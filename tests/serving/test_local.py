@@ -35,9 +35,10 @@ def command(home):
         yield lambda: services.enter_context(closing(Command(home, "--port", "0", "--local")))
 
 
-def test_a_signal_answers_open_requests_and_ends_with_0(home, command):
-    log = home / "calls"
-    python_pool(home, [("slow_by_x", {"seconds": 1.0, "log": str(log)}), ("by_x", {})])
+def test_a_signal_answers_open_requests_closes_models_and_ends_with_0(home, command):
+    log, closed = home / "calls", home / "closed"
+    small = ("slow_by_x", {"seconds": 1.0, "log": str(log)})
+    python_pool(home, [small, ("notes_its_end", {"path": str(closed)})])
     service = command()
     with ThreadPoolExecutor(1) as client:
         answer = client.submit(service.ask)
@@ -45,6 +46,7 @@ def test_a_signal_answers_open_requests_and_ends_with_0(home, command):
         code, out, err = service.ended(signal.SIGTERM, group=True)
         assert (code, out, answer.result()) == (0, "", 200)
     assert [json.loads(line)["status"] for line in err.splitlines() if not line.startswith("cauc: ")] == [200]
+    assert len(closed.read_text().split()) == 1
 
 
 def test_a_policy_file_is_read_again_and_a_bad_one_leaves_the_active_policy(home):
@@ -65,15 +67,6 @@ def test_a_policy_file_is_read_again_and_a_bad_one_leaves_the_active_policy(home
         assert in_force(service) == policy.with_threshold(0.9).id
         third.save(home / "policy.json")
         until(lambda: in_force(service) == third.id)
-
-
-def test_models_are_closed_when_a_service_ends(home, command):
-    closed = home / "closed"
-    python_pool(home, [("notes_its_end", {"path": str(closed)})] * 2)
-    service = command()
-    assert service.ask() == 200
-    assert service.ended(signal.SIGTERM, group=True)[0] == 0
-    assert len(closed.read_text().split()) == 2
 
 
 def test_a_service_that_ends_by_itself_ends_its_command(home, command):

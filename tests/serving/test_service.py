@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from asking import Chain, ask, asked, http, in_force, outputs_of, put_policy, until
+from asking import ask, asked, http, in_force, outputs_of, put_policy, until
 from replicas import replicas_of
 
 import cauc_ray
@@ -23,11 +23,6 @@ with warnings.catch_warnings():
     from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory):
-    return Chain(tmp_path_factory.mktemp("service"))
 
 
 @pytest.fixture(scope="module")

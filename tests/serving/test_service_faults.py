@@ -128,20 +128,12 @@ def test_a_router_that_hangs_delays_a_change_of_policy_and_answers_by_no_other(t
 
 
 @FAULTS
-@pytest.mark.parametrize(("replicas", "code"), [(1, 670), (2, 671)], ids=["kills", "hangs"])
-def test_a_row_that_kills_or_hangs_its_process_harms_no_other(tmp_path, replicas, code):
+def test_a_row_that_hangs_its_process_harms_no_other(tmp_path):
     # Rows wait while a replica starts, which takes a busy machine long.
-    with poisoned.poisoned(tmp_path, replicas, timeout_s=100.0, call_timeout_s=2.0) as service:
+    with poisoned.poisoned(tmp_path, 2, timeout_s=100.0, call_timeout_s=2.0) as service:
         for turn in range(20):
             assert poisoned.infer(service.url, [[float(turn) + 1] * 2])[0] == 200
-        poisoned.require_harmless(service.url, 200, [([[float(code), 0.0]], {})])
-
-
-@FAULTS
-def test_a_replica_that_always_fails_costs_no_answer(tmp_path):
-    large = ("fails_in_one_process", {"path": str(tmp_path / "failed")})
-    with poisoned.poisoned(tmp_path, 2, large) as service:
-        poisoned.require_harmless(service.url, 160, [([[666.0, 0.0]], {})])
+        poisoned.require_harmless(service.url, 200, [([[671.0, 0.0]], {})])
 
 
 @pytest.mark.soak("full")
