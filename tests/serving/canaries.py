@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import synthetic
 import yaml
-from asking import ask, http, until
+from asking import FEEDBACK, asked, http, send_labels, until
 from runs import saved_pool
 
 import cauc_ray
@@ -17,8 +17,6 @@ from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 
 N = 4000
-# Of an answer, as feedback wants them.
-OUTPUTS = ("prediction", "confidence", "stage")
 
 
 class Canaries:
@@ -55,14 +53,11 @@ class Canaries:
         n_answers = Counter()
         for _ in range(n_requests):
             rows = rng.integers(N, size=size)
-            outputs, parameters = ask(service, [self.ids[row] for row in rows], None, OUTPUTS)
-            n_answers[parameters["policy_id"]] += 1
+            status, content = asked(service, [self.ids[row] for row in rows], None, FEEDBACK)
+            assert status == 200, content
+            n_answers[content["parameters"]["policy_id"]] += 1
             if labelled:
-                answer = {name: parameters[name] for name in ("policy_id", "answer_id")}
-                answer |= {name: values.tolist() for name, values in outputs.items()}
-                body = {**answer, "label": self.test.labels[rows].tolist()}
-                status, content, _ = http("POST", f"{service.url}/v2/models/six/feedback", body)
-                assert status == 200, content
+                send_labels(service.url, "six", content, self.test.labels[rows])
         return n_answers
 
     def decision(self, service, rng, **options):

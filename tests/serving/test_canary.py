@@ -4,14 +4,12 @@ import json
 import os
 import re
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Event
 
 import numpy as np
 import pytest
-from asking import ask, asked, http, infer, outputs_of, put_policy, refused, until
-from canaries import OUTPUTS, Canaries, policies, seeded
+from asking import FEEDBACK, ask, asked, clients, http, infer, outputs_of, put_policy, refused, send_labels, until
+from canaries import Canaries, policies, seeded
 from replicas import replicas_of
 
 import cauc_ray
@@ -123,11 +121,8 @@ def test_an_invalid_change_of_candidates_is_refused(canaries, service, change, s
 def test_feedback_and_costs_are_evidence_but_for_answers_whose_policy_was_chosen(canaries, service):
     n_answers = canaries.traffic(service, seeded(3), n_requests=100, size=10)
     pinned = {"example_id": canaries.ids[:50]}
-    _, content = infer(service.url, f"six/versions/{canaries.better.id}", pinned, OUTPUTS)
-    body = {name: content["parameters"][name] for name in ("policy_id", "answer_id")}
-    body |= {output["name"]: output["data"] for output in content["outputs"]}
-    body["label"] = canaries.test.labels[:50].tolist()
-    assert http("POST", f"{service.url}/v2/models/six/feedback", body)[0] == 200
+    _, content = infer(service.url, f"six/versions/{canaries.better.id}", pinned, FEEDBACK)
+    send_labels(service.url, "six", content, canaries.test.labels[:50])
     roles = {"candidate": canaries.better, "incumbent": canaries.policy}
     n_rows = {role: 10 * n_answers[policy.id] for role, policy in roles.items()}
 
@@ -158,26 +153,18 @@ def test_shares_and_rows_of_each_policy_are_metrics(canaries, service):
 
 
 @contextmanager
-def checked_clients(canaries, service, n=2):
+def checked_clients(canaries, service):
     """Ask all the time; afterwards, hold each answer against the replay of the policy that it names."""
     policies = (canaries.policy, canaries.better, canaries.worse)
-    expected, stop, answers = {policy.id: replay(policy, canaries.test) for policy in policies}, Event(), []
+    expected = {policy.id: replay(policy, canaries.test) for policy in policies}
 
-    def client(seed):
-        rng = seeded(seed)
-        while not stop.is_set():
-            rows = rng.integers(len(canaries.ids), size=20)
-            answers.append((rows, *asked(service, [canaries.ids[row] for row in rows])))
+    def asks(rng):
+        rows = rng.integers(len(canaries.ids), size=20)
+        return rows, *asked(service, [canaries.ids[row] for row in rows])
 
-    with ThreadPoolExecutor(n) as threads:
-        running = [threads.submit(client, seed) for seed in range(n)]
-        try:
-            yield
-            until(lambda: len(answers) > 20)
-        finally:
-            stop.set()
-    for request in running:
-        request.result()
+    with clients(asks, 2) as answers:
+        yield
+        until(lambda: len(answers) > 20)
     for rows, status, content in answers:
         assert status == 200, content
         outputs, trace = outputs_of(content), expected[content["parameters"]["policy_id"]]
@@ -216,21 +203,13 @@ def test_two_routers_add_up_their_evidence_and_switch_together(canaries, ray_ses
         until(all_counted)
         cauc_ray.set_policy(url=service.url, rollback=True)
 
-        def require_all_from(policy):
-            n_answers = canaries.traffic(service, rng, n_requests=40, size=1, labelled=False)
-            assert n_answers == {policy.id: 40}
-
-        cauc_ray.set_policy(canaries.worse, url=service.url, share=0.3)
-        receipt = canaries.decision(service, rng)
-        assert (receipt["decision"], receipt["by"]) == ("rollback", "rule")
-        require_all_from(canaries.policy)
-
         cauc_ray.set_policy(canaries.better, url=service.url, share=0.3)
         killed = replicas_of("Router")[0]
         os.kill(killed, signal.SIGKILL)
         until(lambda: len(set(replicas_of("Router")) - {killed}) == 2)
         receipt = canaries.decision(service, rng)
         assert (receipt["decision"], receipt["policy_id"]) == ("promote", canaries.better.id)
-        require_all_from(canaries.better)
+        n_answers = canaries.traffic(service, rng, n_requests=40, size=1, labelled=False)
+        assert n_answers == {canaries.better.id: 40}
         decisions = [receipt["decision"] for receipt in policies(service)["receipts"]]
-        assert decisions == ["start", "rollback", "start", "rollback", "start", "promote"]
+        assert decisions == ["start", "rollback", "start", "promote"]

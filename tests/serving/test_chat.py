@@ -7,7 +7,7 @@ import openai
 import pytest
 import sums
 import yaml
-from asking import http, infer, outputs_of, until
+from asking import FEEDBACK, http, infer, outputs_of, send_labels, until
 from completion_server import Fault, scripted_server
 
 import cauc_ray
@@ -163,18 +163,14 @@ def test_it_asks_for_the_token_and_keeps_within_the_byte_budget(tmp_path, monkey
 
 
 def test_feedback_takes_right_answers_as_texts(served):
-    path = f"{served[0].url}/v2/models/sums"
-    status, content = infer(served[0].url, "sums", {"question": QUESTIONS}, ("prediction", "confidence", "stage"), {})
+    url = served[0].url
+    status, content = infer(url, "sums", {"question": QUESTIONS}, FEEDBACK)
     assert status == 200, content
-    answer = {name: content["parameters"][name] for name in ("policy_id", "answer_id")}
-    answer |= {name: values.tolist() for name, values in outputs_of(content).items()}
-    labels = [f"{right if row < 30 else right + 1}.0" for row, right in enumerate(RIGHT)]
-    status, taken, _ = http("POST", f"{path}/feedback", {**answer, "label": labels})
-    assert status == 200, taken
+    send_labels(url, "sums", content, [f"{right if row < 30 else right + 1}.0" for row, right in enumerate(RIGHT)])
     stages = []
 
     def all_labelled():
-        stages[:] = json.loads(http("GET", f"{path}/watch")[1])["stages"]
+        stages[:] = json.loads(http("GET", f"{url}/v2/models/sums/watch")[1])["stages"]
         return sum(stage["n_labelled"] for stage in stages) == len(QUESTIONS)
 
     until(all_labelled)

@@ -2,13 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from asking import free_port, outputs_of
 from runs import saved_model, write_pool
 from synthetic import write_table
 
@@ -18,16 +18,6 @@ from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 
 SCRIPT = Path(__file__).parent / "edge_and_cloud.py"
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def values(answer, name):
-    return np.array(next(output["data"] for output in answer["outputs"] if output["name"] == name))
 
 
 @pytest.mark.soak("faults")
@@ -54,7 +44,9 @@ def test_stages_run_where_the_pool_places_them_and_answers_are_degraded_while_th
     router = {"resources": {"num_cpus": 1, "labels": {"tier": "edge"}}}
     write_pool(tmp_path, stages, on_failure="degrade", serving={"router": router})
     command = [sys.executable, str(SCRIPT), str(tmp_path), str(free_port()), str(free_port())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ, cwd=Path.cwd())
+    path = os.pathsep.join([str(SCRIPT.parents[1] / "execution"), os.environ["PYTHONPATH"]])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=Path.cwd())
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
     report = json.loads((tmp_path / "report.json").read_text())
@@ -62,10 +54,11 @@ def test_stages_run_where_the_pool_places_them_and_answers_are_degraded_while_th
     assert report["placement"] == {"Router": [edge], "stage:m0": [edge], "stage:m1": [cloud]}
     for answer, name in ((report["first"], "rf"), (report["changed"], "base"), (report["healed"], "base")):
         assert answer["parameters"]["policy_id"] == policies[name].id
-        assert np.array_equal(values(answer, "prediction"), expected[name].predictions)
-        assert np.array_equal(values(answer, "stage"), expected[name].stages)
+        outputs = outputs_of(answer)
+        assert np.array_equal(outputs["prediction"], expected[name].predictions)
+        assert np.array_equal(outputs["stage"], expected[name].stages)
     for statuses in ("until_changed", "until_degraded", "until_healed"):
         assert set(report[statuses]) == {200}
-    assert np.array_equal(values(report["degraded"], "degraded"), expected["base"].stages == 1)
+    assert np.array_equal(outputs_of(report["degraded"])["degraded"], expected["base"].stages == 1)
     assert "m1" in report["degraded"]["parameters"]["reason"]
     assert report["without_cloud"] == [[200, True]] * 2

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from asking import DEADLINE_S, Command, http, infer, outputs_of
+from asking import DEADLINE_S, FEEDBACK, Command, http, infer, outputs_of, send_labels
 from runs import python_model, python_pool, write_pool
 from synthetic import splits
 
@@ -62,11 +62,9 @@ def require_served(service, policy):
     for url in (f"{model}/policy", f"{model}/watch", f"{service.url}/metrics"):
         assert http("GET", url)[0] == 200
     assert http("PUT", f"{model}/policy", {"policy": policy.model_dump(mode="json")})[0] == 200
-    status, content = infer(service.url, "test", {"x": [9.0, 0.1]}, ("prediction", "confidence", "stage"))
-    outputs = {name: values.tolist() for name, values in outputs_of(content).items()}
-    assert (status, outputs["stage"]) == (200, [0, 1])
-    answer = {name: content["parameters"][name] for name in ("policy_id", "answer_id")}
-    assert http("POST", f"{model}/feedback", {**answer, **outputs, "label": [0, 0]})[0] == 200
+    status, content = infer(service.url, "test", {"x": [9.0, 0.1]}, FEEDBACK)
+    assert (status, outputs_of(content)["stage"].tolist()) == (200, [0, 1])
+    send_labels(service.url, "test", content, [0, 0])
     assert http("GET", f"{model}/watch")[0] == 200
     assert infer(service.url, "test", {"x": [0.1]})[0] == 200  # after which the second stage lists what is imported
     assert service.ended(signal.SIGTERM)[0] == 0

@@ -1,13 +1,11 @@
 """What one client sends, or one replica does, harms no other client: in virtual time, and over HTTP."""
 
 import asyncio
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from asking import until
+from asking import clients, until
 from fake_stages import Fleet, a_pool, cascade_of, columns_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -156,8 +154,8 @@ def test_of_all_routers_one_learns_which_input_ends_replicas(n_replicas):
         assert sum(isinstance(result, RequestError) for result in good) <= 2
 
 
-@pytest.mark.parametrize("clients", [3, 40])
-def test_no_answer_lacks_a_stage_for_one_of_its_replicas_that_breaks(clients):
+@pytest.mark.parametrize("n_clients", [3, 40])
+def test_no_answer_lacks_a_stage_for_one_of_its_replicas_that_breaks(n_clients):
     """Whatever its calls are when it is found bad, the others answer their rows."""
 
     async def main():
@@ -165,10 +163,10 @@ def test_no_answer_lacks_a_stage_for_one_of_its_replicas_that_breaks(clients):
         async with cascade_with(Fleet("logits0", 2, {}), later, on_failure="degrade") as cascade:
 
             async def client(first):
-                return [await answer_at(cascade, 0.0, (row % 240,)) for row in range(first, 1200, clients)]
+                return [await answer_at(cascade, 0.0, (row % 240,)) for row in range(first, 1200, n_clients)]
 
             asyncio.get_running_loop().call_later(0.3, setattr, later.replicas[0], "fails", True)
-            answers = await asyncio.gather(*map(client, range(clients)))
+            answers = await asyncio.gather(*map(client, range(n_clients)))
         return [answer for of_client in answers for answer in of_client], later.n_ended
 
     answers, n_ended = run_virtually(main())
@@ -233,16 +231,7 @@ def test_a_row_that_a_later_stage_cannot_answer_is_degraded_and_one_beyond_its_d
 @pytest.mark.slow
 def test_overload_is_refused_with_429_and_over_soon_after(service):
     """Each batch takes a second, and clients go on until one of them is refused."""
-    statuses, refused = [], threading.Event()
-
-    def client():
-        while not refused.is_set():
-            statuses.append(infer(service.url, [[672.0, 0.0]] * 8)[0])
-            if statuses[-1] == 429:
-                refused.set()
-
-    with ThreadPoolExecutor(24) as clients:
-        for request in [clients.submit(client) for _ in range(24)]:
-            request.result()
+    with clients(lambda rng: infer(service.url, [[672.0, 0.0]] * 8)[0], 24) as statuses:
+        until(lambda: 429 in statuses)
     assert {200, 429} <= set(statuses) <= {200, 429, 503}
     until(lambda: infer(service.url, [[1.0, 0.0]])[0] == 200)

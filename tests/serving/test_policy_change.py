@@ -1,3 +1,5 @@
+"""Changes of policy that a service refuses, whoever asks for them."""
+
 import pytest
 from synthetic import chain
 
@@ -5,8 +7,7 @@ from cauc_ray.errors import CaucError
 from cauc_ray.policies.methods.base import fit_base
 from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.serving.policies_live import InForce, Member, PolicyChange
-from cauc_ray.serving.stored import Log, MemoryStore
+from cauc_ray.serving.policies_live import PolicyChange
 
 DATA = chain(4)
 RF = fit_rf(DATA, DATA)
@@ -46,27 +47,3 @@ def test_a_change_that_cannot_be_is_refused_in_one_line(change, reason):
         PolicyChange.of(change).applied(RF)
     assert reason in str(error.value)
     assert "\n" not in str(error.value)
-
-
-@pytest.fixture(params=["memory", "ray"])
-def store(request):
-    """Return the store of either shell."""
-    if request.param == "memory":
-        return MemoryStore()
-    request.getfixturevalue("ray_session")
-    from cauc_ray.serving.on_serve import RayStore
-
-    return RayStore()
-
-
-def test_what_is_kept_is_read_by_all_who_know_the_key(store):
-    log = Log(store, "one:")
-    assert log.read() == (0, None)
-    first, second = InForce(Member.of(RF), version=1), InForce(Member.of(BASE), version=2).with_candidate(RF, 0.25)
-    assert log.append(1, first.as_json())
-    assert InForce.of_json(*Log(store, "one:").read()) == first
-    assert log.append(2, second.as_json())
-    assert InForce.of_json(*Log(store, "one:").read()) == InForce.of_json(*log.read()) == second
-    assert Log(store, "two:").read() == (0, None)
-    log.forget()
-    assert Log(store, "one:").read() == (0, None)

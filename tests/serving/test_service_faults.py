@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,7 +10,7 @@ import poisoned
 import pytest
 import ray
 import yaml
-from asking import Chain, ask, in_force, infer, put_policy, until
+from asking import Chain, ask, clients, in_force, infer, put_policy, until
 from ray.serve.exceptions import RayServeException
 from replicas import replicas_of
 from runs import python_pool, two_model_policy
@@ -122,8 +121,8 @@ def test_a_router_that_hangs_delays_a_change_of_policy_and_answers_by_no_other(t
         finally:
             with suppress(ProcessLookupError):
                 os.kill(stopped, signal.SIGCONT)
-        with ThreadPoolExecutor(8) as clients:
-            answers = list(clients.map(lambda _: ask(service, chain.ids[:2])[1]["policy_id"], range(40)))
+        with ThreadPoolExecutor(8) as threads:
+            answers = list(threads.map(lambda _: ask(service, chain.ids[:2])[1]["policy_id"], range(40)))
         assert set(answers) == {in_force(service)} == {chain.policies["base"].id}
 
 
@@ -145,19 +144,7 @@ def test_a_stage_that_cannot_keep_up_gets_another_replica_and_gives_it_back(tmp_
     serving = {"batch_size": 1, "timeout_s": 60, "upscale_delay_s": 0, "downscale_delay_s": 2}
     stages[0] |= {"replicas": {"min": 1, "max": 2}, "serving": serving}
     with serve(pool, stages=stages) as service:
-        stop = threading.Event()
-
-        def client():
-            while not stop.is_set():
-                status_of(service)
-
-        with ThreadPoolExecutor(16) as clients:
-            running = [clients.submit(client) for _ in range(16)]
-            try:
-                until(lambda: len(replicas_of("stage:small")) == 2)
-            finally:
-                stop.set()
-        for request in running:
-            request.result()
+        with clients(lambda rng: status_of(service), 16):
+            until(lambda: len(replicas_of("stage:small")) == 2)
         assert len(replicas_of("stage:large")) == 1  # few rows come that far
         until(lambda: len(replicas_of("stage:small")) == 1)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from asking import Command, http, infer, outputs_of, until
+from asking import FEEDBACK, Command, http, infer, send_labels, until
 from runs import python_model
 
 import cauc_ray
@@ -64,21 +64,10 @@ def planted(x, place):
 
 
 def ask(service, x, **parameters):
-    """Ask for rows; return the outputs and the response's parameters."""
-    outputs = ("prediction", "confidence", "stage")
-    status, content = infer(service.url, NAME, {"x": list(x)}, outputs, parameters)
+    """Ask for rows; return the response."""
+    status, content = infer(service.url, NAME, {"x": list(x)}, FEEDBACK, parameters)
     assert status == 200, content
-    return outputs_of(content), content["parameters"]
-
-
-def send_labels(service, outputs, parameters, labels):
-    """Send the labels of an answer's rows; return how many are counted."""
-    answer = {name: parameters[name] for name in ("policy_id", "answer_id")}
-    answer |= {name: values.tolist() for name, values in outputs.items()}
-    body = {**answer, "label": [int(label) for label in labels]}
-    status, text, _ = http("POST", f"{service.url}/v2/models/{NAME}/feedback", body)
-    assert status == 200, text
-    return json.loads(text)["counted"]
+    return content
 
 
 def traffic(service, x, size=20, labelled=True, **parameters):
@@ -86,10 +75,10 @@ def traffic(service, x, size=20, labelled=True, **parameters):
     by_id = {}
     for start in range(0, len(x), size):
         part = x[start : start + size]
-        outputs, response = ask(service, part, **parameters)
-        by_id |= {f"{response['answer_id']}-{row}": value for row, value in enumerate(part)}
+        content = ask(service, part, **parameters)
+        by_id |= {f"{content['parameters']['answer_id']}-{row}": value for row, value in enumerate(part)}
         if labelled:
-            send_labels(service, outputs, response, part % K)
+            send_labels(service.url, NAME, content, (part % K).astype(int))
     return by_id
 
 
@@ -156,13 +145,13 @@ def test_missing_labels_are_left_out_and_conflicting_or_invalid_ones_refused(tmp
             fit = fitted(to, "rf")
         assert fit.calibration.n + fit.validation.n == 300
         # A row is labelled once, however often that is sent.
-        outputs, response = ask(service, np.arange(4.0))
-        assert send_labels(service, outputs, response, np.arange(4)) == 4
-        assert send_labels(service, outputs, response, [3, 3, 3, 3]) == 0
+        content = ask(service, np.arange(4.0))
+        assert send_labels(service.url, NAME, content, range(4))["counted"] == 4
+        assert send_labels(service.url, NAME, content, [3, 3, 3, 3])["counted"] == 0
     chain = LogitTable(to).read_chain(list(MODELS), "calibration")
     labels = dict(zip(chain.example_ids, chain.labels.tolist(), strict=True))
     assert {example: labels[example] for example in by_id} == {example: int(x % K) for example, x in by_id.items()}
-    assert [labels[f"{response['answer_id']}-{row}"] for row in range(4)] == [0, 1, 2, 3]
+    assert [labels[f"{content['parameters']['answer_id']}-{row}"] for row in range(4)] == [0, 1, 2, 3]
 
     first, second = list(by_id)[:2]
     late = to / "labels" / "late.parquet"

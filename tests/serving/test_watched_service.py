@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import synthetic
 import yaml
-from asking import ask, http, until
+from asking import FEEDBACK, asked, http, send_labels, until
 from replicas import replicas_of
 from runs import saved_pool
 
@@ -66,29 +66,20 @@ def service(watched):
         yield running
 
 
-def call(service, path, content=None):
-    """Return the status and content of a request: GET, or POST of some JSON."""
-    url, method = f"{service.url}/v2/models/six/{path}", "GET" if content is None else "POST"
-    status, text, _ = http(method, url, content)
+def watch(service):
+    """Return the status and content of the service's watch report."""
+    status, text, _ = http("GET", f"{service.url}/v2/models/six/watch")
     return status, json.loads(text)
 
 
-def feedback_of(service, ids):
-    """Ask for rows; return a feedback message of the answers, all but the labels."""
-    outputs, parameters = ask(service, ids, None, ("prediction", "confidence", "stage"))
-    answer = {name: parameters[name] for name in ("policy_id", "answer_id")}
-    return {**answer, **{name: values.tolist() for name, values in outputs.items()}}
-
-
 def send_traffic(watched, service, ids, size=20):
-    """Ask for rows and send their labels; return the answers to that feedback."""
+    """Ask for rows and send their labels; return what the service says of these."""
     reports = []
     for start in range(0, len(ids), size):
         part = ids[start : start + size]
-        labels = [int(watched.labels[example]) for example in part]
-        status, content = call(service, "feedback", {**feedback_of(service, part), "label": labels})
+        status, content = asked(service, part, None, FEEDBACK)
         assert status == 200, content
-        reports.append(content)
+        reports.append(send_labels(service.url, "six", content, [watched.labels[example] for example in part]))
     return reports
 
 
@@ -98,7 +89,7 @@ def watch_until(service, ready):
 
     def is_ready():
         nonlocal content
-        status, content = call(service, "watch")
+        status, content = watch(service)
         assert status == 200, content
         return ready(content)
 
@@ -124,12 +115,12 @@ def test_new_rows_raise_no_alarm_a_new_policy_begins_anew_and_changed_models_are
         assert stage["n_compared"] <= (0 if place == 2 else of_stage.sum())
 
     try:
-        message = feedback_of(service, watched.ids["same"][:5])
+        before = asked(service, watched.ids["same"][:5], None, FEEDBACK)[1]
         cauc_ray.set_policy(watched.changed, url=service.url)
         content = watch_until(service, lambda watch: watch["policy_id"] != policy_id)
         assert (content["holds"], content["n"], content["n_labelled"]) == (True, 0, 0)
-        status, late = call(service, "feedback", {**message, "label": [0] * 5})
-        assert (status, late["counted"], late["rows"]) == (200, 0, 5)
+        late = send_labels(service.url, "six", before, [0] * 5)
+        assert (late["counted"], late["rows"]) == (0, 5)
         assert f"policy {watched.changed.id} is active" in late["says"]
         cauc_ray.set_policy(url=service.url, threshold=0.5)
         content = watch_until(service, lambda watch: watch["holds"] is None)
@@ -152,7 +143,7 @@ def test_a_raised_alarm_outlives_the_routers_and_ends_with_the_policy(watched, r
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
         until(lambda: len(set(replicas_of("Router")) - killed) == 2)
-        until(lambda: call(service, "watch")[0] == 200)
+        until(lambda: watch(service)[0] == 200)
         content = watch_until(service, lambda watch: watch["routers"] == 2)
         assert (content["holds"], content["n"]) == (False, 0)
         assert content["says"].startswith("has drifted: ")
