@@ -43,11 +43,9 @@ class Chain:
             "rf": fit_rf(chains["calibration"], chains["validation"], ThresholdRule()),
             "base": fit_base(chains["calibration"], chains["validation"]),
         }
+        router = {"replicas": {"min": 2}, "resources": {"num_cpus": 0.5}}
         path = saved_pool(folder, serving={"batch_size": 16, "timeout_s": 20})
-        content = yaml.safe_load(path.read_text())
-        content["serving"] = {"router": {"replicas": {"min": 2}, "resources": {"num_cpus": 0.5}}}
-        path.write_text(yaml.safe_dump(content))
-        self.pool = path
+        self.pool = edit_pool(path, serving={"router": router})
 
     def expected(self, name):
         return replay(self.policies[name], self.test)
@@ -77,6 +75,26 @@ def infer(url, model, columns, outputs=(), parameters=None, **headers):
     body = {"inputs": inputs, "outputs": [{"name": name} for name in outputs], "parameters": parameters or {}}
     status, text, _ = http("POST", f"{url}/v2/models/{model}/infer", body, **headers)
     return status, json.loads(text)
+
+
+def answered(url, model, columns, outputs=(), parameters=None):
+    """Ask for rows as infer does; return the response, which has all answers."""
+    status, content = infer(url, model, columns, outputs, parameters)
+    assert status == 200, content
+    return content
+
+
+def edit_pool(path, **fields):
+    """Set fields of a pool file; return its path."""
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | fields))
+    return path
+
+
+def require_replay(outputs, expected, rows=slice(None)):
+    """Hold outputs, all that a trace has too, against the trace of their rows."""
+    for name in outputs.keys() & {"prediction", "stage", "confidence", "cost"}:
+        values = getattr(expected, f"{name}s")[rows]
+        assert np.array_equal(np.float32(outputs[name]), np.float32(values)), name
 
 
 def outputs_of(content):

@@ -249,35 +249,16 @@ def test_a_request_s_own_timeout_ends_it_and_leaves_the_stage_up(on_failure):
     assert not patient.degraded.any()
 
 
-# Rows that go to any stage.
-R_DATA = chain(5, n=300, strengths=(1.0, 1.2, 1.7, 2.4))
-ROUTED = routed(fit_base(R_DATA, R_DATA, ThresholdRule(threshold=0.9)))
-
-
-def test_rows_of_a_stage_that_is_down_are_degraded_or_refused_without_an_answer():
-    expected = replay(ROUTED, R_DATA)
-    first = 1 + R_DATA.logits[0].argmax(axis=1) % 3
-    accepted = np.flatnonzero((first == 1) & (expected.stages == 1))[:4]
-    deferred = np.flatnonzero((first == 1) & (expected.stages != 1))[:4]  # to the third stage
-    unanswered = np.flatnonzero(first == 3)[:4]
-    requests = (accepted, deferred, unanswered)
-    assert all(len(rows) > 0 for rows in requests)
-
+def test_no_row_waits_for_a_stage_whose_model_cannot_be_loaded():
     async def main():
-        cascade, _ = cascade_of(a_pool(R_DATA.models, "degrade", timeout_s=0.5), make_stages(4))
-        cascade.replicas(3, [], "its model cannot be loaded: OSError: no route to host")
-        answers = [cascade.answer(ROUTED, columns_of(R_DATA.logits, rows), len(rows)) for rows in requests]
-        answers[1] = asyncio.wait_for(answers[1], 0.1)  # what has an answer does not wait
-        capped = cascade.answer(ROUTED, columns_of(R_DATA.logits, accepted), len(accepted), last_stage=1)
-        return await together(*answers, capped)
+        cascade, _ = cascade_of(a_pool(NAMES, "degrade"), make_stages())
+        cascade.replicas(2, [], "its model cannot be loaded: OSError: no route to host")
+        return await asyncio.wait_for(answered(cascade, ALWAYS_DEFERS, np.arange(4)), 0.1)
 
-    whole, degraded, *refused = run_virtually(main())
-    assert not whole.degraded.any()
-    assert degraded.degraded.all()
-    assert (degraded.stages == 1).all()
-    assert "no route to host" in degraded.reason
-    # No stage is the last one where stages are not called in turn.
-    assert [(type(error), error.status) for error in refused] == [(RequestError, 503), (RequestError, 422)]
+    answer = run_virtually(main())
+    assert answer.degraded.all()
+    assert (answer.stages == 1).all()
+    assert "no route to host" in answer.reason
 
 
 def test_what_a_stage_needs_follows_a_change_of_policy_within_seconds():

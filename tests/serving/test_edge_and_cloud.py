@@ -8,40 +8,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from asking import free_port, outputs_of
-from runs import saved_model, write_pool
-from synthetic import write_table
-
-from cauc_ray.policies.methods.base import fit_base
-from cauc_ray.policies.methods.rf import fit_rf
-from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import replay
+from asking import Chain, free_port, outputs_of, require_replay
+from runs import MODELS, saved_model, write_pool
 
 SCRIPT = Path(__file__).parent / "edge_and_cloud.py"
 
 
 @pytest.mark.soak("faults")
 def test_stages_run_where_the_pool_places_them_and_answers_are_degraded_while_the_cloud_is_gone(tmp_path):
-    chains = write_table(tmp_path / "LOGITS", n=120, strengths=(1.0, 2.4))
-    policies = {
-        "rf": fit_rf(chains["calibration"], rule=ThresholdRule(threshold=0.8)),
-        "base": fit_base(chains["calibration"], rule=ThresholdRule(threshold=0.6)),
-    }
-    for name, policy in policies.items():
+    chain = Chain(tmp_path)
+    for name, policy in chain.policies.items():
         policy.save(tmp_path / f"{name}.json")
-    test = chains["test"]
-    expected = {name: replay(policy, test) for name, policy in policies.items()}
-    (tmp_path / "ids.json").write_text(json.dumps([f"test-{example}" for example in test.example_ids]))
+    (tmp_path / "ids.json").write_text(json.dumps(chain.ids.tolist()))
     stages = [
         {
             "name": model,
             "model": saved_model(model),
-            "resources": {"num_cpus": 1, "labels": {"tier": tier}},
+            "resources": {"num_cpus": 0.5, "labels": {"tier": tier}},
             "serving": {"timeout_s": 2.0},
         }
-        for model, tier in zip(test.models, ("edge", "cloud"), strict=True)
+        for model, tier in zip(MODELS, ("edge", "edge", "cloud"), strict=True)
     ]
-    router = {"resources": {"num_cpus": 1, "labels": {"tier": "edge"}}}
+    router = {"resources": {"num_cpus": 0.5, "labels": {"tier": "edge"}}}
     write_pool(tmp_path, stages, on_failure="degrade", serving={"router": router})
     command = [sys.executable, str(SCRIPT), str(tmp_path), str(free_port()), str(free_port())]
     path = os.pathsep.join([str(SCRIPT.parents[1] / "execution"), os.environ["PYTHONPATH"]])
@@ -51,14 +39,12 @@ def test_stages_run_where_the_pool_places_them_and_answers_are_degraded_while_th
 
     report = json.loads((tmp_path / "report.json").read_text())
     edge, cloud = report["nodes"]["edge"], report["nodes"]["cloud"]
-    assert report["placement"] == {"Router": [edge], "stage:m0": [edge], "stage:m1": [cloud]}
+    assert report["placement"] == {"Router": [edge], "stage:m0": [edge], "stage:m1": [edge], "stage:m2": [cloud]}
     for answer, name in ((report["first"], "rf"), (report["changed"], "base"), (report["healed"], "base")):
-        assert answer["parameters"]["policy_id"] == policies[name].id
-        outputs = outputs_of(answer)
-        assert np.array_equal(outputs["prediction"], expected[name].predictions)
-        assert np.array_equal(outputs["stage"], expected[name].stages)
+        assert answer["parameters"]["policy_id"] == chain.policies[name].id
+        require_replay(outputs_of(answer), chain.expected(name))
     for statuses in ("until_changed", "until_degraded", "until_healed"):
         assert set(report[statuses]) == {200}
-    assert np.array_equal(outputs_of(report["degraded"])["degraded"], expected["base"].stages == 1)
-    assert "m1" in report["degraded"]["parameters"]["reason"]
+    assert np.array_equal(outputs_of(report["degraded"])["degraded"], chain.expected("base").stages == 2)
+    assert "m2" in report["degraded"]["parameters"]["reason"]
     assert report["without_cloud"] == [[200, True]] * 2

@@ -12,7 +12,7 @@ from threading import Event
 import grpc
 import numpy as np
 import pytest
-from asking import Command, http, until
+from asking import Command, edit_pool, http, until
 from runs import python_pool, two_model_policy
 
 import cauc_ray
@@ -122,9 +122,8 @@ def test_answers_are_those_of_http_bit_for_bit(chain, client, http_client):
 def echo(tmp_path_factory):
     """A service whose answers depend on the numbers x, in any datatype, and its port for gRPC."""
     folder = tmp_path_factory.mktemp("echo")
-    pool = python_pool(folder, batch_size=4096)
-    with pool.open("a") as file:
-        file.write("\nserving: {max_body_mb: 4, max_request_rows: 100000, max_queued_rows: 200000}\n")
+    serving = {"max_body_mb": 4, "max_request_rows": 100_000, "max_queued_rows": 200_000}
+    pool = edit_pool(python_pool(folder, batch_size=4096), serving=serving)
     with cauc_ray.serve(pool, two_model_policy(), port=0, grpc_port=0, local=True) as running:
         yield running
 

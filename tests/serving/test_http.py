@@ -8,7 +8,7 @@ import warnings
 import jsonschema
 import numpy as np
 import pytest
-from asking import ask, http, in_force, put_policy, refused, until
+from asking import ask, http, in_force, put_policy, refused, require_replay, until
 from runs import MODELS
 
 import cauc_ray
@@ -46,20 +46,15 @@ def test_an_unmodified_triton_client_gets_the_answers_of_the_replay(chain, clien
     more = {"request_compression_algorithm": "gzip" if binary else None, "priority": int(binary)}
     result = client.infer("six", [ids], outputs=requested, request_id="7", **more)
     expected = chain.expected("rf")
-    assert np.array_equal(result.as_numpy("prediction"), expected.predictions)
-    assert np.array_equal(result.as_numpy("stage"), expected.stages)
-    assert np.array_equal(result.as_numpy("confidence"), expected.confidences.astype(np.float32))
-    assert np.array_equal(result.as_numpy("cost"), expected.costs.astype(np.float32))
+    require_replay({name: result.as_numpy(name) for name in names}, expected)
     assert not result.as_numpy("degraded").any()
     assert [int(label) for label in result.as_numpy("prediction_label")] == expected.predictions.tolist()
     probabilities = result.as_numpy("probabilities")
     assert np.allclose(probabilities.sum(axis=1), 1, atol=1e-5)
     assert np.array_equal(probabilities.max(axis=1), expected.confidences.astype(np.float32))
     if binary:
-        stages = list(
-            zip(expected.stages, chain.test.logits[0], chain.test.logits[1], chain.test.logits[2], strict=True)
-        )
-        assert np.array_equal(result.as_numpy("logits"), np.stack([row[1 + row[0]] for row in stages]))
+        logits = np.stack(chain.test.logits)[expected.stages, np.arange(len(chain.ids))]
+        assert np.array_equal(result.as_numpy("logits"), logits)
     response = result.get_response()
     policy_id = chain.policies["rf"].id
     assert (response["id"], response["model_name"], response["model_version"]) == ("7", "six", policy_id)
@@ -144,17 +139,11 @@ def test_without_a_readable_store_no_request_is_answered_by_a_policy_that_may_be
     asked = {"inputs": [{"name": "example_id", "shape": [1], "datatype": "BYTES", "data": [chain.ids[0]]}]}
     policy_id = chain.policies["rf"].id
     feedback = {"policy_id": policy_id, "prediction": [0], "confidence": [0.5], "stage": [0], "label": [0]}
-    requests = {
-        "infer": ("POST", asked),
-        "feedback": ("POST", feedback),
-        "policy": ("GET", None),
-        "watch": ("GET", None),
-    }
+    bodies = {"infer": asked, "feedback": feedback, "policy": None, "watch": None}
 
     def statuses():
-        return {
-            http(method, f"{service.url}/v2/models/six/{path}", body)[0] for path, (method, body) in requests.items()
-        }
+        url = f"{service.url}/v2/models/six"
+        return {http("POST" if body else "GET", f"{url}/{path}", body)[0] for path, body in bodies.items()}
 
     assert statuses() == {200}
     with monkeypatch.context() as patch:

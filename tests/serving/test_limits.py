@@ -1,7 +1,7 @@
 """Limits of deferral and of money in services and runs: what is beyond them keeps the best answer so far, or fails."""
 
 import asyncio
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -57,17 +57,9 @@ def test_a_service_refuses_beyond_its_money_where_the_pool_says_so(tmp_path, pol
     assert all("limits" in content["error"] for content in refusals)
 
 
-@dataclass
-class At:
-    """A stage of a router: what its calls have cost, and how many rows are open."""
-
-    cost: float = 0.0
-    n_open: int = 0
-
-
 class Router:
     def __init__(self, store, clock, limit, n=2):
-        self.stages = [At(), At()]
+        self.stages = [SimpleNamespace(cost=0.0, n_open=0) for _ in range(2)]
         self.allowance = Allowance((0.0, 1.0), max_usd=limit, clock=clock)
         self.shared = SharedAllowance(self.allowance, n, Log(store, "spent:"), lambda: self.stages)
         self.spends = 0
@@ -84,16 +76,10 @@ class Router:
 
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (0.95, 0.05), (1.0, 0.0)])
 def test_routers_keep_the_money_of_each_hour_together(shares):
-    class Clock:
-        now = 5.0
-
-        def __call__(self):
-            return self.now
-
-    clock, store, rng, limit = Clock(), MemoryStore(), np.random.default_rng(0), 200.0
-    routers = [Router(store, clock, limit) for _ in shares]
+    now, store, rng, limit = 5.0, MemoryStore(), np.random.default_rng(0), 200.0
+    routers = [Router(store, lambda: now, limit) for _ in shares]
     for hour in range(3):
-        clock.now, before = hour * HOUR_S + 5.0, sum(router.spends for router in routers)
+        now, before = hour * HOUR_S + 5.0, sum(router.spends for router in routers)
         for step in range(1500):
             router = routers[rng.choice(len(shares), p=shares)]
             router.spend()
@@ -103,7 +89,7 @@ def test_routers_keep_the_money_of_each_hour_together(shares):
         assert spent <= limit
         assert spent >= (0.9 if min(shares) else 0.7) * limit  # the base of an idle router is its own
     # Routers in place of those that have died take what is left, at most.
-    late = [Router(store, clock, limit) for _ in range(2)]
+    late = [Router(store, lambda: now, limit) for _ in range(2)]
     for router in late:
         router.settle()
     assert all(router.allowance.reserved_usd <= limit / 100 for router in late)

@@ -3,10 +3,9 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-import numpy as np
 import pytest
 from asking import clients, until
-from fake_stages import Fleet, a_pool, cascade_of, columns_of
+from fake_stages import Fleet, a_pool, cascade_of, timed_answer
 from hypothesis import given
 from hypothesis import strategies as st
 from poisoned import SOFT, infer, poisoned, require_harmless
@@ -27,12 +26,7 @@ RAISING = ("raises", "nan", "shape")
 
 
 async def answer_at(cascade, at_s, rows):
-    await asyncio.sleep(at_s)
-    rows = np.array(rows)
-    try:
-        return await cascade.answer(POLICY, columns_of(DATA.logits, rows), len(rows))
-    except RequestError as error:
-        return error
+    return (await timed_answer(cascade, POLICY, DATA.logits, rows, at_s))[0]
 
 
 @asynccontextmanager

@@ -15,7 +15,6 @@ from asking import Command, http, infer
 from runs import MODELS, saved_pool, two_model_policy
 from tritonclient.utils import InferenceServerException
 
-from cauc_ray.cli.command import main
 from cauc_ray.policies.methods.base import fit_base
 from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
@@ -83,19 +82,17 @@ def require_token_over_grpc(service):
 
 
 @pytest.fixture
-def cauc(home, monkeypatch, capsys):
-    """Return a function that runs the command in this process: exit code, standard output, errors."""
+def cauc(home, command, monkeypatch):
+    """Return a function that runs the command there: exit code, standard output, errors."""
     monkeypatch.chdir(home)
 
     def run(*arguments, policy_token=None):
         monkeypatch.delenv("CAUC_POLICY_TOKEN", raising=False)
         if policy_token is not None:
             monkeypatch.setenv("CAUC_POLICY_TOKEN", policy_token)
-        with pytest.raises(SystemExit) as ended:
-            main(list(arguments))
-        captured = capsys.readouterr()
-        assert captured.err.count("\n") <= 1
-        return ended.value.code, captured.out, captured.err
+        code, out, err = command(*arguments)
+        assert err.count("\n") <= 1
+        return code, out, err
 
     return run
 
@@ -178,7 +175,6 @@ def test_a_service_on_ray_asks_for_its_token_over_http_and_grpc_and_logs_none(ru
         (["serve", "pool.yaml", "--policy", "two.json"], "unknown stage 'small'"),
         (["serve", "pool.yaml", "--policy", "rf.json", "--name", "a/b"], "part of URLs"),
         (["serve", "pool.yaml", "--policy", "rf.json", "--port", "65536"], "cannot listen at 127.0.0.1:65536"),
-        (["serve", "pool.yaml", "--policy", "rf.json", "--host", ""], "is not an address"),
         (["serve", "pool.yaml", "--policy", "rf.json", "--local", "--address", "auto"], "local"),
         (["policy", "set"], "a policy, a threshold or a budget"),
         (["policy", "set", "rf.json", "--url", "http://[::1"], "is not an http address"),

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from asking import ask, asked, clients, http, in_force, outputs_of, put_policy, until, until_answered
+from asking import ask, asked, clients, http, in_force, outputs_of, put_policy, require_replay, until, until_answered
 from replicas import replicas_of
 
 import cauc_ray
@@ -29,12 +29,6 @@ def service(chain, ray_session):
     ports = {"host": "0.0.0.0", "port": 0, "grpc_port": 0}
     with cauc_ray.serve(chain.pool, chain.policies["rf"], **ports, name="six") as running:
         yield running
-
-
-def require_replay(outputs, expected, rows=slice(None)):
-    for name, values in (("prediction", expected.predictions), ("stage", expected.stages)):
-        assert np.array_equal(outputs[name], values[rows]), name
-    assert np.array_equal(outputs["confidence"].astype(np.float32), expected.confidences[rows].astype(np.float32))
 
 
 def test_answers_over_http_are_those_of_the_replay(chain, service):

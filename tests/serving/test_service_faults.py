@@ -10,7 +10,7 @@ import poisoned
 import pytest
 import ray
 import yaml
-from asking import Chain, ask, clients, in_force, infer, put_policy, until
+from asking import Chain, ask, clients, edit_pool, in_force, infer, put_policy, until
 from ray.serve.exceptions import RayServeException
 from replicas import replicas_of
 from runs import python_pool, two_model_policy
@@ -25,9 +25,7 @@ FAULTS = pytest.mark.soak("faults")
 
 def serve(pool, **changes):
     """Serve a pool file of two python models, with some keys changed."""
-    content = yaml.safe_load(pool.read_text()) | changes
-    pool.write_text(yaml.safe_dump(content))
-    return cauc_ray.serve(pool, two_model_policy(), port=0, name="six")
+    return cauc_ray.serve(edit_pool(pool, **changes), two_model_policy(), port=0, name="six")
 
 
 def status_of(service, x=9.0):

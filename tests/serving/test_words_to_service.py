@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import sums
 import yaml
-from asking import infer, outputs_of
+from asking import answered, outputs_of
 from synthetic import SPLITS
 from user_models import adder
 
@@ -60,8 +60,7 @@ def test_a_cascade_elsewhere_is_a_stage_whose_answers_confidences_and_costs_are_
     questions, right = sums.questions(300, seed=3)
     table, outputs = tmp_path / "ANSWERS", ("answer", "confidence", "cost")
     with cauc_ray.serve(sums.pool(tmp_path), sums.policy(tmp_path), port=0, name="sums", local=True) as cloud:
-        status, content = infer(cloud.url, "sums", {"question": questions}, outputs, {})
-        assert status == 200, content
+        content = answered(cloud.url, "sums", {"question": questions}, outputs)
         texts, confidences, costs = (outputs_of(content)[name] for name in outputs)
         assert len(set(costs)) == 2
         path = edge_pool(tmp_path, cloud.url, "confidence")
@@ -85,9 +84,7 @@ def test_a_cascade_elsewhere_is_a_stage_whose_answers_confidences_and_costs_are_
         replayed = cauc_ray.evaluate(table, policy, split="test").predictions.to_arrow()
         with cauc_ray.serve(path, policy, port=0, name="edge", local=True) as edge:
             outputs = ("prediction", "stage", "confidence", "cost", "answer", "source")
-            status, content = infer(edge.url, "edge", {"question": questions[2::3]}, outputs, {})
-            assert status == 200, content
-    live = outputs_of(content)
+            live = outputs_of(answered(edge.url, "edge", {"question": questions[2::3]}, outputs))
     for name in outputs[:4]:
         np.testing.assert_allclose(live[name], replayed[name].to_numpy(), rtol=1e-5)
     deferred = [row for row in range(100) if live["stage"][row] == 1]
