@@ -206,7 +206,8 @@ def certificate(folder, name):
 
 
 def test_mutual_tls_and_a_token_are_required_and_faults_told_in_one_line(deployed, tmp_path, monkeypatch):
-    of_cloud, (cert, key), (other, other_key) = (certificate(tmp_path, name) for name in ("cloud", "edge", "other"))
+    names = ("cloud", "edge", "stranger")
+    of_cloud, (cert, key), (stranger, stranger_key) = (certificate(tmp_path, name) for name in names)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(*of_cloud)
     tls.load_verify_locations(cert)
@@ -229,9 +230,9 @@ def test_mutual_tls_and_a_token_are_required_and_faults_told_in_one_line(deploye
         monkeypatch.setenv("OTHER_TOKEN", "guess")
         for change, reason in (
             ({"ca": None}, "is not trusted"),
-            ({"ca": other}, "is not trusted"),
+            ({"ca": stranger}, "is not trusted"),
             ({"cert": None, "key": None}, "cert and key"),  # whether the server says why is up to it
-            ({"cert": other, "key": other_key}, "cert and key"),
+            ({"cert": stranger, "key": stranger_key}, "cert and key"),
             ({"token_env": "OTHER_TOKEN"}, "401"),
             ({"token_env": None}, "rejects requests"),
         ):

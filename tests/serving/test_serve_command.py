@@ -9,15 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import synthetic
 import tritonclient.grpc as over_grpc
-from asking import Command, http, infer
-from runs import MODELS, saved_pool, two_model_policy
+from asking import Chain, Command, edit_pool, http, infer
+from runs import MODELS, two_model_policy
 from tritonclient.utils import InferenceServerException
-
-from cauc_ray.policies.methods.base import fit_base
-from cauc_ray.policies.methods.rf import fit_rf
-from cauc_ray.policies.threshold import ThresholdRule
 
 TOKEN, POLICY_TOKEN = "infer-5f1c", "clé-politique-93ab"
 
@@ -32,15 +27,10 @@ def ray_folder():
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
-    chains = synthetic.write_table(folder / "LOGITS", n=100)
-    saved_pool(folder)
-    policies = {
-        "rf": fit_rf(chains["calibration"], chains["validation"], ThresholdRule()),
-        "base": fit_base(chains["calibration"], chains["validation"]),
-        "two": two_model_policy(),
-    }
-    for name, policy in policies.items():
-        (folder / f"{name}.json").write_text(policy.to_json())
+    chain = Chain(folder)
+    edit_pool(chain.pool, serving={})
+    for name, policy in {**chain.policies, "two": two_model_policy()}.items():
+        policy.save(folder / f"{name}.json")
     return folder
 
 

@@ -33,20 +33,17 @@ def status_of(service, x=9.0):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "reason"),
+    ("stage", "serving", "error", "reason"),
     [
-        ({"serving": {"policy_every_s": 1.0}}, ConfigError, "--local"),
-        ({"serving": {"candidate": {"file": "nowhere.json", "share": 0.1}}}, PolicyError, "nowhere.json"),
-        ({"resources": {"num_cpus": 10_000}}, ExecutionError, "10,000 CPUs"),
+        ({}, {"policy_every_s": 1.0}, ConfigError, "--local"),
+        ({}, {"candidate": {"file": "nowhere.json", "share": 0.1}}, PolicyError, "nowhere.json"),
+        ({"resources": {"num_cpus": 10_000}}, {}, ExecutionError, "10,000 CPUs"),
     ],
 )
-def test_what_a_service_would_refuse_is_refused_before_any_replica_stops(tmp_path, change, error, reason):
-    stage = {key: value for key, value in change.items() if key == "resources"}
-    pool = yaml.safe_load(python_pool(tmp_path, **stage).read_text())
-    content = pool | {key: value for key, value in change.items() if key != "resources"}
-    policy = two_model_policy().model_dump(mode="json")
+def test_what_a_service_would_refuse_is_refused_before_any_replica_stops(tmp_path, stage, serving, error, reason):
+    pool = edit_pool(python_pool(tmp_path, **stage), serving=serving)
     with pytest.raises(error, match=reason):
-        build_app(ServingArgs(pool=content, policy=policy))
+        build_app(ServingArgs(pool=yaml.safe_load(pool.read_text()), policy=two_model_policy().model_dump(mode="json")))
 
 
 @FAULTS
