@@ -11,12 +11,7 @@ import ray
 from asking import http, infer, until
 from ray.cluster_utils import Cluster
 
-FAST_DETECTION = {
-    "health_check_initial_delay_ms": 500,
-    "health_check_period_ms": 500,
-    "health_check_timeout_ms": 500,
-    "health_check_failure_threshold": 3,
-}
+from jobs.faults.cluster import CHECKS
 
 
 def main(folder, dashboard, port):
@@ -43,7 +38,7 @@ def main(folder, dashboard, port):
         until(fulfils)
         return answers[-1][1], [status for status, _ in answers]
 
-    head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": dashboard, "_system_config": FAST_DETECTION}
+    head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": dashboard, "_system_config": CHECKS}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     edge = cluster.add_node(num_cpus=3, labels={"tier": "edge"})
     cloud = cluster.add_node(num_cpus=2, labels={"tier": "cloud"})

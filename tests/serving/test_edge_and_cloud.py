@@ -32,7 +32,8 @@ def test_stages_run_where_the_pool_places_them_and_answers_are_degraded_while_th
     router = {"resources": {"num_cpus": 0.5, "labels": {"tier": "edge"}}}
     write_pool(tmp_path, stages, on_failure="degrade", serving={"router": router})
     command = [sys.executable, str(SCRIPT), str(tmp_path), str(free_port()), str(free_port())]
-    path = os.pathsep.join([str(SCRIPT.parents[1] / "execution"), os.environ["PYTHONPATH"]])
+    tests = SCRIPT.parents[1]
+    path = os.pathsep.join([str(tests.parent), str(tests / "execution"), os.environ["PYTHONPATH"]])
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=Path.cwd())
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -26,21 +26,16 @@ ABSENT = {"ray", "pyarrow", "scipy", "pandas", "sklearn", "matplotlib", "torch",
 MOST_MB = 205
 
 
-def linear(path):
-    """Write a network that answers with x and 0."""
-    onnx = pytest.importorskip("onnx")
-    from onnx import helper, numpy_helper
-
-    float32 = onnx.TensorProto.FLOAT
-    inputs = [helper.make_tensor_value_info("x", float32, ["n"])]
-    outputs = [helper.make_tensor_value_info("logits", float32, ["n", 2])]
-    weights = [numpy_helper.from_array(np.array([[1.0, 0.0]], np.float32), "w")]
-    weights.append(numpy_helper.from_array(np.array([1], np.int64), "axis"))
-    nodes = [helper.make_node("Unsqueeze", ["x", "axis"], ["column"])]
-    nodes.append(helper.make_node("MatMul", ["column", "w"], ["logits"]))
-    graph = helper.make_graph(nodes, "g", inputs, outputs, weights)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9), str(path))
-    return {"kind": "onnx", "model": path.name}
+# A network that answers with x and 0.
+LINEAR = """
+<ir_version: 9, opset_import: ["": 19]>
+g (float[n] x) => (float[n, 2] logits)
+<int64[1] axis = {1}, float[1, 2] w = {1.0, 0.0}>
+{
+    column = Unsqueeze(x, axis)
+    logits = MatMul(column, w)
+}
+"""
 
 
 def write_home(folder, fit, small, large=None):
@@ -102,7 +97,9 @@ def started(folder, environment):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_edge_runs_where_only_the_locked_list_is_installed(tmp_path, installed):
-    policy = write_home(tmp_path, fit_rf, linear(tmp_path / "small.onnx"))
+    onnx = pytest.importorskip("onnx")
+    onnx.save(onnx.parser.parse_model(LINEAR), str(tmp_path / "small.onnx"))
+    policy = write_home(tmp_path, fit_rf, {"kind": "onnx", "model": "small.onnx"})
     with started(tmp_path, installed) as service:
         require_served(service, policy)
     names = {path.name.partition("-")[0] for path in (installed / "lib").rglob("*.dist-info")}
