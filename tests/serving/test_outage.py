@@ -25,44 +25,27 @@ REASONS = {"hangs": "has not answered within 2 s", "has no server": "large does 
 REASONS |= {"refuses": REFUSED, "fails late": REFUSED}
 
 
-class Cloud(Stage):
-    """The second stage, some milliseconds away.
+async def answers_around_outage(fault, from_s, to_s, n_replicas):
+    """Ask steadily before, during and after an outage of the second stage, which is some milliseconds away.
 
-    Attributes:
-        fault: What it does now: "refuses", "hangs", "fails late" or "has no server"; None where it answers.
-        calls: When it was called.
+    Returns the answers, the stage, when it was called, and what is counted.
     """
+    clock, calls = asyncio.get_running_loop().time, []
 
-    def __init__(self, n_replicas=1):
-        super().__init__("logits1", before=self.reached, n_replicas=n_replicas)
-        self.fault, self.calls = None, []
-
-    async def reached(self, call, batch):
-        self.calls.append(asyncio.get_running_loop().time())
-        if self.fault == "hangs":
+    async def reached(call, batch):
+        calls.append(clock())
+        is_out = from_s <= clock() < to_s
+        if is_out and fault == "hangs":
             await asyncio.sleep(1e6)
-        await asyncio.sleep(0.7 * TIMEOUT_S if self.fault == "fails late" else 0.02)
-        if self.fault == "has no server":
-            raise ExecutionError(REASONS[self.fault])
-        if self.fault is not None:
-            raise StageError("failed", REFUSED)
+        await asyncio.sleep(0.7 * TIMEOUT_S if is_out and fault == "fails late" else 0.02)
+        if is_out:
+            raise ExecutionError(REASONS[fault]) if fault == "has no server" else StageError("failed", REFUSED)
 
-
-async def answers_around_outage(fault, from_s, to_s, n_replicas=1):
-    """Ask steadily before, during and after an outage; return the answers, the cloud and what is counted."""
-    cloud = Cloud(n_replicas)
+    cloud = Stage("logits1", before=reached, n_replicas=n_replicas)
     cascade, counts = cascade_of(a_pool(DATA.models, "degrade", timeout_s=TIMEOUT_S), [Stage("logits0"), cloud])
-
-    async def outage():
-        await asyncio.sleep(from_s)
-        cloud.fault = fault
-        await asyncio.sleep(to_s - from_s)
-        cloud.fault = None
-
     n = int((to_s + AFTER_S) * PER_S)
     requests = (timed_answer(cascade, POLICY, DATA.logits, [at % 240], at / PER_S) for at in range(n))
-    answers = await asyncio.gather(*requests, outage())
-    return answers[:-1], cloud, counts
+    return await asyncio.gather(*requests), cloud, calls, counts
 
 
 @pytest.mark.parametrize("fault", REASONS)
@@ -70,7 +53,7 @@ async def answers_around_outage(fault, from_s, to_s, n_replicas=1):
 def test_answers_are_degraded_at_once_during_an_outage_and_whole_after_it(fault, from_s, n_replicas):
     """from_s: 0 where the stage has never answered."""
     to_s = from_s + OUTAGE_S
-    answers, cloud, counts = run_virtually(answers_around_outage(fault, from_s, to_s, n_replicas))
+    answers, cloud, calls, counts = run_virtually(answers_around_outage(fault, from_s, to_s, n_replicas))
     assert len(answers) == (to_s + AFTER_S) * PER_S
     noticed_s, back_s = from_s + TIMEOUT_S + 0.5, to_s + TIMEOUT_S + 2.0
     for number, (answer, took_s) in enumerate(answers):
@@ -89,6 +72,6 @@ def test_answers_are_degraded_at_once_during_an_outage_and_whole_after_it(fault,
     n_degraded = counts.of("degraded")
     assert sum(n_degraded.values()) == sum(answer.degraded.sum() for answer, _ in answers)
     assert fault != "hangs" or n_degraded["m1", "timeout"] > 0
-    probes = [at for at in cloud.calls if noticed_s <= at < to_s]
+    probes = [at for at in calls if noticed_s <= at < to_s]
     assert 5 < len(probes) < 2 * n_replicas * OUTAGE_S
     assert cloud.n_started == n_replicas  # another one would find the same
