@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import yaml
-from PIL import Image
 from runs import (
     MODELS,
     SOUND,
@@ -41,16 +40,19 @@ LIVE = {
     "base-per-call": ({"method": "base", "budget": 9.0}, {"per_call": True}, {}),
     "rf": ({"method": "rf", "budget": 9.0}, {"ragged": True}, {"batch_size": 7}),
     "base": ({"method": "base"}, {}, {"batch_size": 300, "replicas": {"min": 2, "max": 3}}),
-    "rf-offsets": ({"method": "rf", "calibrator": "offsets", "budget": 8.0}, {}, {}),
-    "isotonic": ({"models": MODELS[:2], "method": "base", "calibrator": "isotonic"}, {}, {}),
 }
 
 
-def test_models_are_closed_when_a_run_ends(tmp_path):
+def test_models_may_write_to_their_input_and_are_closed_when_a_run_ends(tmp_path):
     closed = tmp_path / "closed"
-    pool = python_pool(tmp_path, [("notes_its_end", {"path": str(closed)})] * 2)
+    pool = python_pool(tmp_path, [("writes_to_its_input", {}), ("notes_its_end", {"path": str(closed)})])
     run(tmp_path, pool, two_model_policy(), numbered_input(tmp_path))
-    assert len(set(closed.read_text().split())) == 2
+    assert len(closed.read_text().split()) == 1
+    rows = answers_of(tmp_path / "out")
+    assert len(rows) == 40
+    assert "label" not in rows["row-0"]
+    # The second stage sees x as it came: the first, which saw x + 1, would have answered 0.
+    assert (rows["row-14"]["stage"], rows["row-14"]["prediction"]) == (1, 1)
 
 
 @pytest.mark.parametrize("case", ranked(LIVE, quick=1, slow=1))
@@ -87,19 +89,6 @@ def test_a_live_run_is_the_replay_row_for_row_and_its_ledger_adds_up(tmp_path, c
     assert {call["run_id"] for call in calls} == {summary["run_id"]}
     assert len({(call["stage"], call["replica"]) for call in calls}) >= len(policy.stages)
     assert summary["total_cost"] == pytest.approx(sum(call["cost"] for call in calls))
-
-
-@pytest.mark.slow
-def test_python_models_get_the_inputs_columns_and_may_write_to_them_and_the_callers_session_stays(tmp_path):
-    pool = python_pool(tmp_path, [("writes_to_its_input", {}), SOUND[1]])
-    run(tmp_path, pool, two_model_policy(), numbered_input(tmp_path))
-    assert ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=60) == 7
-    rows = answers_of(tmp_path / "out")
-    assert len(rows) == 40
-    assert {row["stage"] for row in rows.values()} == {0, 1}
-    assert "label" not in rows["row-0"]
-    # The second stage sees x as it came: where x is clearly negative, it outweighs the first's x + 1.
-    assert (rows["row-14"]["stage"], rows["row-14"]["prediction"]) == (1, 1)
 
 
 # The stages' models; stage and words of the reason by failed row.
@@ -213,38 +202,45 @@ def priced(policy, factor):
     return policy.model_copy(update={"stages": stages})
 
 
-@pytest.mark.parametrize("ending", ranked(["csv", "parquet", "jsonl"], quick=0, slow=1))
-def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path, ending):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # of Ray Data's own context
+@pytest.mark.parametrize("kind", ranked(["csv", "ray dataset"], quick=0, slow=1))
+def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path, kind):
     """It ends as an undisturbed run does on the same rows in Parquet."""
-    inputs, policy = numbered_input(tmp_path, 20_000, ending), two_model_policy(threshold=0.7)
+    import ray.data
+
+    def as_input(rows):
+        return ray.data.from_arrow(rows) if kind == "ray dataset" else write(tmp_path / "x.csv", rows.to_pylist())
+
+    whole_input = numbered_input(tmp_path, 20_000)
+    rows, policy = pq.read_table(whole_input), two_model_policy(threshold=0.7)
     models = [mendable(tmp_path, "gives_up_on", {"example": "row-18000"}), SOUND[1]]
     ended = python_pool(tmp_path, models, batch_size=256)
     with pytest.raises(ExecutionError, match="is down"):
-        run(tmp_path, ended, policy, inputs)
+        run(tmp_path, ended, policy, as_input(rows))
     out = tmp_path / "out"
     first = {path.name: path.read_bytes() for path in (out / "predictions").iterdir()}
-    assert 1 <= len(first) <= 4
     # What is committed has its calls in the ledger.
     answered = read_all(out / "predictions").num_rows
-    assert 4096 <= answered <= sum(call["accepted"] for call in read_all(out / "ledger").to_pylist())
+    assert 0 < answered <= sum(call["accepted"] for call in read_all(out / "ledger").to_pylist())
     assert not (out / "summary.json").exists()
 
     (tmp_path / "mended").touch()
     changed = python_pool(tmp_path, [models[0], ("by_x", {"factor": 6.0})], batch_size=256)
     with pytest.raises(ConfigError, match="at stage 'large'"):
-        cauc_ray.run(changed, policy, inputs, out, resume=True)
+        cauc_ray.run(changed, policy, as_input(rows), out, resume=True)
     sound = python_pool(tmp_path, models, batch_size=256)
-    for changed, words in (
-        ({"policy": two_model_policy(threshold=0.8)}, "another policy"),
-        ({"policy": priced(policy, 2.0)}, "another policy with other costs"),  # of one id: the answers are the same
-        ({"input": numbered_input(tmp_path / "LOGITS", 19_000, ending)}, "another input"),
+    # A file is known by its content before it is read; a Ray Dataset only by its rows.
+    with pytest.raises(CaucError, match=r"(another input|other rows .* block \d+ .* other rows).* start a new"):
+        cauc_ray.run(sound, policy, as_input(rows[::-1]), out, resume=True)
+    inputs = as_input(rows)
+    for other_policy, words in (
+        (two_model_policy(threshold=0.8), "another policy"),
+        (priced(policy, 2.0), "another policy with other costs"),  # of one id: the answers are the same
     ):
         with pytest.raises(ConfigError, match=words):
-            cauc_ray.run(sound, changed.get("policy", policy), changed.get("input", inputs), out, resume=True)
-    with pytest.raises(ConfigError, match="not an empty folder"):
-        cauc_ray.run(sound, policy, inputs, out)
+            cauc_ray.run(sound, other_policy, inputs, out, resume=True)
     summary = cauc_ray.run(sound, policy, inputs, out, resume=True)
-    undisturbed = cauc_ray.run(sound, policy, numbered_input(tmp_path, 20_000), tmp_path / "whole")
+    undisturbed = cauc_ray.run(sound, policy, whole_input, tmp_path / "whole")
 
     assert {name: (out / "predictions" / name).read_bytes() for name in first} == first
     assert answers_of(out) == answers_of(tmp_path / "whole")
@@ -255,33 +251,6 @@ def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path, ending):
     ledger = read_all(out / "ledger").to_pylist()
     assert len({call["run_id"] for call in ledger}) == 1
     assert summary["total_cost"] == pytest.approx(sum(call["cost"] for call in ledger))
-    # Asked again, a finished run has nothing left to do.
-    assert cauc_ray.run(sound, policy, inputs, out, resume=True) == summary
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # of Ray Data's own context
-@pytest.mark.parametrize("kind", ranked(["csv", "ray dataset", "parquet"], quick=0, slow=1))
-def test_as_many_rows_in_another_order_are_not_resumed_with(tmp_path, kind):
-    import ray.data
-
-    rows, policy, out = pq.read_table(numbered_input(tmp_path, 20_000)), two_model_policy(), tmp_path / "out"
-
-    def as_input(rows):
-        if kind == "ray dataset":
-            return ray.data.from_arrow(rows)
-        return write(tmp_path / f"x.{kind}", rows if kind == "parquet" else rows.to_pylist())
-
-    models = [mendable(tmp_path, "gives_up_on", {"example": "row-18000"}), SOUND[1]]
-    pool = python_pool(tmp_path, models, batch_size=256)
-    with pytest.raises(ExecutionError, match="is down"):
-        cauc_ray.run(pool, policy, as_input(rows), out)  # in the third block, once two are committed
-    assert any((out / "predictions").iterdir())
-    (tmp_path / "mended").touch()
-    # A file is known by its content before it is read; a Ray Dataset only by its rows.
-    with pytest.raises(CaucError, match=r"(another input|other rows .* block \d+ .* other rows).* start a new"):
-        cauc_ray.run(pool, policy, as_input(rows[::-1]), out, resume=True)
-    assert not (out / "summary.json").exists()
-    assert cauc_ray.run(pool, policy, as_input(rows), out, resume=True)["n"] == len(answers_of(out)) == 20_000
 
 
 def test_a_stage_that_fits_nowhere_is_reported_before_anything_starts(tmp_path):
@@ -300,40 +269,33 @@ def test_a_stage_that_fits_nowhere_is_reported_before_anything_starts(tmp_path):
 
 LACKING = {
     "onnx": {"model": "absent.onnx", "columns": ["x"]},
-    "torchvision": {"arch": "resnet18", "weights": "absent.pth"},
-    "openai": {"model": "m", "api_key_env": "ABSENT"},
     "remote": {"model": "m", "url": "https://h", "token_env": "ABSENT"},
 }
 
 
-@pytest.mark.parametrize("kind", LACKING)
-def test_what_this_machine_lacks_is_reported_before_ray_starts_on_it(tmp_path, monkeypatch, kind):
-    policy, model = two_model_policy(), {"kind": kind, **LACKING[kind]}
-    if kind == "openai":
-        stages = tuple(stage.model_copy(update={"logit_kind": "log-probabilities"}) for stage in policy.stages)
-        policy = policy.model_copy(update={"stages": stages})
-    pool = pool_of(tmp_path, {"small": model, "large": model})
-    inputs = write(tmp_path / "input.jsonl", [{"example_id": "a", "x": 1.0, "question": "q", "choices": ["a", "b"]}])
-    if kind == "torchvision":
-        inputs = tmp_path / "images"
-        inputs.mkdir()
-        Image.new("RGB", (8, 8)).save(inputs / "a.png")
+@pytest.fixture
+def no_session(monkeypatch):
+    """Have no Ray session in this process."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.mark.parametrize("kind", LACKING)
+def test_what_this_machine_lacks_is_reported_before_ray_starts_on_it(tmp_path, monkeypatch, no_session, kind):
+    policy, model = two_model_policy(), {"kind": kind, **LACKING[kind]}
+    pool, inputs = pool_of(tmp_path, {"small": model, "large": model}), numbered_input(tmp_path)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
     for start in (lambda: run(tmp_path, pool, policy, inputs), lambda: cauc_ray.serve(pool, policy, port=0)):
         with pytest.raises(ConfigError, match=r"ABSENT has no|absent\..* does not exist"):
             start()
     assert not (tmp_path / "out").exists()
 
 
-def test_a_ray_that_does_not_start_is_one_line(tmp_path, monkeypatch):
+def test_a_ray_that_does_not_start_is_one_line(tmp_path, monkeypatch, no_session):
     def time_out(**_):
         raise Exception("The current node timed out during startup.\nThis may happen on a busy machine.")
 
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", time_out)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ExecutionError, match=r"^[^\n]*timed out during startup[^\n]*$"):
         run(tmp_path, python_pool(tmp_path), two_model_policy(), numbered_input(tmp_path))
     assert not (tmp_path / "out").exists()
