@@ -1,6 +1,7 @@
 """Cascades on a real Ray session."""
 
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -133,6 +134,36 @@ def test_rows_that_a_model_fails_on_are_named_and_the_others_answered(tmp_path, 
     ledger = read_all(tmp_path / "out" / "ledger").to_pylist()
     assert any(call["attempt"] > 1 for call in ledger)
     assert all(call["cost"] == 0 for call in ledger if call["accepted"] + call["deferred"] == 0)
+
+
+def pool_failing_below(folder, limit, **pool):
+    """Write a pool whose first model fails on the rows with an x below a limit, while folder/mended is not there."""
+    path = python_pool(folder, [("fails_below", {"limit": limit, "path": str(folder / "mended")}), SOUND[1]])
+    path.write_text(path.read_text() + "".join(f"{key}: {value}\n" for key, value in pool.items()))
+    return path
+
+
+@pytest.mark.slow
+def test_more_failed_rows_than_a_pool_allows_end_the_run_with_one_line(tmp_path, command):
+    two_model_policy().save(tmp_path / "policy.json")
+    # 110 of 400 rows.
+    arguments = ["--policy", tmp_path / "policy.json", "--input", numbered_input(tmp_path, 400), "-o", tmp_path / "out"]
+    code, out, err = command("run", pool_failing_below(tmp_path, -0.9), *arguments)
+    assert (code, out, len(re.sub(r"cauc: starting .*\n", "", err).splitlines())) == (2, "", 1)
+    assert int(re.search(r"(\d+) of", err).group(1)) > 100  # some more may fail before anybody looks
+    assert all(part in err for part in ("'small'", "no kernel image", "max_failed", "--retry-failed"))
+    assert not (tmp_path / "out" / "summary.json").exists()
+    # A pool that allows more goes on with the run; its failed rows are in failed/.
+    resume = ["--resume"] if (tmp_path / "out").exists() else []  # nothing is left where nothing was written yet
+    code, out, err = command("run", pool_failing_below(tmp_path, -0.9, max_failed=0.5), *arguments, *resume, "--json")
+    assert code == 5, err  # with a warning of the guard: rows cost other than the policy expects
+    answered, failed = rows_of(tmp_path / "out")
+    assert (len(failed), len(answered) + len(failed), json.loads(out)["n_failed"]) == (110, 400, 110)
+    # The first pool does not take what is there for a finished run.
+    (tmp_path / "out" / "summary.json").unlink()
+    code, _, err = command("run", pool_failing_below(tmp_path, -0.9), *arguments, "--resume")
+    assert code == 2
+    assert "110 of 400" in err
 
 
 def mendable(folder, factory, kwargs):
