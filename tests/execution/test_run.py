@@ -174,6 +174,7 @@ def mendable(folder, factory, kwargs):
 # The stages' models, and what ends the run.
 ENDING = {
     "always fails": ([SOUND[0], ("always_fails", {})], "'large' .* every row .*RuntimeError: no such"),
+    "always dies": ([SOUND[0], ("always_dies", {})], "stage 'large' die: .*unexpectedly exits"),
     "dies loading": ([SOUND[0], ("ends_its_process", {})], "stage 'large' die while they load"),
     "cannot be loaded": ([("cannot_load", {}), SOUND[0]], r"stage 'small' .*OSError: weights\.pt is not there"),
     "is absent": ([("absent", {}), SOUND[0]], "stage 'small': .*'user_models:absent'"),
