@@ -1,14 +1,14 @@
 """Live models' answers are read as a table's are: masks, declared kinds, probabilities that nobody declared."""
 
 import json
-import re
 
 import numpy as np
 import pytest
-from masked import MODELS, softmax, splits, write_masked
+from masked import MODELS, splits
 from runs import (
     answers_of,
     by_example,
+    masked_probabilities,
     numbered_input,
     pool_of,
     python_model,
@@ -21,21 +21,7 @@ from runs import (
 from synthetic import write_chains
 
 import cauc_ray
-from cauc_ray.errors import CaucWarning, ConfigError, PolicyError
-
-LOWEST = float(np.finfo(np.float32).min)
-
-
-@pytest.fixture(scope="module")
-def chains():
-    return splits()
-
-
-def some_of_each(logits):
-    """Return probabilities with masks for missing options and a 0 in every fifth row."""
-    p = softmax(logits)
-    p[np.arange(0, len(p), 5), np.where(p > 0, p, 2)[::5].argmin(axis=1)] = 0.0
-    return np.where(np.isneginf(logits), np.float32(-1e9), p)
+from cauc_ray.errors import CaucWarning, PolicyError
 
 
 def pool(folder, *more):
@@ -46,12 +32,12 @@ def pool(folder, *more):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_a_live_run_with_masks_and_declared_probabilities_is_the_replay(tmp_path, chains):
-    turns = iter(range(100))
+def test_a_live_run_with_masks_and_declared_probabilities_is_the_replay(tmp_path):
+    chains, turns = splits(), iter(range(100))
 
     def written(logits):
-        masked = np.where(np.isneginf(logits), np.float32(LOWEST), logits)
-        return masked if next(turns) % 2 else some_of_each(logits)
+        masked = np.where(np.isneginf(logits), np.finfo(np.float32).min, logits)
+        return masked if next(turns) % 2 else masked_probabilities(logits)
 
     table = write_chains(tmp_path / "LOGITS", chains, written)
     kinds = {"m0": "probabilities"}
@@ -62,17 +48,6 @@ def test_a_live_run_with_masks_and_declared_probabilities_is_the_replay(tmp_path
     live = answers_of(tmp_path / "out")
     assert live == by_example(cauc_ray.evaluate(table, policy).to_arrow())
     assert len({row["stage"] for row in live.values()}) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
-def test_a_live_model_of_undeclared_probabilities_ends_the_run_with_the_remedy(tmp_path, chains):
-    raw = write_masked(tmp_path / "RAW", chains, -np.inf)
-    write_chains(tmp_path / "LOGITS", chains, some_of_each)
-    policy = cauc_ray.fit(raw, models=MODELS, threshold=0.7)
-    with pytest.raises(ConfigError, match="logit_kind: probabilities"):
-        run(tmp_path, pool(tmp_path), policy, split_input(tmp_path, chains["test"]))
-    assert not (tmp_path / "out" / "summary.json").exists()
 
 
 def python_stage(name, cost=None, **model):
@@ -86,7 +61,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_the_policy_was_not_fitted_for_is_refused_before_anything_starts(tmp_path, command, case):
+def test_what_the_policy_was_not_fitted_for_is_refused_before_anything_starts(tmp_path, case):
     stages, words = REFUSED[case]
     path, policy = write_pool(tmp_path, stages), two_model_policy()
     for start in (
@@ -95,9 +70,6 @@ def test_what_the_policy_was_not_fitted_for_is_refused_before_anything_starts(tm
     ):
         with pytest.raises(PolicyError, match=rf"'(small|large)'.*{words}"):
             start()
-    (tmp_path / "policy.json").write_text(policy.to_json())
-    code, out, err = command("run", path, "--policy", "policy.json", "--input", numbered_input(tmp_path), "-o", "out")
-    assert (code, out, len(re.sub(r"cauc: starting .*\n", "", err).splitlines())) == (2, "", 1)
     assert not (tmp_path / "out").exists()
 
 

@@ -9,6 +9,7 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cauc_ray.execution.metrics import RunMetrics
 from cauc_ray.execution.progress import ETA_WINDOW_S, RATE_WINDOW_S, RateMeter, RunProgress, StageProgress
 
 
@@ -89,19 +90,6 @@ def test_a_clock_that_is_set_back_makes_no_rate_below_zero():
 RUN = 'run-"1"'
 
 
-class Reporter:
-    def __init__(self):
-        from cauc_ray.execution.metrics import RunMetrics
-
-        self.metrics = RunMetrics(RUN, ["small", "large"])
-
-    def report(self, *seen):
-        for progress in seen:
-            self.metrics.report(progress)
-        if not seen:
-            self.metrics.close()
-
-
 def scrape():
     """Return a node's metrics of runs: name, run, stage and outcome to value; "" for a tag that one lacks."""
     (node,) = ray.nodes()
@@ -129,16 +117,13 @@ def scrape_until(is_complete):
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_what_is_reported_can_be_scraped_and_ends_at_zero():
-    small, large = StageProgress("small", queued=7, replicas=2), StageProgress("large", replicas=1)
-    seen = [RunProgress(100.0, 1000, 0, (small, large))]
-    done = {"accepted": 30, "deferred": 10, "failed": 2, "busy_s": 1.5, "cost": 44.0}
-    seen.append(RunProgress(102.0, 1000, 20, (StageProgress("small", 7, 5, replicas=2, starting=1, **done), large)))
     done = {"accepted": 60, "deferred": 20, "failed": 2, "busy_s": 2.5, "cost": 90.5}
     stages = (StageProgress("small", 3, 4, replicas=3, **done), StageProgress("large", degraded=8, replicas=1))
-    seen.append(RunProgress(104.0, 1000, 60, stages))
-    reporter = ray.remote(num_cpus=0)(Reporter).remote()
+    begun = (StageProgress("small", replicas=2), StageProgress("large", replicas=1))
+    reporter = ray.remote(num_cpus=0)(RunMetrics).remote(RUN, ["small", "large"])
     try:
-        ray.get(reporter.report.remote(*seen))
+        for progress in (RunProgress(100.0, 1000, 0, begun), RunProgress(104.0, 1000, 60, stages)):
+            ray.get(reporter.report.remote(progress))
         of_small = {"queued_rows": 3, "in_flight_rows": 4, "replicas": 3, "starting_replicas": 0}
         of_small |= {"rows_per_second": 82 / 4, "accepted_share": 0.75, "cost_total": 90.5, "busy_seconds_total": 2.5}
         expected = {(name, "small", ""): value for name, value in of_small.items()}
@@ -151,7 +136,7 @@ def test_what_is_reported_can_be_scraped_and_ends_at_zero():
         ray.get(reporter.report.remote(RunProgress(500.0, None, 60, stages)))
         unknown_end = ("eta_seconds", "", "")
         scrape_until(lambda page: page.get(("rows_per_second", "small", "")) == 0 and unknown_end not in page)
-        ray.get(reporter.report.remote())
+        ray.get(reporter.close.remote())
         metrics = scrape_until(
             lambda page: {value for (name, *_), value in page.items() if not name.endswith("_total")} == {0}
         )

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from masked import softmax
+from runs import MODELS, masked_probabilities
 from synthetic import SPLITS, planted, write_chains, write_table
 
 import cauc_ray
@@ -21,7 +21,6 @@ from cauc_ray.errors import ConfigError, DataError, ExecutionError, GuardError
 from cauc_ray.execution import session, sharded
 from cauc_ray.execution.sharded import ShardActor, Shards, ShardsWatched, cut_rows
 
-MODELS = ("m0", "m1", "m2")
 COSTS = (1.0, 4.0, 15.0)
 FITS = (
     {"method": "base"},
@@ -196,14 +195,7 @@ def test_shards_refuse_what_one_process_refuses_in_the_same_words(tmp_path, in_p
 
 @pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")
 def test_shards_read_masks_and_kinds_as_one_process_does(tmp_path, in_process):
-    """Probabilities, with masks for missing options and a 0 for the least probable one of every fifth row."""
-
-    def as_probabilities(logits):
-        p = softmax(logits)
-        p[np.arange(0, len(p), 5), np.where(p > 0, p, 2)[::5].argmin(axis=1)] = 0.0
-        return np.where(np.isneginf(logits), np.float32(-1e9), p)
-
-    write_chains(tmp_path, masked.splits(), as_probabilities)
+    write_chains(tmp_path, masked.splits(), masked_probabilities)
     with pytest.raises(DataError, match=r"'m0'.*--logit-kind probabilities"):
         cauc_ray.fit(tmp_path, models=masked.MODELS, shards=2)
     options = {"models": masked.MODELS, "method": "rf", "budget": 3.0, "logit_kind": "probabilities"}
