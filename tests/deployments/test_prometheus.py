@@ -142,10 +142,6 @@ class Prometheus:
     def alerts(self):
         return {alert["labels"]["alertname"] for alert in self.ask("alerts")["alerts"]}
 
-    def n_scrapes(self):
-        """Return how often the services have been scraped, of all targets the least."""
-        return min(int(target["value"][1]) for target in self.query("count_over_time(up[1h]) and on (job) up == 1"))
-
     def close(self):
         self.process.terminate()
         self.process.wait(30)
@@ -240,7 +236,7 @@ def planted(tmp_path):
 
 
 def check_dashboard(chain, service, edge, prometheus):
-    """Assert that every panel has data, that variables have values, and that the active policy is shown and stays."""
+    """Assert that every panel has data, that variables have values, and that the active policy is shown."""
     deadline, empty = time.monotonic() + DEADLINE_S, dict(panels())
     while empty:
         assert time.monotonic() < deadline, (empty, prometheus.faults())
@@ -261,9 +257,6 @@ def check_dashboard(chain, service, edge, prometheus):
     until(lambda: active() == {chain.policy.id})  # a change is visible once it has been scraped
     cauc_ray.set_policy(chain.candidate, url=service.url)
     until(lambda: active() == {chain.candidate.id})
-    n_scrapes = prometheus.n_scrapes()
-    until(lambda: prometheus.n_scrapes() >= n_scrapes + 5)
-    assert active() == {chain.candidate.id}
 
 
 def address_of(service):

@@ -12,7 +12,7 @@ from cauc_ray.data.logits import LogitTable, read_embeddings
 from cauc_ray.data.writing import write_logits
 from cauc_ray.models.answers import Answers
 from cauc_ray.numbers.answer_keys import NONE_RIGHT, confidences_in, said_keys
-from jobs.paper import best_five, embedded, public_sets
+from jobs.paper import best_five, embedded
 from jobs.paper.public_sets import IMAGENET, MMLU_PRO, main
 
 N = 40
@@ -93,6 +93,35 @@ def test_tables_hold_the_numbers_of_the_files_and_run_no_code(clones, tmp_path, 
     assert np.exp(logits[[1, 0, 7, 9, 3]]) == pytest.approx([0.5, 0.2, 0.1, 0.05, 0.05])
     assert np.exp(np.delete(logits, [1, 0, 7, 9, 3])) == pytest.approx(0.1 / 995)  # what the five best leave
     assert np.exp(np.float64(logits)).sum() == pytest.approx(1)
+    require_answers(tmp_path / "sets")
+    require_embeddings(tmp_path / "sets")
+
+
+def require_answers(sets):
+    """Assert that tables of answers have one confidence or both, and the price of their tokens."""
+    for name, confidences in (("mmlu_pro", ("sequence", "verbal")), ("mmlu_pro_verbal", ("verbal",))):
+        table = AnswerTable(sets / name)
+        assert set(table.models) == set(MMLU_PRO)
+        assert table.confidences("gpt-4.1") == confidences
+    chain = AnswerTable(sets / "mmlu_pro").read_chain(["gpt-4.1-nano", "gpt-4.1"], "test")
+    number = np.array([int(example.removeprefix("mmlu_pro-")) for example in chain.example_ids])
+    right = np.array([said_keys(vectors) == chain.labels for vectors in chain.logits])
+    np.testing.assert_array_equal(right, np.tile(number % 2 == 1, (2, 1)))
+    np.testing.assert_allclose(chain.costs.per_call, np.outer(number, [0.4e-3, 8e-3]), rtol=1e-6)
+    assert (chain.labels[number % 2 == 0] == NONE_RIGHT).all()
+    verbal = confidences_in(chain.logits[0])[:, 1]
+    np.testing.assert_array_equal(np.isnan(verbal), number % 3 > 0)
+
+
+def require_embeddings(sets):
+    """Assert that texts are embedded next to the logits of their rows."""
+    texts = ["x" * row for row in range(N)]
+    embedded.embed_sets(texts, sets, lambda batch: Answers(np.float32([[len(text)] for text in batch["text"]])))
+    for prompt in ("task_icl0", "base_icl1"):
+        table = sets / f"emotion10k_{prompt}"
+        ids = LogitTable(table).read_chain(["qwen-1_8b"], "test").example_ids
+        vectors = read_embeddings(table, embedded.NAME, "test", ids)
+        assert vectors[:, 0].tolist() == [int(example.rpartition("-")[2]) for example in ids]
 
 
 def test_a_table_with_five_options_a_row_has_the_five_best_of_another(tmp_path):
@@ -113,51 +142,15 @@ def test_a_table_with_five_options_a_row_has_the_five_best_of_another(tmp_path):
         assert len(np.unique(np.delete(got, best))) == 1
 
 
-@pytest.mark.parametrize("module", [best_five, public_sets])
 @pytest.mark.parametrize("fault", ["one folder", "no such folder", "nothing in it", "into itself"])
-def test_wrong_folders_are_one_line_and_exit_code_2(module, fault, tmp_path, capsys):
+def test_wrong_folders_are_one_line_and_exit_code_2(fault, tmp_path, capsys):
     source, output = tmp_path / "source", tmp_path / "output"
     if fault != "no such folder":
         source.mkdir()
     arguments = [source] if fault == "one folder" else [source, source if fault == "into itself" else output]
     try:
-        code = module.main([str(argument) for argument in arguments])
+        code = main([str(argument) for argument in arguments])
     except SystemExit as ended:
         code = ended.code
     assert (code, capsys.readouterr().err.count("\n")) == (2, 1)
     assert not output.exists()
-
-
-def test_answer_tables_hold_answers_with_one_confidence_or_both_and_the_price_of_their_tokens(clones, tmp_path):
-    main([str(clones), str(tmp_path / "sets")])
-    for name, confidences in (("mmlu_pro", ("sequence", "verbal")), ("mmlu_pro_verbal", ("verbal",))):
-        table = AnswerTable(tmp_path / "sets" / name)
-        assert set(table.models) == set(MMLU_PRO)
-        assert table.confidences("gpt-4.1") == confidences
-    chain = AnswerTable(tmp_path / "sets" / "mmlu_pro").read_chain(["gpt-4.1-nano", "gpt-4.1"], "test")
-    number = np.array([int(example.removeprefix("mmlu_pro-")) for example in chain.example_ids])
-    right = np.array([said_keys(vectors) == chain.labels for vectors in chain.logits])
-    np.testing.assert_array_equal(right, np.tile(number % 2 == 1, (2, 1)))
-    np.testing.assert_allclose(chain.costs.per_call, np.outer(number, [0.4e-3, 8e-3]), rtol=1e-6)
-    assert (chain.labels[number % 2 == 0] == NONE_RIGHT).all()
-    verbal = confidences_in(chain.logits[0])[:, 1]
-    np.testing.assert_array_equal(np.isnan(verbal), number % 3 > 0)
-
-
-def test_texts_are_embedded_next_to_the_logits_of_their_rows(tmp_path):
-    splits = {"calibration": [4, 0], "test": [3]}
-    for prompt in ("task_icl0", "base_icl1"):
-        for split, rows in splits.items():
-            ids = [f"emotion10k_{prompt}-{row}" for row in rows]
-            write_logits(tmp_path / f"emotion10k_{prompt}", "m", split, ids, np.zeros((len(rows), 2), np.float32))
-    texts = ["a", "bb", "ccc", "dddd", "eeeee"]
-
-    def lengths(batch):
-        return Answers(np.float32([[len(text), 1] for text in batch["text"]]))
-
-    embedded.embed_sets(texts, tmp_path, lengths)
-    for prompt in ("task_icl0", "base_icl1"):
-        for split, rows in splits.items():
-            ids = [f"emotion10k_{prompt}-{row}" for row in rows]
-            vectors = read_embeddings(tmp_path / f"emotion10k_{prompt}", embedded.NAME, split, ids)
-            assert vectors.tolist() == [[row + 1, 1] for row in rows]
