@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from masked import softmax
 from stored import write
 from synthetic import chain
 
@@ -90,13 +89,6 @@ def write_questions(path, n, seed=0):
         rows.append({"id": f"q{row}", "question": f"{row}?", "choices": choices, "label": label})
     write(path, rows)
     return {row["id"]: row for row in rows}
-
-
-def masked_probabilities(logits):
-    """Return probabilities, with masks for missing options and a 0 for the least likely of every fifth row."""
-    p = softmax(logits)
-    p[np.arange(0, len(p), 5), np.where(p > 0, p, 2)[::5].argmin(axis=1)] = 0.0
-    return np.where(np.isneginf(logits), np.float32(-1e9), p)
 
 
 def two_model_policy(threshold=0.7):

@@ -8,8 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
@@ -17,10 +15,7 @@ import yaml
 from job_cases import N_ROWS, SWEEP, write_inputs
 from runs import (
     answers_of,
-    by_example,
     numbered_input,
-    pool_of,
-    python_model,
     python_pool,
     read_all,
     rows_of,
@@ -108,33 +103,6 @@ def test_a_run_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
     assert len({call["run_id"] for call in calls}) == 1
     assert {call["replica"] // 100_000 for call in calls} == {0, 1, 2}
     assert summary["total_cost"] == pytest.approx(sum(call["cost"] for call in calls))
-
-
-@pytest.mark.soak("faults")
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("ray_session")
-def test_a_collection_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
-    n = 3000
-    images = pa.array([bytes([row % 250 + 1]) for row in range(n)], pa.binary())
-    table = pa.table({"example_id": [f"i{row}" for row in range(n)], "image": images, "label": np.arange(n) % 2})
-    pq.write_table(table, tmp_path / "images.parquet")
-    write_parquet(bucket / "images.parquet", table)
-
-    model = python_model("slow_brightness", seconds=0.05, log=str(tmp_path / "log"))
-    pool = pool_of(tmp_path, {"m": model}, batch_size=64, cost={"seconds": 1})
-    pool.write_text(pool.read_text().replace("multiple-choice", "image-classification"))
-    cauc_ray.collect(pool, tmp_path / "images.parquet", tmp_path / "L")
-    words = [pool, "--dataset", bucket / "images.parquet", "-o", bucket / "L", "--json"]
-    parts = bucket / "L" / "model=m" / "split=calibration"
-    killed_after(cauc("collect", *words), parts / "_manifest", 1)
-    summary = result_of(cauc("collect", *words))
-    assert (summary["logits"], summary["models"][0]["n_failed"]) == (str(bucket / "L"), 0)
-    for split, rows in summary["splits"].items():
-        remote, local = (by_example(read_all(at / "L" / "model=m" / f"split={split}")) for at in (bucket, tmp_path))
-        assert remote == local
-        assert len(remote) == rows
-    assert (bucket / "L" / "pool.json").read_text() == (tmp_path / "L" / "pool.json").read_text()
-    assert result_of(cauc("collect", *words))["models"][0]["rows_per_s"] is None  # nothing is left to do
 
 
 def job(verb, folder, **config):

@@ -17,21 +17,24 @@ from runs import (
     by_example,
     numbered_input,
     pool_of,
+    python_model,
     python_pool,
     ranked,
     read_all,
     rows_of,
     run,
     saved_model,
+    saved_pool,
     split_input,
     two_model_policy,
+    write_pool,
 )
 from stored import damage, write
 from synthetic import write_table
 from user_models import by_x
 
 import cauc_ray
-from cauc_ray.errors import CaucError, ConfigError, ExecutionError
+from cauc_ray.errors import CaucError, ConfigError, ExecutionError, PolicyError
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -283,6 +286,39 @@ def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path, kind):
     ledger = read_all(out / "ledger").to_pylist()
     assert len({call["run_id"] for call in ledger}) == 1
     assert summary["total_cost"] == pytest.approx(sum(call["cost"] for call in ledger))
+
+
+def python_stage(name, cost=None, **model):
+    return {"name": name, "model": {**python_model("by_x"), **model}, "cost": cost}
+
+
+REFUSED = {
+    "another kind": ([python_stage("small"), python_stage("large", logit_kind="surrogate")], "surrogate.*raw"),
+    "another unit": ([python_stage("small", cost={"usd": 1.0}), python_stage("large")], "USD.*GFLOPs"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_policy_was_not_fitted_for_is_refused_before_anything_starts(tmp_path, case):
+    stages, words = REFUSED[case]
+    path, policy = write_pool(tmp_path, stages), two_model_policy()
+    for start in (
+        lambda: cauc_ray.run(path, policy, numbered_input(tmp_path), tmp_path / "out"),
+        lambda: cauc_ray.serve(path, policy, port=0),
+    ):
+        with pytest.raises(PolicyError, match=rf"'(small|large)'.*{words}"):
+            start()
+    assert not (tmp_path / "out").exists()
+
+
+def test_calls_that_tell_their_own_costs_must_do_so_in_the_policys_unit(tmp_path):
+    """Costs of saved calls are in their table's unit, which counts where the policy counts calls."""
+    chain = write_table(tmp_path / "LOGITS", n=60)["test"]
+    policy = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, threshold=0.7).model_copy(update={"costs": "per-call"})
+    info = tmp_path / "LOGITS" / "pool.json"
+    info.write_text(info.read_text().replace("GFLOPs", "USD"))
+    with pytest.raises(PolicyError, match="USD"):
+        run(tmp_path, saved_pool(tmp_path), policy, split_input(tmp_path, chain))
 
 
 def test_a_stage_that_fits_nowhere_is_reported_before_anything_starts(tmp_path):
