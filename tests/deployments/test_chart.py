@@ -152,21 +152,6 @@ def test_selectors_match_the_pods_and_services_that_they_are_for():
         assert selects(policy["spec"]["podSelector"]["matchLabels"], labels_of_pods[0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_node_keeps_the_weights_in_a_cache_that_all_share(kind):
-    (claim,) = of_kind(rendered(), "PersistentVolumeClaim")
-    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
-    for group in groups_of(kind):
-        pod = group["template"]["spec"]
-        (container,) = pod["containers"]
-        claims = {volume["name"]: volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"]}
-        mounts = {claims[mount["name"]]: mount["mountPath"] for mount in container["volumeMounts"]}
-        assert mounts == {"cauc-data": "/data", claim["metadata"]["name"]: "/cache"}
-        homes = {entry["name"]: entry["value"] for entry in container["env"] if entry["name"].endswith("_HOME")}
-        assert {"TORCH_HOME", "HF_HOME"} == homes.keys()
-        assert all(path.startswith("/cache") for path in homes.values())
-
-
 def test_monitoring_has_the_alerts_and_can_be_turned_off():
     (rule,) = of_kind(rendered(), "PrometheusRule")
     assert rule["spec"] == yaml.safe_load((CHART / "alerts.yaml").read_text())

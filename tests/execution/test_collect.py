@@ -65,10 +65,15 @@ def test_requests_of_the_next_call_go_out_while_the_last_answers_of_a_call_are_a
     assert overlap == [True] * 12
 
 
-def test_every_row_of_every_split_is_answered_once_by_every_model(tmp_path):
+def test_every_row_of_every_split_is_answered_once_by_every_model_and_kept_columns_make_segments(tmp_path):
     rows = write_questions(tmp_path / "q.parquet", 1500)
+    subjects = {example: f"s{number % 3}" for number, example in enumerate(rows)}
+    data = read_all(tmp_path / "q.parquet")
+    write(tmp_path / "q.parquet", data.append_column("subject", [[subjects[e] for e in data["id"].to_pylist()]]))
     stages = [stage("long", "longest"), stage("square", "longest", kwargs={"exponent": 2.0})]
-    summary = cauc_ray.collect(pool(tmp_path, *stages), tmp_path / "q.parquet", tmp_path / "L")
+    with pytest.raises(ConfigError, match=r"'subjet'.*subject"):
+        cauc_ray.collect(pool(tmp_path, *stages), tmp_path / "q.parquet", tmp_path / "L", keep=["subjet"])
+    summary = cauc_ray.collect(pool(tmp_path, *stages), tmp_path / "q.parquet", tmp_path / "L", keep=["subject"])
     for model, exponent in (("long", 1), ("square", 2)):
         got = collected(tmp_path / "L", model)
         assert got.keys() == rows.keys()
@@ -86,27 +91,10 @@ def test_every_row_of_every_split_is_answered_once_by_every_model(tmp_path):
     assert (record["dataset"], record["split"], record["n_rows"]) == ("q.parquet", "test", 750)
     assert record["source"] == "python user_models:longest"
     policy = cauc_ray.fit(tmp_path / "L", models=["long", "square"], method="rf", costs=[1, 2])
-    assert cauc_ray.evaluate(tmp_path / "L", policy).measures.n == 750
-
-
-@pytest.mark.slow
-def test_columns_that_are_kept_make_segments_of_every_split(tmp_path):
-    rows = write_questions(tmp_path / "q.parquet", 200)
-    subjects = pa.table({"example_id": list(rows), "subject": [f"s{row % 3}" for row in range(200)]})
-    data = read_all(tmp_path / "q.parquet").append_column("subject", subjects["subject"])
-    write(tmp_path / "q.parquet", data)
-    path = pool(tmp_path, stage("long", "longest"), stage("square", "longest", {"seconds": 2}, {"exponent": 2.0}))
-    with pytest.raises(ConfigError, match=r"'subjet'.*subject"):
-        cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L", keep=["subjet"])
-    cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L", keep=["subject"])
-    by_id = dict(zip(subjects["example_id"].to_pylist(), subjects["subject"].to_pylist(), strict=True))
-    policy = cauc_ray.fit(tmp_path / "L", method="rf", threshold=0.5)
-    for split in SPLITS:
-        ids = read_all(tmp_path / "L" / "model=long" / f"split={split}")["example_id"].to_pylist()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CaucWarning)  # two splits chose the policy
-            segments = cauc_ray.evaluate(tmp_path / "L", policy, split=split, by="subject").segments
-        assert {of.name: of.n for of in segments} == Counter(by_id[example] for example in ids)
+    evaluation = cauc_ray.evaluate(tmp_path / "L", policy, by="subject")
+    assert evaluation.measures.n == 750
+    ids = collected(tmp_path / "L", "long", splits=["test"])
+    assert {of.name: of.n for of in evaluation.segments} == Counter(subjects[example] for example in ids)
 
 
 @pytest.mark.slow

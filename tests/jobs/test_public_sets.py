@@ -9,7 +9,6 @@ import pytest
 
 from cauc_ray.data.answer_table import AnswerTable
 from cauc_ray.data.logits import LogitTable, read_embeddings
-from cauc_ray.data.writing import write_logits
 from cauc_ray.models.answers import Answers
 from cauc_ray.numbers.answer_keys import NONE_RIGHT, confidences_in, said_keys
 from jobs.paper import best_five, embedded
@@ -93,6 +92,10 @@ def test_tables_hold_the_numbers_of_the_files_and_run_no_code(clones, tmp_path, 
     assert np.exp(logits[[1, 0, 7, 9, 3]]) == pytest.approx([0.5, 0.2, 0.1, 0.05, 0.05])
     assert np.exp(np.delete(logits, [1, 0, 7, 9, 3])) == pytest.approx(0.1 / 995)  # what the five best leave
     assert np.exp(np.float64(logits)).sum() == pytest.approx(1)
+    # Where only the five best are known, to keep the five best changes nothing.
+    best_five.main([str(tmp_path / "sets" / "imagenet"), str(tmp_path / "five")])
+    assert rows_by_id(tmp_path / "five", "xception")["imagenet-50"][0] == pytest.approx(logits, rel=1e-5)
+    assert LogitTable(tmp_path / "five").kinds["xception"] == "log-probabilities"
     require_answers(tmp_path / "sets")
     require_embeddings(tmp_path / "sets")
 
@@ -122,24 +125,6 @@ def require_embeddings(sets):
         ids = LogitTable(table).read_chain(["qwen-1_8b"], "test").example_ids
         vectors = read_embeddings(table, embedded.NAME, "test", ids)
         assert vectors[:, 0].tolist() == [int(example.rpartition("-")[2]) for example in ids]
-
-
-def test_a_table_with_five_options_a_row_has_the_five_best_of_another(tmp_path):
-    rng = np.random.default_rng(0)
-    full = {}
-    for split in ("calibration", "validation", "test"):
-        full[split] = rng.normal(size=(4, 1000)).astype(np.float32) * 4
-        ids = [f"{split}-{row}" for row in range(4)]
-        write_logits(tmp_path / "all", "small", split, ids, full[split], np.arange(4), cost=2.0, cost_unit="GMACs")
-    best_five.main([str(tmp_path / "all"), str(tmp_path / "five")])
-    table = LogitTable(tmp_path / "five")
-    assert (table.kinds["small"], table.declared_costs["small"]) == ("log-probabilities", 2.0)
-    narrow = np.asarray(table.read_chain(["small"], "test").logits[0])
-    whole = np.exp(full["test"]) / np.exp(full["test"]).sum(axis=1, keepdims=True)
-    for got, expected in zip(np.exp(narrow), whole, strict=True):
-        best = np.argsort(-expected)[:5]
-        assert got[best] == pytest.approx(expected[best], rel=1e-5)
-        assert len(np.unique(np.delete(got, best))) == 1
 
 
 @pytest.mark.parametrize("fault", ["one folder", "no such folder", "nothing in it", "into itself"])
