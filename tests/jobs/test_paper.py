@@ -32,7 +32,6 @@ CONFIG = {
         "two-model-image": [{"name": "no such model", "set": "far", "models": ["m0", "m9"]}],
         "complementarity": [{"name": "near", **TWO}, FAR],
         "growing-chain": [{"name": "near", "set": "near", "models": ["m0", "m1", "m2"]}],
-        "three-model-language": [{"name": "all", "set": "far", "models": ["m0", "m1", "m2"], "published": "PIQA"}],
         "setup-time": [{"name": "near", **TWO}],
     },
     "figures": {
@@ -114,7 +113,7 @@ def test_direct_deferral_by_a_slow_loop(made, home):
 
 
 @pytest.mark.soak("full")
-def test_what_is_missing_is_named_and_everything_is_written_once(made, home):
+def test_what_is_missing_is_named_and_everything_is_in_the_report(made, home):
     reasons = {item["what"]: item["why"] for item in made["not_run"]}
     assert "nowhere" in reasons["two-model-language / absent"]
     assert "unknown model 'm9'" in reasons["two-model-image / no such model"]
@@ -129,10 +128,6 @@ def test_what_is_missing_is_named_and_everything_is_written_once(made, home):
     for figure in made["figures"]:
         assert f"]({figure['image']})" in report
         assert (out / figure["image"]).read_bytes()[:4] == b"\x89PNG"
-    written = {path: path.stat().st_mtime_ns for path in out.glob("comparisons/*/tasks/*.json")}
-    assert main(["--config", str(home / "paper.yaml")]) == 0
-    assert {path: path.stat().st_mtime_ns for path in out.glob("comparisons/*/tasks/*.json")} == written
-    assert json.loads((out / "paper.json").read_text())["tables"] == made["tables"]
 
 
 def test_surrogates_are_named_splits_followed_and_failures_leave_the_rest(home, tmp_path, capsys):
@@ -165,7 +160,6 @@ def test_surrogates_are_named_splits_followed_and_failures_leave_the_rest(home, 
     [
         ({"outptu": "x"}, "did you mean 'output'"),
         ({"logits": "absent"}, "is not a folder of logit tables"),
-        ({"methods": ["bse"]}, "did you mean 'base'"),
         ({"tables": {"two-model-image": [{**TWO, "name": "a", "models": ["m0"]}]}}, "needs 2 models, got 1"),
         ({"tables": {"two-model-image": [{**TWO, "name": "a", "published": "IMDB"}]}}, "published column"),
         ({"tables": {"complementarity": [{**TWO, "name": "a"}] * 2}}, "two entries are named 'a'"),
