@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from local_head import local_head
-from runs import MODELS, answers_of, by_example, python_model, read_all, saved_pool, split_input
+from runs import MODELS, answers_of, by_example, cauc, python_model, read_all, saved_pool, split_input
 from synthetic import write_table
 
 import cauc_ray
@@ -152,11 +152,7 @@ def test_nodes_that_an_autoscaler_has_yet_to_start_are_waited_for(tmp_path):
     split_input(tmp_path, chain)
     with local_head(n_cpus=2, grows_by=[{"CPU": 2, "GPU": 1}, {"CPU": 1, "licence": 1}]) as head:
         files = ["--policy", tmp_path / "policy.json", "--input", tmp_path / "input", "-o", tmp_path / "out"]
-        run = subprocess.run(
-            [Path(sys.executable).with_name("cauc"), "run", tmp_path / "pool.yaml", *files,
-             "--address", head.gcs_address],
-            capture_output=True, text=True, timeout=580,
-        )  # fmt: skip
+        run = cauc("run", tmp_path / "pool.yaml", *files, "--address", head.gcs_address)
         fitted = python(
             "-c",
             "import cauc_ray, ray\n"

@@ -13,13 +13,7 @@ import pytest
 import ray
 import yaml
 from job_cases import N_ROWS, SWEEP, write_inputs
-from runs import (
-    answers_of,
-    numbered_input,
-    python_pool,
-    read_all,
-    two_model_policy,
-)
+from runs import answers_of, cauc, numbered_input, python_pool, read_all, two_model_policy
 from synthetic import write_table
 
 import cauc_ray
@@ -35,7 +29,7 @@ def bucket(s3, tmp_path):
     return path_of(f"{s3}/{tmp_path.name}")
 
 
-def cauc(*arguments):
+def started(*arguments):
     """Start `cauc` with small commits in a process of its own, on the cluster of this session."""
     settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}  # the nodes have none
     job = json.dumps({"runtime_env": {"env_vars": settings}})
@@ -78,12 +72,12 @@ def test_a_run_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
     slow = {"seconds": 0.1, "log": str(tmp_path / "log"), "path": str(tmp_path / "faster"), "factory": "slow_by_x"}
     words = ["--policy", bucket / "policy.json", "--input", bucket / "input", "-o", bucket / "out", "--json"]
     pool = python_pool(tmp_path, [("by_x", {}), ("mended", slow)])
-    process = cauc("run", pool, *words)
+    process = started("run", pool, *words)
     killed_after(process, bucket / "out" / "manifest", 3)
     n_before = len(visible(bucket / "out" / "manifest"))
     assert not (bucket / "out" / "summary.json").exists()
     (tmp_path / "faster").touch()
-    summary = result_of(cauc("run", pool, *words, "--resume"))
+    summary = result_of(started("run", pool, *words, "--resume"))
     assert (summary["n"], summary["n_failed"]) == (N_RUN, 0)
     assert 3 <= n_before < len(visible(bucket / "out" / "manifest"))
     assert answers_of(bucket / "out") == answers_of(tmp_path / "out")
@@ -96,8 +90,7 @@ def test_a_run_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
 def job(verb, folder, **config):
     """Run a verb by a config in a process and Ray session of its own. Returns its results."""
     (folder / f"{verb}.yaml").write_text(yaml.safe_dump(config))
-    command = [Path(sys.executable).with_name("cauc"), verb, "--config", folder / f"{verb}.yaml", "--json"]
-    process = subprocess.run(command, cwd=TESTS.parent, text=True, capture_output=True, timeout=400)
+    process = cauc(verb, "--config", folder / f"{verb}.yaml", "--json", cwd=TESTS.parent)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 
