@@ -102,13 +102,13 @@ FAILING = {
         [("fails_on", {"example": "row-5"}), ("fails_on", {"example": "row-20"})],
         {"row-5": ("small", REASON.format(5)), "row-20": ("large", REASON.format(20))},
     ),
-    "with odd messages": (
-        [("speaks_in_surrogates", {"example": "row-7"}), ("raises_wordlessly", {"example": "row-20"})],
-        {"row-7": ("small", "ValueError: cannot open caf?.jpg"), "row-20": ("large", "WordlessError")},
-    ),
     "killing its replica": (
         [SOUND[0], ("dies_on", {"example": "row-20"})],
         {"row-20": ("large", "stage 'large' died: Worker unexpectedly exits")},
+    ),
+    "with odd messages": (
+        [("speaks_in_surrogates", {"example": "row-7"}), ("raises_wordlessly", {"example": "row-20"})],
+        {"row-7": ("small", "ValueError: cannot open caf?.jpg"), "row-20": ("large", "WordlessError")},
     ),
     "while it is prepared": (
         [
