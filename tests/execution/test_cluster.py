@@ -2,32 +2,18 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from local_head import local_head
-from runs import MODELS, answers_of, by_example, cauc, python_model, read_all, saved_pool, split_input
+from runs import MODELS, answers_of, by_example, cauc, python, python_model, read_all, saved_pool, split_input
 from synthetic import write_table
 
 import cauc_ray
 
 pytestmark = pytest.mark.timeout(600)
-HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-
-
-def python(*arguments):
-    """Run Python in a process of its own. Returns its last line of output."""
-    path = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
-    process = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True, text=True, timeout=580, env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr[-3000:]
-    return process.stdout.splitlines()[-1]
+HERE = Path(__file__).parent
 
 
 def prepared(folder, *stages):
