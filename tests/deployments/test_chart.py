@@ -152,6 +152,19 @@ def test_selectors_match_the_pods_and_services_that_they_are_for():
         assert selects(policy["spec"]["podSelector"]["matchLabels"], labels_of_pods[0])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_node_mounts_the_data_and_has_the_weights_in_a_cache_that_all_share(kind):
+    (claim,) = of_kind(rendered(), "PersistentVolumeClaim")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    for pod in (group["template"]["spec"] for group in groups_of(kind)):
+        (container,) = pod["containers"]
+        claims = {volume["name"]: volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"]}
+        mounts = {claims[mount["name"]]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounts == {"cauc-data": "/data", claim["metadata"]["name"]: "/cache"}
+        environment = {entry["name"]: entry.get("value", "") for entry in container["env"]}
+        assert all(environment[name].startswith("/cache") for name in ("TORCH_HOME", "HF_HOME"))
+
+
 def test_monitoring_has_the_alerts_and_can_be_turned_off():
     (rule,) = of_kind(rendered(), "PrometheusRule")
     assert rule["spec"] == yaml.safe_load((CHART / "alerts.yaml").read_text())

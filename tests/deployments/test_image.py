@@ -21,6 +21,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # Dependencies of the package that `cauc serve --local` does not import.
 NOT_ON_EDGE = {"ray", "pyarrow", "scipy", "shtab", "tenacity"}
+# Extras for development, for edge boxes, and one that is as large as all others.
+NOT_ON_NODES = {"demo", "examples", "docs", "dev", "remote", "vllm"}
 both_images = pytest.mark.parametrize("folder", [NODES, EDGE], ids=lambda folder: folder.name)
 
 
@@ -91,6 +93,8 @@ def test_lock_file_satisfies_its_requirements(name):
     # The command at the head of a lock file names extras of the package.
     if extras := re.findall(r"--extra (\S+)", path.read_text().splitlines()[1]):
         lines += [*PROJECT["dependencies"], *(line for extra in extras for line in EXTRAS[extra])]
+    if name == "requirements":
+        assert set(extras) == EXTRAS.keys() - NOT_ON_NODES
     locked = pins(path)
     for package, requirement in requirements(lines).items():
         if package != "cauc-ray":
