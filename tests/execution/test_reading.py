@@ -179,17 +179,19 @@ class Slow(Groups):
     def blocks(self, group, seen):
         mine = self.folder / f"reads-{group}"
         mine.touch()
-        n_readers = len(list(self.folder.glob("reads-*")))
-        time.sleep(0.3)
+        for _ in range(10):  # new readers take seconds to start on a busy machine
+            if list(self.folder.glob("side-by-side-[4-9]")):
+                break
+            (self.folder / f"side-by-side-{len(list(self.folder.glob('reads-*')))}").touch()
+            time.sleep(0.05)
         mine.unlink()
-        (self.folder / f"side-by-side-{n_readers}").touch()
         yield group, InputBlock([f"row-{group}"], None, {"x": np.arange(1.0)}, 8)
 
 
 @pytest.mark.usefixtures("ray_session")
 def test_readers_are_added_while_the_first_stage_waits_also_where_each_file_is_one_block(tmp_path):
-    blocks = taken(Reading(plan_of(Slow(tmp_path, n_groups=60)), {}), 60, starved=True)
-    assert sorted(block.header.number for block in blocks) == list(range(60))
+    blocks = taken(Reading(plan_of(Slow(tmp_path, n_groups=100)), {}), 100, starved=True)
+    assert sorted(block.header.number for block in blocks) == list(range(100))
     assert list(tmp_path.glob("side-by-side-[4-9]"))
 
 
