@@ -1,11 +1,7 @@
 """Fits and evaluations from Python: arrays and tables give the same, and options are checked in one place."""
 
 import re
-import subprocess
-import sys
-import tomllib
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -301,54 +297,6 @@ BAD_LOGITS = [
 def test_arrays_that_are_no_logits_are_refused_by_their_model(large, words):
     with pytest.raises(CaucError, match=f"^.*('large'.*{words}|{words}.*'large').*$"):
         cauc_ray.fit({"small": Z, "large": large}, LABELS, costs=[1, 10])
-
-
-# Hides every installed package that a plain install does not bring.
-PLAIN = """
-import re, sys
-from importlib.machinery import PathFinder
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires
-
-def name_of(requirement):
-    return re.split(r"[^A-Za-z0-9._-]", requirement)[0].replace("_", "-").lower()
-
-brought, queue = set(), ["cauc-ray", *map(name_of, sys.argv[1:])]
-while queue:
-    name = queue.pop()
-    if name not in brought:
-        brought.add(name)
-        try:
-            queue += [name_of(of) for of in requires(name) or () if "extra ==" not in of and name != "cauc-ray"]
-        except PackageNotFoundError:
-            pass  # of another platform
-hidden = {top for top, dists in packages_distributions().items() if not brought & {name_of(dist) for dist in dists}}
-hidden -= {"colorama", "psutil"}  # Ray brings copies
-
-class Plain:
-    find_distributions = staticmethod(PathFinder.find_distributions)  # methods are entry points
-
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] not in hidden:
-            return next((spec for each in finders if (spec := each.find_spec(name, path, target)) is not None), None)
-
-finders, sys.meta_path[:] = list(sys.meta_path), [Plain()]
-import cauc_ray
-table = cauc_ray.sample_logits()
-policy = cauc_ray.fit(table, method="rf", budget=4.0)
-print(cauc_ray.evaluate(table, policy), cauc_ray.check(table, policy))
-print(cauc_ray.compare(table))
-from cauc_ray import *
-assert fit is cauc_ray.fit and "CascadeClassifier" not in globals()
-"""
-
-
-@pytest.mark.soak("versions")
-def test_a_plain_install_fits_evaluates_and_compares():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    words = [sys.executable, "-W", "ignore", "-c", PLAIN, *project["dependencies"]]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "margin" in done.stdout
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])

@@ -13,22 +13,48 @@ from pathlib import Path
 import pytest
 from pages import BLOCK, ROOT
 
+from cauc_ray.cli.command import VERBS
+from jobs.bench.processes import free_port
+
 UV = Path(sys.executable).parent / "uv"
 CORE = "demo,sklearn,serve,grpc,remote,openai,onnx"
+# Without extras.
+PLAIN = """
+from cauc_ray import *
+
+assert "CascadeClassifier" not in globals()
+table = sample_logits()
+policy = fit(table, method="rf", budget=4.0)
+print(evaluate(table, policy), check(table, policy), compare(table))
+"""
 SMOKE = """
+from importlib.util import find_spec
 import cauc_ray
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.tree import DecisionTreeClassifier
 
-table = cauc_ray.sample_logits()
-policy = cauc_ray.fit(table, method="rf", budget=4.0)
-assert cauc_ray.evaluate(table, policy).measures.accuracy.value > 0.9
-assert cauc_ray.compare(table, methods=["single", "base", "rf", "margin"]).row("rf")["accuracy"] > 0.9
-cauc_ray.report(policy=policy, logits=table, output="page.html")
+assert find_spec("jobs") is None  # of a checkout
 members = [("small", DecisionTreeClassifier(max_depth=3)), ("large", LogisticRegression(max_iter=2000))]
 X, y = load_digits(return_X_y=True)
 assert cauc_ray.CascadeClassifier(members, costs=[1, 20], cv=0.5).fit(X, y).score(X, y) > 0.9
+"""
+EVERY_VERB = """
+cauc demo -o demo
+cauc collect demo/pool.yaml --dataset demo/inputs --models small,large -o logits
+cauc fit logits --method rf --budget 2 -o policy.json
+cauc evaluate logits --policy policy.json --predictions answers.parquet
+cauc check logits --policy policy.json || [ $? = 3 ]
+cauc compare logits --methods single,base,rf,margin -o comparison
+cauc run demo/pool.yaml --policy policy.json --input demo/inputs/test.parquet -o run
+cauc plan demo/pool.yaml --policy policy.json --rate 5 --ledger run
+cauc report --policy policy.json --logits logits --run run --comparison comparison -o report.html
+cauc show .
+cauc serve demo/pool.yaml --policy demo/policies/rf-20.json --local --port PORT &
+trap 'kill $!' EXIT
+until curl -sf http://127.0.0.1:PORT/v2/health/ready; do sleep 1; done
+curl -sf http://127.0.0.1:PORT/v2/models/digits/infer -d @demo/request.json
+cauc policy set demo/policies/rf-10.json --url http://127.0.0.1:PORT
 """
 
 
@@ -136,8 +162,11 @@ CASES = [("lowest-direct", *case) for case in pythons(11, 12)] + [("highest", *c
 def test_the_package_works_with_the_lowest_and_highest_dependencies(tmp_path, resolution, version, python):
     if python is None:
         pytest.skip(f"Python {version} is not installed here")
-    requirements = [f"{ROOT}[{CORE}]"]
-    environment = environment_of(tmp_path / "venv", requirements, "--resolution", resolution, python=python)
-    (tmp_path / "smoke.py").write_text(SMOKE)
-    shell("python smoke.py && cauc --version && cauc demo -o demo", tmp_path, environment)
-    assert (tmp_path / "demo" / "run" / "summary.json").exists()
+    assert all(f"cauc {verb} " in EVERY_VERB for verb in VERBS)
+    commands = EVERY_VERB.replace("PORT", str(free_port()))
+    for name, extras, code, then in (("plain", "", PLAIN, ""), ("whole", f"[{CORE}]", SMOKE, commands)):
+        package = [f"{ROOT}{extras}"]
+        environment = environment_of(tmp_path / name, package, "--resolution", resolution, python=python)
+        (tmp_path / f"{name}.py").write_text(code)
+        shell(f"python {name}.py\n{then}", tmp_path, environment, timeout=1200)
+    assert (tmp_path / "report.html").exists()
