@@ -87,7 +87,7 @@ def test_what_is_not_there_is_named_by_its_uri(s3, command):
     assert "s3://no-such-bucket/policy.json" in err
 
 
-def test_a_buckets_rights_are_known_before_a_cluster_is_reached(s3, tmp_path, monkeypatch, command):
+def test_a_buckets_rights_are_known_before_a_cluster_that_is_not_there_is_named(s3, tmp_path, monkeypatch, command):
     from moto.s3.exceptions import S3AccessDeniedError
     from moto.s3.models import S3Backend
 
@@ -109,9 +109,11 @@ def test_a_buckets_rights_are_known_before_a_cluster_is_reached(s3, tmp_path, mo
         assert "credentials" in err
     for action in ("delete_object", "delete_objects"):
         monkeypatch.setattr(S3Backend, action, refuse)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     for _ in range(2):  # the folder is as new as before where nothing can be deleted
-        _, _, err = command(*run, "-o", out, "--address", "127.0.0.1:1")
-        assert "127.0.0.1:1" in err
+        code, _, err = command(*run, "-o", out, "--address", "127.0.0.1:1")
+        started, error = err.splitlines()
+        assert (code, "starting" in started, "127.0.0.1:1" in error) == (4, True, True)
         assert out not in err
 
 

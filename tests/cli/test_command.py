@@ -259,21 +259,6 @@ def test_importing_the_package_and_asking_for_help_load_nothing_heavy():
     assert loaded("import cauc_ray; cauc_ray.fit, cauc_ray.evaluate, cauc_ray.compare, cauc_ray.Policy") == "[]"
 
 
-@pytest.mark.slow
-def test_a_cluster_that_is_not_there_is_told(tmp_path, home):
-    """In a process of its own: Ray may connect only once."""
-    content = yaml.safe_load(saved_pool(tmp_path).read_text())
-    for stage in content["stages"]:
-        stage["model"]["logits"] = str(home / "LOGITS")
-    (tmp_path / "good.yaml").write_text(yaml.safe_dump(content))
-    pq.write_table(pa.table({"example_id": ["a"]}), tmp_path / "in.parquet")
-    run = [CAUC, "run", "good.yaml", "--policy", home / "policy.json", "--input", "in.parquet", "-o", "out"]
-    done = subprocess.run([*run, "--address", "localhost:1"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    started, error = done.stderr.splitlines()
-    assert (done.returncode, "starting" in started, "localhost:1" in error) == (4, True, True), done.stderr
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("number", "word"),
     [
