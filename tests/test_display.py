@@ -10,7 +10,7 @@ import pytest
 
 import cauc_ray
 from cauc_ray.api.worth import SingleModel, judge
-from cauc_ray.display import Figures, Grid, Sheet
+from cauc_ray.display import Grid, Sheet
 from cauc_ray.numbers.intervals import paired_difference, share
 from cauc_ray.policies.evidence import Measures
 
@@ -35,18 +35,6 @@ def test_html_escapes_text_masks_secrets_and_folds_details_away():
     assert "&lt;large&gt;" in html
     assert "password" not in html + sheet.text()
     assert html.index("<details>") < html.index("later")
-
-
-class Summary(Figures):
-    def sheet(self):
-        return Sheet("sum", [f"n {self['n']}"])
-
-
-def test_figures_are_a_mapping_that_prints_itself():
-    summary = Summary(n=3)
-    assert (summary["n"], dict(summary), {**summary}) == (3, {"n": 3}, {"n": 3})
-    assert str(summary) == repr(summary) == "sum\nn 3"
-    assert "sum" in summary._repr_html_()
 
 
 def test_titles_are_bold_in_terminals_alone():

@@ -195,22 +195,14 @@ def test_members_may_take_only_labels_that_count_from_zero(digits, kind, cv):
     assert model.evaluate(X_test, y_test).to_arrow()["prediction_label"].to_pylist() == named
 
 
-def test_a_fit_parameter_with_a_members_name_is_for_that_member(digits):
-    X, y, _, _ = digits
-    weights = np.linspace(0.5, 1.5, len(X))
-    lone = [("small", ZeroBased(C=1e-3)), ("large", ZeroBased(C=1e-2))]
-    model = CascadeClassifier(lone, [1, 10], cv=3).fit(X, y, large__sample_weight=weights)
-    assert model.members_["small"].weights_ is None
-    np.testing.assert_array_equal(model.members_["large"].weights_, weights)
-
-
-def test_weights_reach_the_last_step_of_a_pipeline(digits):
+def test_weights_reach_the_last_step_of_a_pipeline_and_those_with_a_members_name_that_member(digits):
     X, y, X_test, _ = digits
     piped = make_pipeline(StandardScaler(), LogisticRegression(C=1e-3, max_iter=200))
-    model = CascadeClassifier([("small", piped), ("large", GaussianNB())], [1, 10], cv=0.5)
-    model.fit(X, y, sample_weight=np.where(y == "three", 0.0, 1.0))
+    model = CascadeClassifier([("small", piped), ("large", ZeroBased(C=1e-2))], [1, 10], cv=0.5)
+    model.fit(X, y, sample_weight=np.where(y == "three", 0.0, 1.0), large__sample_weight=np.full(len(X), 2.0))
     answers = model.classes_[model.members_["small"].predict(X_test)]
     assert not (answers == "three").any()
+    assert (model.members_["large"].weights_ == 2.0).all()
 
 
 def test_metadata_routing_gives_each_member_what_it_requests(digits):

@@ -16,7 +16,6 @@ import yaml
 from earlier_runs import call, write_run
 from job_cases import SWEEP, write_config
 from reported import fitted
-from reported import write_run as write_reported_run
 from runs import MODELS, python_pool, saved_model, two_model_policy
 from synthetic import write_table
 
@@ -85,7 +84,6 @@ BOTH_DOORS = [
     ("fit", {"method": "stacked", "search": True, "budget": "9@0.95"}, "for stacked without", ConfigError),
     ("fit", {"method": "margin", "safe": True}, "safe is for methods base and rf, not", ConfigError),
     ("fit", {"method": "margin", "search": True}, "search is for methods base, rf and stacked, not", ConfigError),
-    ("fit", {"method": "margin", "calibrator": "offsets"}, "calibrator is for methods base and rf, not", ConfigError),
     ("fit", {"method": "frugalgpt", "price": 0.01}, "price", ConfigError),
     ("fit", {"method": "duo", "certify": LIMIT}, "answers nothing before the last model", ConfigError),
     ("compare", {"texts": "nowhere.parquet"}, "nowhere.parquet does not exist", DataError),
@@ -151,7 +149,6 @@ BOTH_DOORS = [
     ("report", {"folder": "empty"}, "has no policy.json", DataError),
     ("report", {"folder": "several"}, "holds 2 policies (several/policies/first.json, several/pol", ConfigError),
     ("report", {"folder": "other-logits"}, "model 'm1'", DataError),
-    ("report", {"run": "stages"}, "not the summary of a run", DataError),
     ("report", {"run": "none"}, "summary.json", DataError),
     ("report", {"split": "calibration"}, "was fitted or chosen on", ConfigError),
     ("report", {"output": "report/LOGITS/report.html"}, "is, or lies in, the input", ConfigError),
@@ -169,7 +166,6 @@ COMMAND = [
     (f"fit LOGITS -o {'x' * 300}", "File name too long"),
     ("fit LOGITS -o LOGITS/pool.json", "LOGITS"),
     ("evaluate LOGITS --policy policy.json --predictions LOGITS/model=m0/split=test/part-0.parquet", "LOGITS"),
-    ("evaluate LOGITS --policy policy.json --predictions policy.json", "policy.json"),
     ("collect good.yaml -o L", "dataset is required"),
     ("collect good.yaml --dataset in.parquet --columns image -o L", "columns: "),
     ("plan saved.yaml --policy policy.json", "rate"),
@@ -279,9 +275,6 @@ def write_reports(folder, policy):
         folder / "other-logits" / "LOGITS" / f"model={m}" / "split=calibration" / "part-0.parquet" for m in ("m2", "m1")
     ]
     parts[1].write_bytes(parts[0].read_bytes())
-    write_reported_run(folder / "stages", policy)
-    summary = folder / "stages" / "summary.json"
-    summary.write_text(json.dumps({**json.loads(summary.read_text()), "stages": [{}]}))
 
 
 @pytest.fixture

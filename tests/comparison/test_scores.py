@@ -151,16 +151,12 @@ def test_what_is_no_such_table_is_refused_in_one_line_that_names_the_place(tmp_p
     assert "\n" not in str(refused.value)
 
 
-def test_options_that_need_logits_are_refused(tmp_path):
+def test_fits_and_options_that_need_logits_are_refused(tmp_path):
     file = written(tmp_path / "t.parquet", scores(40))
     for options in ({}, {"budget": 6.0, "objective": "macro-f1"}, {"budget": 6.0, "embedding": "minilm"}):
         with pytest.raises(ConfigError, match="no logits"):
             cauc_ray.compare(file, methods=["random"], **options)
     with pytest.raises(ConfigError, match="logits"):
         cauc_ray.compare(file, methods=["base"], budget=6.0)
-
-
-def test_no_policy_is_fitted_to_scores(tmp_path):
-    file = written(tmp_path / "scores.csv", scores(200))
-    with pytest.raises(ConfigError, match="compare"):
+    with pytest.raises(ConfigError, match="`cauc compare` reads scores"):
         cauc_ray.fit(file)

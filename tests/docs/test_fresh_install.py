@@ -40,7 +40,7 @@ X, y = load_digits(return_X_y=True)
 assert cauc_ray.CascadeClassifier(members, costs=[1, 20], cv=0.5).fit(X, y).score(X, y) > 0.9
 """
 EVERY_VERB = """
-cauc demo -o demo
+cauc demo -o made && mv made demo
 cauc collect demo/pool.yaml --dataset demo/inputs --models small,large -o logits
 cauc fit logits --method rf --budget 2 -o policy.json
 cauc evaluate logits --policy policy.json --predictions answers.parquet
@@ -48,7 +48,7 @@ cauc check logits --policy policy.json || [ $? = 3 ]
 cauc compare logits --methods single,base,rf,margin -o comparison
 cauc run demo/pool.yaml --policy policy.json --input demo/inputs/test.parquet -o run
 cauc plan demo/pool.yaml --policy policy.json --rate 5 --ledger run
-cauc report --policy policy.json --logits logits --run run --comparison comparison -o report.html
+cauc report demo -o report.html
 cauc show .
 cauc serve demo/pool.yaml --policy demo/policies/rf-20.json --local --port PORT &
 trap 'kill $!' EXIT
