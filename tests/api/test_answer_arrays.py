@@ -70,8 +70,11 @@ def test_columns_give_the_policy_and_the_predictions_of_a_table_of_the_same_rows
         assert text in answers[: stage + 1]
 
 
-def test_answers_are_measured_by_segment_wherever_its_column_stands():
-    policy = cauc_ray.fit(columns_of(300)[0], validation=0.5, threshold=0.7)
+def test_answers_are_certified_and_measured_by_segment_wherever_its_column_stands():
+    hour = np.arange(300) % 2
+    claim = {"validation": 0.5, "certify": "risk<=0.3@0.8", "by": "hour"}
+    policy = cauc_ray.fit({"hour": hour, **columns_of(300)[0]}, **claim)
+    assert policy.threshold_choice.certificate.by == "hour"
     test, hour = columns_of(100, 2)[0], np.arange(100) % 2
     whole = cauc_ray.evaluate(test, policy)
     for columns in ({"hour": hour, **test}, {**test, "hour": hour}):
@@ -181,16 +184,6 @@ def test_models_of_other_rows_or_without_answers_are_one_line():
             policy.predict(dict.fromkeys(columns, no_answers))
     with pytest.raises(DataError, match="1 confidences"):
         policy.predict(dict.fromkeys(columns, np.full((60, 6), 7, dtype=np.float32)))
-
-
-def test_a_data_frame_has_its_rule_in_a_column_and_certificates_hold_by_segment():
-    columns, _ = columns_of(300)
-    frames = {name: pd.DataFrame(of) for name, of in columns.items()}
-    options = {"validation": 0.5, "threshold": 0.7}
-    assert cauc_ray.fit(frames, **options).as_json() == cauc_ray.fit(columns, **options).as_json()
-    hour = np.arange(300) % 2
-    policy = cauc_ray.fit({"hour": hour, **columns}, validation=0.5, certify="risk<=0.3@0.8", by="hour")
-    assert policy.threshold_choice.certificate.by == "hour"
 
 
 @pytest.mark.parametrize("change", [{"rule": "exact"}, {"confidence_verbal": np.full(200, 0.5)}])

@@ -96,7 +96,6 @@ def test_kinds_may_differ_from_model_to_model(tmp_path, chains):
     [
         ("probabilities", r"model 'm0', example 'calibration-.*probabilities"),
         ({"m7": "raw"}, "m7"),
-        ({"m0": "softmax"}, "Available"),
     ],
 )
 def test_declarations_that_cannot_be_are_refused(tmp_path, chains, kind, words):

@@ -9,14 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 from runs import (
     MODELS,
     answers_of,
-    by_example,
     numbered_input,
     python_pool,
     read_all,
@@ -64,36 +61,6 @@ def test_a_rule_of_answers_is_found_in_the_current_folder(tmp_path):
     done = subprocess.run(fit, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "policy.json").read_text())["stages"][0]["rule"] == "spoken:first"
-
-
-def test_fit_evaluate_and_predictions(cauc, tmp_path):
-    code, out, _ = cauc("fit", "LOGITS", *CHAIN, "--method", "rf", "--budget", 9, "-o", "policy.json")
-    assert (code, "threshold" in out) == (0, True)
-    policy = json.loads((tmp_path / "policy.json").read_text())
-    code, out, _ = cauc("evaluate", "LOGITS", "--policy", "policy.json", "--predictions", "p.parquet", "--json")
-    result = json.loads(out)
-    keys = {"method", "n", "accuracy", "macro_f1", "cost", "cost_unit", "relative_cost", "threshold", "stages"}
-    assert (code, keys <= result.keys()) == (0, True)
-    assert (result["method"], result["n"], result["cost_unit"]) == ("rf", 400, "GFLOPs")
-    assert result["threshold"] == policy["threshold"]
-    predictions = pq.ParquetFile("p.parquet").read()
-    assert predictions.schema == pa.schema(
-        {
-            "example_id": pa.string(),
-            "prediction": pa.int32(),
-            "confidence": pa.float32(),
-            "stage": pa.int8(),
-            "cost": pa.float32(),
-            "label": pa.int32(),
-        }
-    )
-    rows = by_example(predictions).values()
-    assert sum(row["prediction"] == row["label"] for row in rows) / 400 == result["accuracy"]
-    assert sum(row["cost"] for row in rows) / 400 == pytest.approx(result["cost"])
-    for place, stage in enumerate(result["stages"]):
-        assert {"name", "reached", "answered", "accepted_accuracy"} <= stage.keys()
-        assert stage["answered"] == sum(row["stage"] == place for row in rows)
-    assert "accuracy" in cauc("evaluate", "LOGITS", "--policy", "policy.json")[1]
 
 
 @pytest.mark.usefixtures("ray_session")

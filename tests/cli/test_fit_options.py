@@ -14,9 +14,10 @@ from cauc_ray.policies.policy import Policy
 from cauc_ray.schemas import schema_path
 
 MODELS = ["m0", "m1", "m2"]
-CHAIN = ["--models", "m0,m1,m2"]
 POOL = [*MODELS, "m3"]
 LIMIT = "risk<=0.1@0.9"
+TYPES = {"prediction": pa.int32(), "confidence": pa.float32(), "stage": pa.int8(), "cost": pa.float32()}
+PREDICTIONS = pa.schema({"example_id": pa.string(), **TYPES, "label": pa.int32()})
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +66,13 @@ def test_the_command_writes_and_shows_what_python_fits(cauc, table, options, wor
     assert {key: figures[key] for key in content} == content
     jsonschema.validate(content, json.loads(schema_path("policy").read_text()))
     assert words in " ".join(cauc("show", "p.json")[1].split())
-    evaluate = ["evaluate", table, "--policy", "p.json"]
-    assert json.loads(cauc(*evaluate, "--json")[1])["policy_id"] == policy.id
+    evaluate, evaluation = ["evaluate", table, "--policy", "p.json"], cauc_ray.evaluate(table, "p.json")
+    code, out, _ = cauc(*evaluate, "--predictions", "p.parquet", "--json")
+    assert code == 0
+    assert json.loads(out).items() >= json.loads(json.dumps(evaluation.as_json())).items()
+    predictions = pq.ParquetFile("p.parquet").read()
+    assert predictions.schema == PREDICTIONS
+    assert predictions.equals(evaluation.to_arrow())
     assert ("certified at most 10" in cauc(*evaluate)[1]) == ("certify" in options)
 
 

@@ -72,7 +72,6 @@ BOTH_DOORS = [
     ("fit", {"price": 0.1, "search": True}, "a search chooses a chain by its best threshold", ConfigError),
     ("fit", {"search": True, "budget": 0.5}, "below the cost of the cheapest chain, 1 GFLOPs", BudgetError),
     ("fit", {"calibrator": "isotonic"}, "for method base with one or two models", ConfigError),
-    ("fit", {"logits": "RAGGED", "calibrator": "offsets"}, "lacks some of the 5 options of model 'm0'", CaucError),
     # What a method cannot do.
     ("fit", {"method": "oracle"}, "needs the labels", ConfigError),
     ("fit", {"method": "routellm-bert"}, "reads the queries' texts", ConfigError),
@@ -207,7 +206,6 @@ def home(tmp_path_factory):
     """Return a folder that holds what the cases name."""
     folder = tmp_path_factory.mktemp("refusals")
     write_table(folder / "LOGITS", n=120)
-    write_table(folder / "RAGGED", n=60, ragged=True)
     split = planted.problem(3, n=40, n_test=40, m=2)[0]
     planted.write_table(folder / "EMBEDDED", {"calibration": split.calibration, "validation": split.validation})
     policy = cauc_ray.fit(folder / "LOGITS", models=MODELS, method="rf", budget=9.0)
