@@ -15,7 +15,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -26,6 +25,7 @@ import jsonschema
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from asking import until
 from local_head import local_head
 from pages import BLOCK, PAGES, ROOT
 from ray.serve.schema import ServeDeploySchema
@@ -81,13 +81,9 @@ def prepared(tmp_path_factory):
 
 
 @pytest.fixture
-def folder(request, prepared, tmp_path, monkeypatch):
-    """Go to a folder of the page's own; who reads the tutorial has nothing yet."""
-    place = tmp_path / "page"
-    if request.node.callspec.params["page"].name == "tutorial.md":
-        place.mkdir()
-    else:
-        shutil.copytree(prepared, place)
+def folder(prepared, tmp_path, monkeypatch):
+    """Go to a folder of the page's own."""
+    place = shutil.copytree(prepared, tmp_path / "page")
     monkeypatch.chdir(place)
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(place), str(place / "installed")]))
@@ -99,15 +95,16 @@ def folder(request, prepared, tmp_path, monkeypatch):
     return place
 
 
-NOT_RUN = (ROOT / "docs" / "reference", ROOT / "deployments")
+# The tutorial runs in a new environment (test_fresh_install).
+NOT_RUN = (ROOT / "docs" / "reference", ROOT / "docs" / "tutorial.md", ROOT / "deployments")
 RUN = [
     page
     for page in PAGES
-    if not page.is_relative_to(NOT_RUN[0]) and not page.is_relative_to(NOT_RUN[1])
+    if not any(map(page.is_relative_to, NOT_RUN))
     if any(snippet.runs and snippet.language in ("python", "sh") for snippet in snippets(page))
 ]
 # Jobs with a config, and sweeps by tasks, are shown nowhere else as a user runs them.
-IN_SOAK = ("tutorial.md", "comparing.md", "sweeps.md", "your-method.md", "exit-codes.md", "edge.md")
+IN_SOAK = ("comparing.md", "sweeps.md", "your-method.md", "exit-codes.md", "edge.md")
 IN_SOAK += tuple(page.name for page in (ROOT / "docs" / "roads").glob("*.md"))
 MARKS = {name: [pytest.mark.soak("pages"), pytest.mark.timeout(1200)] for name in IN_SOAK}
 MARKS["jobs.md"] = pytest.mark.slow
@@ -215,15 +212,12 @@ def run_here(text):
 
 @contextmanager
 def served(command, port):
-    """Keep a service while the block runs, from when it answers; it ends in order."""
+    """Keep a service while the block runs, from when it answers; it ends in order, and not before."""
     with subprocess.Popen([*SHELL, f"exec {command}"], stdout=subprocess.DEVNULL) as service:
         try:
-            deadline = time.monotonic() + 100
-            while not answers(port):
-                assert service.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
+            until(lambda: service.poll() is not None or answers(port), 100)
             yield
+            assert service.poll() is None
         finally:
             service.terminate()
     assert service.returncode == 0
