@@ -22,11 +22,10 @@ PREDICTIONS = pa.schema({"example_id": pa.string(), **TYPES, "label": pa.int32()
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Return tables: enough examples for a certificate, so few that guards warn, of other options, and of a pool."""
+    """Return tables: enough examples for a certificate, so few that guards warn, and of a pool."""
     folder = tmp_path_factory.mktemp("home")
     write_table(folder / "LOGITS", n=1500)
     write_table(folder / "FEW", n=90)
-    write_table(folder / "RAGGED", n=60, ragged=True)
     write_table(folder / "POOL", n=250, strengths=(0.8, 1.4, 1.5, 2.4))
     return folder
 

@@ -12,13 +12,12 @@ import pytest
 from asking import until
 from job_cases import SWEEP, write_config
 from runs import numbered_input, python_pool, two_model_policy
-from synthetic import chain, write_table
+from synthetic import chain, write_chains, write_table
 
 import cauc_ray
 from cauc_ray import CaucWarning
 from cauc_ray.api import live
 from cauc_ray.cli.command import main
-from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import BudgetError, GuardError
 
 MODELS = ["m0", "m1", "m2"]
@@ -32,11 +31,7 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("warned")
     write_table(folder / "LOGITS", n=90)
     write_table(folder / "two", n=1500, strengths=(1.0, 2.5))
-    harder = chain(8, 1500, 5, (0.3, 2.5))
-    for place, model in enumerate(("m0", "m1")):
-        ids = [f"harder-{row}" for row in range(1500)]
-        logits = list(harder.logits[place])
-        write_logits(folder / "two", model, "harder", example_ids=ids, labels=harder.labels, logits=logits)
+    write_chains(folder / "two", {"harder": chain(8, 1500, 5, (0.3, 2.5))}, logit_kind="raw")
     return folder
 
 
