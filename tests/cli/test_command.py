@@ -209,7 +209,10 @@ def test_importing_the_package_and_asking_for_help_load_nothing_heavy():
     assert loaded(help_).endswith("[]")
     heavy = "ray torch transformers sklearn"
     assert loaded(help_.replace("--help", "--completion', 'bash")).endswith("[]")
-    assert loaded("import cauc_ray; cauc_ray.fit, cauc_ray.evaluate, cauc_ray.compare, cauc_ray.Policy") == "[]"
+    assert (
+        loaded("import cauc_ray; cauc_ray.fit, cauc_ray.evaluate, cauc_ray.compare, cauc_ray.plan, cauc_ray.Policy")
+        == "[]"
+    )
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,6 @@ BOTH_DOORS = [
     ("fit", {"search": True, "budget": 0.5}, "below the cost of the cheapest chain, 1 GFLOPs", BudgetError),
     ("fit", {"calibrator": "isotonic"}, "for method base with one or two models", ConfigError),
     # What a method cannot do.
-    ("fit", {"method": "oracle"}, "needs the labels", ConfigError),
-    ("fit", {"method": "routellm-bert"}, "reads the queries' texts", ConfigError),
     ("fit", {"method": "single:m9"}, "m9", CaucError),
     ("fit", {"logits": "EMBEDDED", "method": "rf", "embedding": "enc"}, "looks at no embedding", ConfigError),
     ("fit", {"method": "base", "rule": "gain"}, "rule gain", ConfigError),
@@ -176,7 +174,7 @@ COMMAND = [
 ]
 # A verb, what differs of its config file, and the words of the line.
 CONFIGS = [
-    *((verb, {"outptu": "x"}, "unknown key 'outptu'; did you mean 'output'") for verb in ("compare", "fit")),
+    ("fit", {"outptu": "x"}, "unknown key 'outptu'; did you mean 'output'"),
     ("fit", {"output": 3}, "output: "),
     ("compare", {"output": "sets"}, "exists and is not an empty folder"),
     ("compare", {"output": "_ray_pkg_0123456789abcdef/out"}, "give an absolute path"),

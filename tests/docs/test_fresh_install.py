@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import BLOCK, ROOT
+from pages import ROOT, snippets
 
 from cauc_ray.cli.command import VERBS
 from jobs.bench.processes import free_port
 
+README = ROOT / "README.md"
 UV = Path(sys.executable).parent / "uv"
 CORE = "demo,sklearn,serve,grpc,remote,openai,onnx"
 # Without extras.
@@ -75,14 +76,6 @@ def environment_of(folder, requirements, *options, python=sys.executable):
     return folder
 
 
-def blocks(page):
-    """Return how each block of a page is marked, its language and its text."""
-    return [
-        (how, language, re.sub(rf"^{indent}", "", text, flags=re.MULTILINE))
-        for how, indent, language, text in BLOCK.findall((ROOT / page).read_text())
-    ]
-
-
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
     """Return a copy of the repository's tracked files."""
@@ -98,17 +91,17 @@ def checkout(tmp_path_factory):
 @pytest.fixture(scope="module")
 def installed(checkout):
     """Return the environment that the README's first command makes."""
-    language, text = blocks("README.md")[0][1:]
-    assert language == "sh"
-    shell(text, checkout, checkout / ".venv", timeout=1200)
+    first = next(snippets(README))
+    assert first.language == "sh"
+    shell(first.text, checkout, checkout / ".venv", timeout=1200)
     return checkout / ".venv"
 
 
 @pytest.mark.soak("pages")
 @pytest.mark.timeout(1500)
 def test_the_readmes_snippets_run_in_a_new_environment(installed, checkout):
-    later = blocks("README.md")[1:]
-    python, commands = (next(text for _, kind, text in later if kind == language) for language in ("python", "sh"))
+    _, *later = snippets(README)
+    python, commands = (next(of.text for of in later if of.language == language) for language in ("python", "sh"))
     (checkout / "snippet.py").write_text(python)
     assert "cascade  94.3 %" in shell("python snippet.py", checkout, installed)
     shell(commands, checkout, installed, timeout=1200)
@@ -126,16 +119,16 @@ def test_the_tutorial_runs_in_a_new_environment(tmp_path):
     variables = {**os.environ, "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     variables.pop("PYTHONPATH", None)
     try:
-        for how, language, text in blocks("docs/tutorial.md"):
-            titled = re.match(r"# (\S+\.(?:py|yaml))\n", text)
+        for snippet in snippets(ROOT / "docs" / "tutorial.md"):
+            titled = re.match(r"# (\S+\.(?:py|yaml))\n", snippet.text)
             if titled:
-                (folder / titled[1]).write_text(text)
-            elif how == "background":
-                service = subprocess.Popen(["bash", "-c", f"exec {text}"], cwd=folder, env=variables)
+                (folder / titled[1]).write_text(snippet.text)
+            elif snippet.how == "background":
+                service = subprocess.Popen(["bash", "-c", f"exec {snippet.text}"], cwd=folder, env=variables)
                 wait = "until curl -sf http://127.0.0.1:8000/v2/health/ready; do sleep 1; done"
                 shell(wait, folder, environment, timeout=120)
-            elif language == "sh" and not how:
-                printed += shell(text, folder, environment)
+            elif snippet.language == "sh" and not snippet.how:
+                printed += shell(snippet.text, folder, environment)
     finally:
         if service is not None:
             service.terminate()

@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import urlopen
@@ -27,7 +26,7 @@ import pytest
 import yaml
 from asking import until
 from local_head import local_head
-from pages import BLOCK, PAGES, ROOT
+from pages import BLOCK, PAGES, ROOT, snippets
 from ray.serve.schema import ServeDeploySchema
 
 import cauc_ray
@@ -46,23 +45,6 @@ stages:
   - {name: small, model: {kind: saved, logits: logits, model: small, split: test}}
   - {name: large, model: {kind: saved, logits: logits, model: large, split: test}}
 """
-
-
-@dataclass(frozen=True)
-class Snippet:
-    language: str
-    text: str
-    how: str
-
-    @property
-    def runs(self):
-        return self.how != "not run"
-
-
-def snippets(page):
-    for how, indent, language, text in BLOCK.findall(page.read_text()):
-        lines = [line.removeprefix(indent) for line in text.splitlines()]
-        yield Snippet(language, "\n".join(lines), "not run" if page.name == "README.md" else how)
 
 
 def path_of(page):
@@ -95,13 +77,13 @@ def folder(prepared, tmp_path, monkeypatch):
     return place
 
 
-# The tutorial runs in a new environment (test_fresh_install).
-NOT_RUN = (ROOT / "docs" / "reference", ROOT / "docs" / "tutorial.md", ROOT / "deployments")
+# The README and the tutorial run in new environments (test_fresh_install).
+NOT_RUN = (ROOT / "README.md", ROOT / "docs" / "reference", ROOT / "docs" / "tutorial.md", ROOT / "deployments")
 RUN = [
     page
     for page in PAGES
     if not any(map(page.is_relative_to, NOT_RUN))
-    if any(snippet.runs and snippet.language in ("python", "sh") for snippet in snippets(page))
+    if any(snippet.how != "not run" and snippet.language in ("python", "sh") for snippet in snippets(page))
 ]
 # Jobs with a config, and sweeps by tasks, are shown nowhere else as a user runs them.
 IN_SOAK = ("comparing.md", "sweeps.md", "your-method.md", "exit-codes.md", "edge.md")
@@ -139,17 +121,19 @@ def test_snippets_run_in_order(page, folder, request, monkeypatch):
                 (folder / titled[1]).write_text(text)
             elif snippet.how == "background":
                 services.enter_context(served(text, port))
-            elif snippet.runs and snippet.language == "text":
+            elif snippet.how == "not run":
+                continue
+            elif snippet.language == "text":
                 require_output(text, out)
-            elif snippet.runs and snippet.language == "python":
+            elif snippet.language == "python":
                 with redirect_stdout(io.StringIO()) as written:
                     exec(compile(text, path_of(page), "exec"), names)
                 out = written.getvalue()
-            elif snippet.runs and snippet.language == "sh" and not needs_ray and is_all_cauc(text):
+            elif snippet.language == "sh" and not needs_ray and is_all_cauc(text):
                 with redirect_stdout(io.StringIO()) as written:
                     run_here(text)
                 out = written.getvalue()
-            elif snippet.runs and snippet.language == "sh":
+            elif snippet.language == "sh":
                 done = subprocess.run([*SHELL, text], capture_output=True, text=True, timeout=600)
                 assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
                 out = done.stdout
