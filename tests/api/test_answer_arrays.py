@@ -116,7 +116,7 @@ def with_extremes(columns):
 
 @pytest.mark.parametrize(("form", "as_before"), [(nullable, True), (as_bytes, True), (with_extremes, False)])
 def test_columns_of_other_types_are_read_as_plain_ones(form, as_before):
-    columns, right = columns_of(100)
+    columns, _ = columns_of(100)
     columns["small"]["correct"][3] = None  # of an answer that is missing
     columns["small"]["confidence_self"][5] = np.nan
     expected = cauc_ray.fit(columns, validation=0.5, threshold=0.7)
@@ -125,10 +125,6 @@ def test_columns_of_other_types_are_read_as_plain_ones(form, as_before):
     if as_before:
         assert policy.as_json() == expected.as_json()
     assert policy.predict(same_columns).to_arrow()["prediction_label"][3].as_py() is None
-    bare = {name: {k: of[k] for k in of if k != "correct"} for name, of in same_columns.items()}
-    labels = pd.Series([None, *right[1:]], dtype="string")
-    with pytest.warns(cauc_ray.CaucWarning, match="1 of 100 examples have no label"):
-        assert cauc_ray.fit(bare, labels, validation=0.5, threshold=0.7).method == "answers"
 
 
 def test_answers_that_no_file_can_hold_are_kept_with_question_marks(tmp_path):

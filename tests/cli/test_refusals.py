@@ -131,7 +131,6 @@ BOTH_DOORS = [
             ("labels", "'no' (1)", DataError),
             ("column", "needs a column 'txt'", DataError),
             ("bert", "is not a complete causal language model: it was saved as BertModel", ConfigError),
-            ("vllm", "not a complete causal language model", ConfigError),
             ("cuda", "stages.0: its model needs 1 GPU, not 0", ConfigError),
             ("parallel", "its model needs 4 GPUs, not 2: set num_gpus", ConfigError),
         )
@@ -171,6 +170,7 @@ COMMAND = [
     (f"serve x.yaml --policy two.json --host {'x' * 300}", "cannot listen at"),
     ("show absent", "absent"),
     ("demo -o report", "not an empty folder"),
+    *((f"demo -o {uri}", "a folder of this machine") for uri in ("http://host/demo", "memory://demo")),
 ]
 # A verb, what differs of its config file, and the words of the line.
 CONFIGS = [
@@ -196,7 +196,7 @@ CONFIG = {
 def language_pool(model=CHOICE, num_gpus=0, **more):
     stage = {"name": "s", "model": {**CHOICE, **model}, "resources": {"num_gpus": num_gpus} if num_gpus else {}}
     pool = {"name": "p", "task": "classification", "labels": ["yes", "no"], "prompt": "{{ text }}", "stages": [stage]}
-    return {name: value for name, value in {**pool, **more}.items() if value is not None}
+    return {**pool, **more}
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +252,6 @@ def write_pools(folder):
         "labels": language_pool(labels=["yes", "nope"]),
         "column": language_pool({"model": "org/name"}, prompt="{{ txt }}"),
         "bert": language_pool(),
-        "vllm": language_pool({"kind": "vllm"}),
         "cuda": language_pool({"device": "cuda"}),
         "parallel": language_pool({"kind": "vllm", "engine": {"tensor_parallel_size": 4}}, num_gpus=2),
     }

@@ -2,7 +2,6 @@
 
 import csv
 import json
-from dataclasses import replace
 from statistics import mean, stdev
 
 import numpy as np
@@ -16,7 +15,6 @@ from synthetic import SPLITS, chain, write_table
 from cauc_ray.comparison.comparing import compare
 from cauc_ray.comparison.differences import AREA_DIFFERENCE, DIFFERENCE, pooled_difference
 from cauc_ray.comparison.redrawing import redraw
-from cauc_ray.data.writing import write_logits
 from cauc_ray.policies.trace import Examples
 
 METHODS = ("single", "base", "rf", "duo", "margin", "oracle", "random")
@@ -97,23 +95,6 @@ def test_a_pooled_difference_is_the_mean_with_its_bootstrap_interval_and_honest_
     assert [pooled.low, pooled.high] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.03)
     z = abs(totals.sum()) / np.sqrt((totals**2).sum())
     assert (pooled.p_value < 0.05) == (z > 1.96) or abs(z - 1.96) < 0.3
-
-
-def test_a_seed_fits_on_the_splits_that_it_draws(table, tmp_path):
-    chains = {name: chain(7, 200, shift=place) for place, name in enumerate(SPLITS)}
-    table_splits = {
-        name: Examples(replace(rows, example_ids=tuple(f"{name}-{example}" for example in rows.example_ids)))
-        for name, rows in chains.items()
-    }
-    redrawn = ["calibration", "validation"]
-    for split, rows in redraw(table_splits, redrawn, 5).items():
-        drawn = {"example_ids": rows.chain.example_ids, "labels": rows.chain.labels}
-        for model, logits in zip(CHAIN, rows.chain.logits, strict=True):
-            write_logits(tmp_path / "hand", model, split, **drawn, logits=list(logits))
-    settings = {"methods": ["base", "margin", "random"], "models": CHAIN, "budgets": BUDGETS, "seed": 5}
-    by_hand = compare(tmp_path / "hand", costs=[1.0, 4.0, 15.0], **settings)
-    for row, same in zip(compare(table, redrawn=redrawn, **settings).rows, by_hand.rows, strict=True):
-        assert {key: row[key] for key in FIGURES} == pytest.approx({key: same[key] for key in FIGURES})
 
 
 @given(

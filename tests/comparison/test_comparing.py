@@ -1,7 +1,5 @@
 """All methods side by side, from Python and from the command line."""
 
-import json
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +10,6 @@ from synthetic import chain as synthetic_chain
 import cauc_ray
 from cauc_ray.comparison.comparing import compare
 from cauc_ray.comparison.selection import choose_methods
-from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import ConfigError
 from cauc_ray.policies.method import METHODS
 
@@ -65,15 +62,6 @@ def test_areas_of_two_models_tell_chance_from_the_oracle(table, compared):
     assert comparison.row("rf")["deferral_area"] > comparison.row("random")["deferral_area"]
     for row in comparison.rows:
         assert 0 <= row["aiq"] <= 1
-    assert comparison.about["conventions"].keys() > {
-        "accuracy",
-        "cost",
-        "gain",
-        "deferral_area",
-        "aiq",
-        "setup_s",
-        "ece",
-    }
     assert comparison.row("single:m0")["deferral_area"] is None
     assert compared.row("rf")["deferral_area"] is None  # of three models
     assert compared.row("rf")["aiq"] > 0
@@ -163,15 +151,11 @@ def test_learned_methods_are_trained_on_a_split_of_their_own(tmp_path):
     assert separate.about["n_fitted"] == 900
 
 
-def write_embedding(folder, name, chains):
-    """Write embeddings, the same under every name, that tell little."""
-    for split, data in chains.items():
-        into = folder / f"embedding={name}" / f"split={split}"
-        into.mkdir(parents=True)
-        vectors = np.random.default_rng(len(split)).normal(size=(len(data), 6)) + data.labels[:, None]
-        ids = [f"{split}-{example}" for example in data.example_ids]
-        table = pa.table({"example_id": ids, "embedding": pa.array(vectors.tolist(), pa.list_(pa.float32()))})
-        pq.write_table(table, into / "part-0.parquet")
+def write_embedding(folder, name, split, ids, vectors):
+    into = folder / f"embedding={name}" / f"split={split}"
+    into.mkdir(parents=True)
+    table = pa.table({"example_id": ids, "embedding": pa.array(vectors.tolist(), pa.list_(pa.float32()))})
+    pq.write_table(table, into / "part-0.parquet")
 
 
 LOOKING = ["benchmark-routing", "routellm-sw"]
@@ -183,8 +167,11 @@ def embedded(request, tmp_path_factory):
     """Return a table with the same embeddings by an encoder and by each model, and its chains."""
     folder = tmp_path_factory.mktemp("embedded")
     chains = write_table(folder, n=150, per_call=request.param)
-    for name in ("enc", *MODELS):
-        write_embedding(folder, name, chains)
+    for split, data in chains.items():
+        ids = [f"{split}-{example}" for example in data.example_ids]
+        vectors = np.random.default_rng(len(split)).normal(size=(len(data), 6)) + data.labels[:, None]  # tell little
+        for name in ("enc", *MODELS):
+            write_embedding(folder, name, split, ids, vectors)
     return folder, chains
 
 
@@ -229,26 +216,17 @@ BOTH_FORMS = ["post-hoc-embed", "post-hoc-embed-hidden"]
 @pytest.fixture(scope="module")
 def telling(tmp_path_factory):
     """Return a table whose outputs do not tell what the last model gains over a stage: its own hidden states do."""
-    folder, rng = tmp_path_factory.mktemp("telling"), np.random.default_rng(5)
-    models = [{"name": name, "cost": cost} for name, cost in COST.items()]
-    (folder / "pool.json").write_text(json.dumps({"cost_unit": "GFLOPs", "logit_kind": "raw", "models": models}))
+    folder, rng, chains = tmp_path_factory.mktemp("telling"), np.random.default_rng(5), {}
     for split in SPLITS:
-        labels, ids = rng.integers(0, 4, 200).astype(np.int32), [f"{split}-{row}" for row in range(200)]
+        labels, ids = rng.integers(0, 4, 200), [str(row) for row in range(200)]
         right = {name: rng.random(200) < share for name, share in zip(MODELS, (0.6, 0.7, 0.85), strict=True)}
         for width, name in enumerate(MODELS[:-1], 3):
-            gain = right["m2"].astype(np.float32) - right[name]
-            states = rng.normal(0, 0.3, (200, width)).astype(np.float32) + gain[:, None]
-            into = folder / f"embedding={name}" / f"split={split}"
-            into.mkdir(parents=True)
-            pq.write_table(pa.table({"example_id": ids, "embedding": states.tolist()}, EMBEDDING), into / "0.parquet")
-        for name in MODELS:
-            logits = np.zeros((200, 4), np.float32)
-            logits[np.arange(200), (labels + ~right[name]) % 4] = 2
-            write_logits(folder, name, split, example_ids=ids, labels=labels, logits=logits)
-    return folder
-
-
-EMBEDDING = pa.schema({"example_id": pa.string(), "embedding": pa.list_(pa.float32())})
+            gain = right["m2"].astype(int) - right[name]
+            states = rng.normal(0, 0.3, (200, width)) + gain[:, None]
+            write_embedding(folder, name, split, [f"{split}-{example}" for example in ids], states)
+        logits = [2.0 * np.eye(4)[(labels + ~right[name]) % 4] for name in MODELS]
+        chains[split] = chain_of(labels, logits, ids, np.array([*COST.values()]))
+    return write_chains(folder, chains, logit_kind="raw")
 
 
 def test_post_hoc_embed_reads_the_hidden_state_of_each_model_once_that_has_answered(telling):

@@ -57,11 +57,3 @@ def test_its_table_has_every_row_and_is_true(demo):
     assert set(pq.read_table(folder / "comparison" / "curves.parquet")["method"].to_pylist()) > {"base", "rf", "margin"}
     parts = [pq.read_table(file)["example_id"].to_pylist() for file in (folder / "inputs").iterdir()]
     assert len({example for part in parts for example in part}) == sum(map(len, parts)) == 1078
-
-
-@pytest.mark.parametrize("uri", ["http://host/demo", "memory://demo"])
-def test_a_folder_elsewhere_is_refused(command, tmp_path, uri):
-    code, out, error = command("demo", "-o", uri)
-    assert (code, out, error.count("\n")) == (2, "", 1), error
-    assert "a folder of this machine" in error
-    assert not any(tmp_path.iterdir())
