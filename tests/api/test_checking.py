@@ -34,9 +34,6 @@ def test_a_policy_holds_on_new_rows_and_not_where_models_have_changed(cauc):
         assert figures == cauc_ray.check(table, cauc_ray.Policy.load("p.json")).as_json()
         assert figures == cauc_ray.check(table, "p.json").as_json()
         assert figures["holds"] == (code == 0)
-
-
-def test_figures_are_those_of_an_evaluation(cauc):
     measures = cauc_ray.evaluate("same", "p.json").measures
     figures = cauc_ray.check("same", "p.json").as_json()
     assert figures["cost"][0] == pytest.approx(measures.cost)

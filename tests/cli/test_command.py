@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from runs import (
@@ -222,7 +223,7 @@ def test_importing_the_package_and_asking_for_help_load_nothing_heavy():
         pytest.param(signal.SIGTERM, "terminated", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_is_stopped_says_so_and_keeps_what_is_finished(tmp_path, monkeypatch, number, word):
+def test_a_run_that_is_stopped_says_so_ends_its_cluster_and_keeps_what_is_finished(tmp_path, monkeypatch, number, word):
     log = tmp_path / "calls"
     pool = python_pool(
         tmp_path, [("slow_by_x", {"seconds": 3.0, "log": str(log)}), ("by_x", {})], batch_size=32, batch_wait_s=0.1
@@ -238,8 +239,11 @@ def test_a_run_that_is_stopped_says_so_and_keeps_what_is_finished(tmp_path, monk
     deadline = time.monotonic() + 120
     while not (log.exists() and len(log.read_text().split()) > 2) and time.monotonic() < deadline:
         time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) > 3  # Ray's
     process.send_signal(number)  # in the third of five calls
     _, err = process.communicate(timeout=60)
+    assert psutil.wait_procs(children, timeout=20)[1] == []
     assert (process.returncode, err.splitlines()[-1]) == (128 + number, f"cauc: stopped: {word}")
     assert "Traceback" not in err
     assert not (tmp_path / "out" / "summary.json").exists()

@@ -16,7 +16,6 @@ from pages import ROOT, snippets
 from cauc_ray.cli.command import VERBS
 from jobs.bench.processes import free_port
 
-README = ROOT / "README.md"
 UV = Path(sys.executable).parent / "uv"
 CORE = "demo,sklearn,serve,grpc,remote,openai,onnx"
 # Without extras.
@@ -76,35 +75,24 @@ def environment_of(folder, requirements, *options, python=sys.executable):
     return folder
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory):
-    """Return a copy of the repository's tracked files."""
-    folder = tmp_path_factory.mktemp("checkout") / "cauc-ray"
+@pytest.mark.soak("pages")
+@pytest.mark.timeout(1500)
+def test_the_readmes_snippets_run_in_a_new_environment(tmp_path):
+    """In a copy of the repository's tracked files."""
+    checkout = tmp_path / "cauc-ray"
+    environment = checkout / ".venv"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def installed(checkout):
-    """Return the environment that the README's first command makes."""
-    first = next(snippets(README))
-    assert first.language == "sh"
-    shell(first.text, checkout, checkout / ".venv", timeout=1200)
-    return checkout / ".venv"
-
-
-@pytest.mark.soak("pages")
-@pytest.mark.timeout(1500)
-def test_the_readmes_snippets_run_in_a_new_environment(installed, checkout):
-    _, *later = snippets(README)
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, checkout / name)
+    install, *later = snippets(ROOT / "README.md")
+    assert install.language == "sh"
+    shell(install.text, checkout, environment, timeout=1200)
     python, commands = (next(of.text for of in later if of.language == language) for language in ("python", "sh"))
     (checkout / "snippet.py").write_text(python)
-    assert "cascade  94.3 %" in shell("python snippet.py", checkout, installed)
-    shell(commands, checkout, installed, timeout=1200)
+    assert "cascade  94.3 %" in shell("python snippet.py", checkout, environment)
+    shell(commands, checkout, environment, timeout=1200)
     assert (checkout / "cauc-demo" / "out" / "summary.json").exists()
 
 
