@@ -18,7 +18,7 @@ import cauc_ray
 from cauc_ray import CaucWarning
 from cauc_ray.api import live
 from cauc_ray.cli.command import main
-from cauc_ray.errors import BudgetError, GuardError
+from cauc_ray.errors import GuardError
 
 MODELS = ["m0", "m1", "m2"]
 FALLING = ["--models", "m0,m1", "--costs", "3,2"]
@@ -92,20 +92,11 @@ def test_the_command_warns_on_standard_error_each_message_once(cauc):
     assert messages[-len(guards) :] == [f"cauc: warning: {guard['name']}: {guard['says']}" for guard in guards]
     code, out, strict = cauc("fit", "LOGITS", *FALLING, "--strict", "-o", "strict.json")
     assert (code, out, Path("strict.json").exists()) == (3, "", False)
+    assert strict.splitlines()[0] == messages[0]
     assert strict.splitlines()[-1].startswith(f"cauc: error: {guards[0]['name']}: ")
     code, out, err = cauc("compare", "LOGITS", *FALLING, "--methods", "single,base,rf,margin", "--json")
     assert (code, json.loads(out)["models"]) == (0, ["m0", "m1"])
     assert [line for line in err.splitlines() if SAID_OF_FALLING in line] == [messages[0]]
-
-
-def test_what_fails_afterwards_has_warned(cauc, home):
-    code, out, err = cauc("fit", "LOGITS", *FALLING, "--budget", "0.1", "-o", "p.json")
-    assert (code, out) == (2, "")
-    warned, *_, error = err.splitlines()
-    assert SAID_OF_FALLING in warned
-    assert error.startswith("cauc: error: budget 0.1")
-    with pytest.warns(CaucWarning, match=SAID_OF_FALLING), pytest.raises(BudgetError):
-        cauc_ray.fit(home / "LOGITS", models=["m0", "m1"], costs=[3, 2], budget=0.1)
 
 
 def test_a_run_warns_while_it_is_still_going_on(tmp_path, ray_session, monkeypatch, capsys):
