@@ -43,12 +43,6 @@ def home(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def cauc(home, tmp_path, command):
-    (tmp_path / "LOGITS").symlink_to(home / "LOGITS")
-    return command
-
-
 def test_a_rule_of_answers_is_found_in_the_current_folder(tmp_path):
     """Of the command itself: Python finds modules there where it is given a module or a program."""
     (tmp_path / "spoken.py").write_text("def first(answer):\n    return answer[:1]\n")

@@ -30,13 +30,6 @@ def home(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def cauc(home, tmp_path, command):
-    for table in home.iterdir():
-        (tmp_path / table.name).symlink_to(table)
-    return command
-
-
 @pytest.mark.parametrize(
     ("table", "options", "words"),
     [

@@ -35,13 +35,6 @@ def home(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def cauc(home, tmp_path, command):
-    for name in ("LOGITS", "two"):
-        (tmp_path / name).symlink_to(home / name)
-    return command
-
-
 def fired(guards):
     return [f"{guard.name}: {guard.says}" for guard in guards if guard.fired]
 
