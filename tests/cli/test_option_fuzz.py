@@ -14,16 +14,8 @@ import cauc_ray
 from cauc_ray.cli.command import main, spellings_of
 from cauc_ray.cli.verbs import VERBS
 
-# Codes besides 2, bad input.
-DOCUMENTED = {
-    "check": {0, 3},
-    "fit": {0, 3},
-    "collect": set(),
-    "run": set(),
-    "serve": set(),
-    "demo": set(),
-    "policy set": {4},  # nobody listens
-}
+# Codes besides 2, bad input, and 0 of what is not refused.
+DOCUMENTED = {"check": {0, 3}, "fit": {0, 3}, "policy set": {4}}  # nobody listens there
 # Each of these starts Ray, waits for a network, or has its own tests with real parts.
 NOT_DRAWN = {"address": "a cluster", "shards": "a cluster", "input": "a cluster", "texts": "text routers"}
 FILES = ("logits", "policy.json", "text.txt", "rows.parquet", "absent", "memory://absent/x", "")
@@ -120,7 +112,7 @@ def problem(verb, code, out, err, before, after):
     errors = [line for line in err.splitlines() if not line.startswith("cauc: warning: ")]
     if "Traceback" in err or "internal error" in err:
         return f"internal error: {err[-300:]}"
-    if code not in DOCUMENTED.get(verb, {0}) | {2}:
+    if code != 2 and (verb in REFUSED or code not in DOCUMENTED.get(verb, {0})):
         return f"exit code {code}: {err[-300:]}"
     if code == 2 and (out or len(errors) != 1 or not errors[0].startswith("cauc")):
         return f"an error of {len(errors)} lines: {err[-300:]}"
