@@ -10,7 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from job_cases import SWEEP, write_config, write_inputs
+from job_cases import SWEEP, write_config
 from synthetic import write_table
 
 import cauc_ray
@@ -23,7 +23,7 @@ SHIPPED = sorted(path.stem for path in (ROOT / "jobs").glob("*.yaml"))
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("jobs")
-    write_inputs(folder)
+    write_table(folder / "sets" / "planted", n=600)
     return folder
 
 
