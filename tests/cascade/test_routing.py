@@ -121,6 +121,9 @@ def test_an_embedding_is_not_held_against_the_number_of_choices_nor_taken_for_pr
     result, goes_on = worker.decide([Part(0, rows)], [Bundle({"row": rows, "choices": choices})])
     assert (result.n_answered, result.n_deferred, list(result.failures)) == (6, 6, [])
     assert len(goes_on.columns["row"]) == 6
+    model = worker_of(lambda batch: Answers(np.full((6, 4), 0.25, np.float32)), 1, {"": policy}, facts=FACTS[1])
+    result, _ = model.decide([Part(0, rows)], [Bundle({"row": rows, "choices": choices})])
+    assert result.failures == dict.fromkeys(range(6), "the model returned 4 logits for its 2 choices")
 
 
 @pytest.mark.parametrize("stage", [1, 3])

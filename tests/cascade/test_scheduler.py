@@ -295,34 +295,37 @@ class Simulation:
             self.finished[owner.block] = owner
 
 
+SHAPES = {
+    "seed": seeds,
+    "n_stages": st.integers(1, 4),
+    "blocks": st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    "batch": st.integers(1, 12),
+    "n_replicas": st.integers(1, 5),
+    "poison": st.sampled_from([0.0, 0.0, 0.1]),
+    "named": st.sampled_from([0.0, 0.0, 0.1]),
+}
+
+
 @given(
-    seeds,
-    st.integers(1, 4),
-    st.lists(st.integers(1, 30), min_size=1, max_size=8),
-    st.integers(1, 12),
-    st.integers(1, 3),
-    st.sampled_from([0.0, 0.0, 0.1]),
-    st.sampled_from([0.0, 0.0, 0.1]),
-    st.sampled_from([0.0, 0.0, 0.1]),
-    st.sampled_from([0.0, 0.0, 0.2]),
-    st.sampled_from([PLENTY, 24]),
+    simulation=st.builds(
+        Simulation,
+        **SHAPES,
+        deadly=st.sampled_from([0.0, 0.0, 0.1]),
+        chaos=st.sampled_from([0.0, 0.0, 0.2]),
+        queue=st.sampled_from([PLENTY, 24]),
+    )
 )
-def test_every_row_ends_once_where_it_should_whatever_happens(
-    seed, n_stages, blocks, batch, replicas, poison, named, deadly, chaos, queue
-):
-    run = Simulation(
-        seed, n_stages, blocks, batch, replicas, poison=poison, named=named, deadly=deadly, chaos=chaos, queue=queue
-    ).run()
-    check_rows(run, blocks, n_stages, chaos=chaos)
+def test_every_row_ends_once_where_it_should_whatever_happens(simulation):
+    check_rows(simulation.run())
 
 
-def check_rows(run, blocks, n_stages, *, chaos=0.0):
+def check_rows(run):
     """Hold what became of every row of a simulation against what its model does with it."""
-    assert sorted(run.finished) == list(range(len(blocks)))
-    for number, n in enumerate(blocks):
+    assert sorted(run.finished) == list(range(len(run.blocks)))
+    for number, n in enumerate(run.blocks):
         block, bad = run.finished[number], run.poisoned[number] | run.deadly[number] | run.named[number]
         assert set(np.flatnonzero(bad)) <= set(block.failures)
-        if not chaos:  # three deaths by chance while a row is alone count against it, too
+        if not run.chaos:  # three deaths by chance while a row is alone count against it, too
             assert set(block.failures) == set(np.flatnonzero(bad))
         good = np.ones(n, dtype=bool)
         good[list(block.failures)] = False
@@ -336,22 +339,16 @@ def check_rows(run, blocks, n_stages, *, chaos=0.0):
 
 
 @given(
-    seeds,
-    st.integers(1, 3),
-    st.lists(st.integers(5, 30), min_size=1, max_size=8),
-    st.integers(1, 12),
-    st.integers(1, 5),
-    st.sampled_from([0.0, 0.1]),
-    st.sampled_from([0.0, 0.1]),
-    st.sampled_from([0.3, 0.6, 1.0]),
-    st.sampled_from([(0, 0), (3, 40)]),
+    simulation=st.builds(
+        Simulation,
+        **SHAPES,
+        turn_bad=st.sampled_from([0.3, 0.6, 1.0]),
+        sick=st.sampled_from([(0, 0), (3, 40)]),
+    )
 )
-def test_no_row_pays_for_replicas_that_turn_bad(seed, n_stages, blocks, batch, replicas, poison, named, turn_bad, sick):
+def test_no_row_pays_for_replicas_that_turn_bad(simulation):
     """Every replica answers a few calls first; those started in place of bad ones may turn bad, too."""
-    run = Simulation(
-        seed, n_stages, blocks, batch, replicas, poison=poison, named=named, turn_bad=turn_bad, sick=sick
-    ).run()
-    check_rows(run, blocks, n_stages)
+    check_rows(simulation.run())
 
 
 @settings(max_examples=20)

@@ -73,6 +73,8 @@ BOTH_DOORS = [
     ("fit", {"search": True, "budget": 0.5}, "below the cost of the cheapest chain, 1 GFLOPs", BudgetError),
     ("fit", {"calibrator": "isotonic"}, "for method base with one or two models", ConfigError),
     # What a method cannot do.
+    ("fit", {"method": "oracle"}, "needs the labels", ConfigError),
+    ("fit", {"method": "routellm-bert"}, "reads the queries' texts", ConfigError),
     ("fit", {"method": "single:m9"}, "m9", CaucError),
     ("fit", {"logits": "EMBEDDED", "method": "rf", "embedding": "enc"}, "looks at no embedding", ConfigError),
     ("fit", {"method": "base", "rule": "gain"}, "rule gain", ConfigError),

@@ -1,23 +1,13 @@
-import json
 import sys
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
-import torch
-from batches import encoded
-from PIL import Image
-from runs import ranked
 from stored import dataset, rows_of, values_of, write, write_images
-from torchvision.models import squeezenet1_1
 
-import cauc_ray
 from cauc_ray.data.benchmarks import BENCHMARKS
 from cauc_ray.data.datasets import DatasetSpec, open_dataset, open_input
-from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.splits import RULE_PARTITIONS, split_by_rule
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.models.pool import pool_of
 from cauc_ray.models.prompts import Prompts
 from cauc_ray.models.transformers import TransformersChoiceSpec
 
@@ -272,35 +262,3 @@ def test_a_run_reads_and_asks_what_a_collection_did(tmp_path, name):
     collected, ran = seen
     assert collected
     assert {example: ran[example] for example in collected} == collected
-
-
-@pytest.mark.usefixtures("ray_session")
-@pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")  # of a policy that has nothing to learn
-@pytest.mark.parametrize("name", ranked(PUBLISHED_IMAGES, quick=0, slow=0))
-def test_a_run_has_the_logits_of_a_collection_of_images(tmp_path, name):
-    """Of a real network, for photographs that are upright or turned, in batches of another size."""
-    text, rng = write_published(tmp_path / "data", name), np.random.default_rng(7)
-    for row, file in enumerate(sorted((tmp_path / "data").rglob("*.[jJ][pP][gG]"))):
-        turned = Image.Exif()
-        turned[0x0112] = (1, 3, 6, 8)[row % 4]
-        small = Image.fromarray(rng.integers(0, 256, (5, 7, 3), np.uint8))
-        file.write_bytes(encoded(small.resize((80 + row, 60)), "JPEG", exif=turned))
-    torch.manual_seed(0)
-    torch.save(squeezenet1_1(weights=None, num_classes=30).state_dict(), tmp_path / "w.pth")
-
-    def pool(step, batch_size):
-        notes = {"file": str(tmp_path / step), "arch": "squeezenet1_1", "weights": str(tmp_path / "w.pth")}
-        model = {"kind": "python", "factory": "user_models:notes_logits", "kwargs": notes}
-        stage = {"name": "net", "model": model, "cost": {"seconds": 1}, "batch_size": batch_size}
-        return pool_of({"name": "p", "task": "image-classification", "stages": [stage]}, tmp_path)
-
-    cauc_ray.collect(pool("collect", 16), text, tmp_path / "L")
-    policy = cauc_ray.fit(tmp_path / "L", models=["net"])
-    assert cauc_ray.run(pool("run", 5), policy, text, tmp_path / "out")["n_failed"] == 0
-    ran, table = dict(map(json.loads, (tmp_path / "run").read_text().splitlines())), LogitTable(tmp_path / "L")
-    collected = [table.read_model("net", split) for split in table.splits("net")]
-    for rows in collected:
-        for example, logits in zip(rows.example_ids.to_pylist(), rows.logits, strict=True):
-            assert ran[example] == pytest.approx(logits, abs=1e-5 * float(logits.std()))
-    all_logits = np.concatenate([rows.logits for rows in collected])
-    assert len(np.unique(all_logits, axis=0)) == len(all_logits) > 10

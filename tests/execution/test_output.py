@@ -2,12 +2,9 @@
 
 import json
 import logging
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from runs import numbered_input, python_pool, two_model_policy
+from runs import cauc, numbered_input, python_pool, two_model_policy
 
 from cauc_ray.execution.session import log_output
 
@@ -41,11 +38,8 @@ def test_what_models_print_is_logged_by_stage(caplog, case):
 def test_a_run_shows_it_next_to_its_results(tmp_path):
     pool = python_pool(tmp_path, [("talkative", {"seconds": 0.2})] * 2, replicas={"min": 2, "max": 2})
     (tmp_path / "policy.json").write_text(two_model_policy().to_json())
-    process = subprocess.run(
-        [Path(sys.executable).with_name("cauc"), "run", pool, "--policy", tmp_path / "policy.json", "--input",
-         numbered_input(tmp_path, 80), "-o", tmp_path / "out", "--address", "local", "--json"],
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+    words = ["--policy", tmp_path / "policy.json", "--input", numbered_input(tmp_path, 80), "-o", tmp_path / "out"]
+    process = cauc("run", pool, *words, "--address", "local", "--json")
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout)["n"] == 80
     lines = process.stderr.splitlines()

@@ -3,7 +3,8 @@
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -149,13 +150,8 @@ class Groups:
             yield number, InputBlock(ids, None, {"x": np.arange(2.0)}, 16)
 
 
-@dataclass
-class Plan:
-    source: object
-    chunk_rows: int = 1
-    n_chunks: int = 2
-    done: dict = field(default_factory=dict)
-    again: dict = field(default_factory=dict)
+def plan_of(source):
+    return SimpleNamespace(source=source, chunk_rows=1, n_chunks=2, done={}, again={})
 
 
 def taken(read, n, starved=False):
@@ -183,17 +179,19 @@ class Slow(Groups):
     def blocks(self, group, seen):
         mine = self.folder / f"reads-{group}"
         mine.touch()
-        n_readers = len(list(self.folder.glob("reads-*")))
-        time.sleep(0.3)
+        for _ in range(10):  # new readers take seconds to start on a busy machine
+            if list(self.folder.glob("side-by-side-[4-9]")):
+                break
+            (self.folder / f"side-by-side-{len(list(self.folder.glob('reads-*')))}").touch()
+            time.sleep(0.05)
         mine.unlink()
-        (self.folder / f"side-by-side-{n_readers}").touch()
         yield group, InputBlock([f"row-{group}"], None, {"x": np.arange(1.0)}, 8)
 
 
 @pytest.mark.usefixtures("ray_session")
 def test_readers_are_added_while_the_first_stage_waits_also_where_each_file_is_one_block(tmp_path):
-    blocks = taken(Reading(Plan(Slow(tmp_path, n_groups=60)), {}), 60, starved=True)
-    assert sorted(block.header.number for block in blocks) == list(range(60))
+    blocks = taken(Reading(plan_of(Slow(tmp_path, n_groups=100)), {}), 100, starved=True)
+    assert sorted(block.header.number for block in blocks) == list(range(100))
     assert list(tmp_path.glob("side-by-side-[4-9]"))
 
 
@@ -205,7 +203,7 @@ def rows_of(block):
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.parametrize("fault", ["", "dies", pytest.param("hangs", marks=pytest.mark.soak("faults"))])
 def test_what_a_task_has_not_given_is_read_by_another(tmp_path, fault):
-    read = Reading(Plan(Groups(tmp_path, fault, deadline_s=20.0 if fault == "hangs" else None)), {})
+    read = Reading(plan_of(Groups(tmp_path, fault, deadline_s=20.0 if fault == "hangs" else None)), {})
     blocks = taken(read, 6)
     assert sorted(block.header.number for block in blocks) == list(range(6))
     for block in blocks:
@@ -229,7 +227,7 @@ def test_what_a_task_has_not_given_is_read_by_another(tmp_path, fault):
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.parametrize("error", [NodeDiedError, LocalRayletDiedError, WorkerCrashedError])
 def test_all_tasks_of_a_node_may_die_with_it(tmp_path, error):
-    read = Reading(Plan(Groups(tmp_path, n_groups=6)), {})
+    read = Reading(plan_of(Groups(tmp_path, n_groups=6)), {})
     first = {block.header.group: block.header for block in taken(read, 18)}
     for header in first.values():
         read.ask_again(header)
@@ -261,7 +259,7 @@ def test_an_input_that_gives_other_rows_when_it_is_read_again_ends_the_run(tmp_p
                 yield number, replace(block, example_ids=[f"{name}-{begun}" for name in block.example_ids])
 
     with pytest.raises(DataError, match=r"the input returned other rows.*start a new run"):
-        taken(Reading(Plan(Changing(tmp_path, "dies")), {}), 6)
+        taken(Reading(plan_of(Changing(tmp_path, "dies")), {}), 6)
 
 
 @pytest.mark.usefixtures("ray_session")
@@ -271,4 +269,4 @@ def test_an_input_whose_tasks_all_die_ends_the_run(tmp_path):
             os._exit(1)
 
     with pytest.raises(ExecutionError, match="the input cannot be read: a task that reads the input"):
-        taken(Reading(Plan(Deadly(tmp_path)), {}), 1)
+        taken(Reading(plan_of(Deadly(tmp_path)), {}), 1)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from masked import softmax
+from runs import MODELS
 from synthetic import SPLITS, planted, write_chains, write_table
 
 import cauc_ray
@@ -21,7 +21,6 @@ from cauc_ray.errors import ConfigError, DataError, ExecutionError, GuardError
 from cauc_ray.execution import session, sharded
 from cauc_ray.execution.sharded import ShardActor, Shards, ShardsWatched, cut_rows
 
-MODELS = ("m0", "m1", "m2")
 COSTS = (1.0, 4.0, 15.0)
 FITS = (
     {"method": "base"},
@@ -159,23 +158,10 @@ def rewritten(file, numbers, change):
     pq.write_table(pa.Table.from_pylist(rows, schema=pq.read_schema(file)), file)
 
 
-def nothing_shared(file):
-    for model, real in (("m1", -1), ("m2", 0)):
-
-        def change(row, real=real):
-            row.update(label=None, logits=[-np.inf] * len(row["logits"]))
-            row["logits"][real] = 0.0
-
-        rewritten(file.parents[2] / f"model={model}" / "split=calibration" / file.name, [19], change)
-
-
 BREAKS = {
     "rows of other lengths": lambda file: None,  # for offsets, which need as many options in each row
     "more options": lambda file: rewritten(file, [11, 31, 51], lambda row: row["logits"].append(-3.0)),
     "nan": lambda file: rewritten(file, [7], lambda row: row["logits"].__setitem__(0, float("nan"))),
-    "gone": lambda file: rewritten(file, [13], lambda row: row.update(example_id="another")),
-    "other label": lambda file: rewritten(file, [17], lambda row: row.update(label=(row["label"] + 1) % 2)),
-    "nothing shared": nothing_shared,
 }
 
 
@@ -199,7 +185,7 @@ def test_shards_read_masks_and_kinds_as_one_process_does(tmp_path, in_process):
     """Probabilities, with masks for missing options and a 0 for the least probable one of every fifth row."""
 
     def as_probabilities(logits):
-        p = softmax(logits)
+        p = masked.softmax(logits)
         p[np.arange(0, len(p), 5), np.where(p > 0, p, 2)[::5].argmin(axis=1)] = 0.0
         return np.where(np.isneginf(logits), np.float32(-1e9), p)
 

@@ -2,13 +2,10 @@
 
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from local_head import local_head
-from runs import numbered_input, python_pool, two_model_policy
+from runs import cauc, numbered_input, python_pool, two_model_policy
 
 TOKEN = "ab" * 32
 # Ray gives a busy head a minute to take a connection.
@@ -43,11 +40,7 @@ def join(cascade, out, head, home, **environment):
     inherited = {name: value for name, value in os.environ.items() if name not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
     words = ["run", "pool.yaml", "--policy", "policy.json", "--input", "input.parquet"]
     words += ["-o", str(out), "--address", head.gcs_address]
-    process = subprocess.run(
-        [Path(sys.executable).with_name("cauc"), *words],
-        cwd=cascade, env={**inherited, **PATIENT, "HOME": home, **environment}, capture_output=True, text=True,
-        timeout=280,
-    )  # fmt: skip
+    process = cauc(*words, cwd=cascade, env={**inherited, **PATIENT, "HOME": home, **environment})
     return process.returncode, [
         line for line in process.stderr.splitlines() if not re.search("data-shift|cauc: starting", line)
     ]

@@ -1,7 +1,7 @@
 """Run cascades on a cluster of a head and two labelled nodes, in a process of its own: arguments are folders.
 
-While the second starts, others hold the places of its first two stages, until the first stage has taken another. While
-the last of them runs, the node with GPUs is drained, as before a spot instance ends; nothing else ends it.
+While the first starts, others hold the places of its first two stages, until the first stage has taken another. While
+the second runs, the node with GPUs is drained, as before a spot instance ends; nothing else ends it.
 """
 
 import json
@@ -28,12 +28,6 @@ def main() -> None:
     ray.init(address=cluster.address, log_to_driver=False)
     folders, holders, drained_at = list(map(Path, sys.argv[1:])), [], []
 
-    def speed_up(progress):
-        """End the slowness of the stages that have both replicas."""
-        for stage in progress.stages[1:]:
-            if stage.replicas == 2:
-                (folders[0] / f"slow-{stage.name}").unlink(missing_ok=True)
-
     def drain(progress):
         """Announce the end of the node with GPUs, once rows have been answered there; the first stage then moves."""
         if progress.stages[0].handled and not drained_at:
@@ -43,7 +37,7 @@ def main() -> None:
             assert accepted, why
             drained_at.append(time.time())
         elif drained_at and progress.stages[0].starting:
-            (folders[2] / "slow-m0").unlink(missing_ok=True)
+            (folders[1] / "slow-m0").unlink(missing_ok=True)
 
     def give_way(progress):
         """End those who hold places, once the first stage has found another."""
@@ -57,7 +51,7 @@ def main() -> None:
         ray.get(holders[-1].__ray_ready__.remote())
 
     try:
-        for folder, on_progress in zip(folders, (speed_up, give_way, drain), strict=True):
+        for folder, on_progress in zip(folders, (give_way, drain), strict=True):
             if on_progress is give_way:
                 hold("edge", num_cpus=0, resources={"licence": 1})
                 hold("cloud", num_cpus=3)

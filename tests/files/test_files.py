@@ -5,7 +5,7 @@ import pytest
 
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.files.documents import atomic_file, make_folder, read_json, require_writable, write_json, write_text
-from cauc_ray.files.parquet import count_rows, parquet_files, read_parquet, write_parquet
+from cauc_ray.files.parquet import parquet_files, read_parquet, write_parquet
 from cauc_ray.files.paths import content_digest, list_files, path_inside, path_of, visible
 
 EVERYWHERE = pytest.mark.parametrize("folder", ["local", "s3", "memory"], indirect=True)
@@ -53,24 +53,17 @@ def test_a_folder_is_listed_without_hidden_files_and_its_digest_follows_names_an
 
 
 @EVERYWHERE
-def test_parquet_files_are_read_as_they_were_written(folder):
-    table = pa.table({"x": list(range(1000))})
-    write_parquet(folder / "a.parquet", table)
-    assert read_parquet(folder / "a.parquet") == table
-    assert (count_rows(folder / "a.parquet"), count_rows(folder / "b.parquet")) == (1000, 0)
-    (folder / "a.parquet").write_bytes((folder / "a.parquet").read_bytes()[:-9])
-    with pytest.raises(DataError, match=r"a\.parquet is not a readable Parquet file"):
-        read_parquet(folder / "a.parquet")
-
-
-@EVERYWHERE
-def test_what_is_not_there_is_named(folder):
+def test_what_is_not_there_or_not_readable_is_named(folder):
     for read in (read_json, read_parquet, parquet_files):
         with pytest.raises(DataError, match=r"absent.* does not exist"):
             read(folder / "absent.parquet")
     write_text(folder / "x.json", "no JSON")
     with pytest.raises(DataError, match=r"x\.json is not a readable JSON file"):
         read_json(folder / "x.json")
+    write_parquet(folder / "x.parquet", pa.table({"x": list(range(1000))}))
+    (folder / "x.parquet").write_bytes((folder / "x.parquet").read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"x\.parquet is not a readable Parquet file"):
+        read_parquet(folder / "x.parquet")
     make_folder(folder / "sub")
     write_text(folder / "sub" / "x.txt", "")
     with pytest.raises(DataError, match=r"there are no \.parquet files in .*sub"):
@@ -79,16 +72,9 @@ def test_what_is_not_there_is_named(folder):
         write_text(folder / "sub", "")
 
 
-def test_a_local_folder_that_is_absent_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"folder .* does not exist"):
-        write_text(tmp_path / "absent" / "x.json", "")
-
-
-def test_a_filesystem_that_is_unknown_or_refuses_is_named_with_the_remedy(s3):
+def test_a_filesystem_that_is_unknown_is_named_with_the_remedy():
     with pytest.raises(ConfigError, match=r"nowhere://bucket: no filesystem .*s3://"):
         require_writable(path_of("nowhere://bucket/x.json"))
-    with pytest.raises(ConfigError, match="bucket s3://no-such-bucket does not exist"):
-        write_text(path_of("s3://no-such-bucket/x.json"), "")
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):

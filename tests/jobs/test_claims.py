@@ -14,24 +14,18 @@ N_DRAWS = 2
 SET = next(iter(claims.SETS))
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("claims")
+def test_a_row_counts_draws_as_a_slow_loop_does_and_the_page_shows_it(tmp_path):
     models = claims.SETS[SET]
     sizes = {"calibration": 900, "validation": 900, "test": 1800}
-    chains = {
+    by_split = {
         split: replace(chain(3, n, shift=place, strengths=(1.0, 1.3, 1.6, 2.4)), models=models)
         for place, (split, n) in enumerate(sizes.items())
     }
-    write_chains(folder / "sets" / SET, chains, logit_kind="raw")
-    (folder / "sets" / "other").mkdir()
-    return claims.claims(folder / "sets", N_DRAWS), chains
-
-
-def test_a_row_counts_draws_as_a_slow_loop_does(made):
-    rows, chains = {row["name"]: row for row in made[0]["rows"]}, made[1].values()
+    write_chains(tmp_path / "sets" / SET, by_split, logit_kind="raw")
+    (tmp_path / "sets" / "other").mkdir()
+    made, chains = claims.claims(tmp_path / "sets", N_DRAWS), by_split.values()
+    rows = {row["name"]: row for row in made["rows"]}
     assert set(rows) == {f"{SET}, {of}{search}" for of in ("base", "rf") for search in ("", " after a search")}
-    models = claims.SETS[SET]
     logits = {m: np.concatenate([of.logits[at] for of in chains]) for at, m in enumerate(models)}
     labels = np.concatenate([of.labels for of in chains])
     costs = dict(zip(models, next(iter(chains)).costs.means.tolist(), strict=True))
@@ -50,11 +44,5 @@ def test_a_row_counts_draws_as_a_slow_loop_does(made):
     assert rows[f"{SET}, rf"]["cost"] == pytest.approx(np.mean(means) / budget, rel=1e-5)
     assert rows[f"{SET}, rf"]["exceeded"] == pytest.approx(np.mean(np.array(means) > budget), rel=1e-5)
     assert rows[f"{SET}, rf"]["cost_at_confidence"] < rows[f"{SET}, rf"]["cost"]
-
-
-def test_the_page_shows_what_is_written(made, tmp_path):
-    path = tmp_path / "claims.json"
-    path.write_text(json.dumps(made[0]))
-    (grid,) = claims.grids(json.loads(path.read_text()))
-    assert len(grid.rows) == len(made[0]["rows"]) == 4
-    assert grid.rows[0][0] == made[0]["rows"][0]["name"]
+    (grid,) = claims.grids(json.loads(json.dumps(made)))
+    assert [row[0] for row in grid.rows] == list(rows)

@@ -9,10 +9,9 @@ import pytest
 
 from cauc_ray.data.answer_table import AnswerTable
 from cauc_ray.data.logits import LogitTable, read_embeddings
-from cauc_ray.data.writing import write_logits
 from cauc_ray.models.answers import Answers
 from cauc_ray.numbers.answer_keys import NONE_RIGHT, confidences_in, said_keys
-from jobs.paper import best_five, embedded, public_sets
+from jobs.paper import best_five, embedded
 from jobs.paper.public_sets import IMAGENET, MMLU_PRO, main
 
 N = 40
@@ -93,48 +92,21 @@ def test_tables_hold_the_numbers_of_the_files_and_run_no_code(clones, tmp_path, 
     assert np.exp(logits[[1, 0, 7, 9, 3]]) == pytest.approx([0.5, 0.2, 0.1, 0.05, 0.05])
     assert np.exp(np.delete(logits, [1, 0, 7, 9, 3])) == pytest.approx(0.1 / 995)  # what the five best leave
     assert np.exp(np.float64(logits)).sum() == pytest.approx(1)
+    # Where only the five best are known, to keep the five best changes nothing.
+    best_five.main([str(tmp_path / "sets" / "imagenet"), str(tmp_path / "five")])
+    assert rows_by_id(tmp_path / "five", "xception")["imagenet-50"][0] == pytest.approx(logits, rel=1e-5)
+    assert LogitTable(tmp_path / "five").kinds["xception"] == "log-probabilities"
+    require_answers(tmp_path / "sets")
+    require_embeddings(tmp_path / "sets")
 
 
-def test_a_table_with_five_options_a_row_has_the_five_best_of_another(tmp_path):
-    rng = np.random.default_rng(0)
-    full = {}
-    for split in ("calibration", "validation", "test"):
-        full[split] = rng.normal(size=(4, 1000)).astype(np.float32) * 4
-        ids = [f"{split}-{row}" for row in range(4)]
-        write_logits(tmp_path / "all", "small", split, ids, full[split], np.arange(4), cost=2.0, cost_unit="GMACs")
-    best_five.main([str(tmp_path / "all"), str(tmp_path / "five")])
-    table = LogitTable(tmp_path / "five")
-    assert (table.kinds["small"], table.declared_costs["small"]) == ("log-probabilities", 2.0)
-    narrow = np.asarray(table.read_chain(["small"], "test").logits[0])
-    whole = np.exp(full["test"]) / np.exp(full["test"]).sum(axis=1, keepdims=True)
-    for got, expected in zip(np.exp(narrow), whole, strict=True):
-        best = np.argsort(-expected)[:5]
-        assert got[best] == pytest.approx(expected[best], rel=1e-5)
-        assert len(np.unique(np.delete(got, best))) == 1
-
-
-@pytest.mark.parametrize("module", [best_five, public_sets])
-@pytest.mark.parametrize("fault", ["one folder", "no such folder", "nothing in it", "into itself"])
-def test_wrong_folders_are_one_line_and_exit_code_2(module, fault, tmp_path, capsys):
-    source, output = tmp_path / "source", tmp_path / "output"
-    if fault != "no such folder":
-        source.mkdir()
-    arguments = [source] if fault == "one folder" else [source, source if fault == "into itself" else output]
-    try:
-        code = module.main([str(argument) for argument in arguments])
-    except SystemExit as ended:
-        code = ended.code
-    assert (code, capsys.readouterr().err.count("\n")) == (2, 1)
-    assert not output.exists()
-
-
-def test_answer_tables_hold_answers_with_one_confidence_or_both_and_the_price_of_their_tokens(clones, tmp_path):
-    main([str(clones), str(tmp_path / "sets")])
+def require_answers(sets):
+    """Assert that tables of answers have one confidence or both, and the price of their tokens."""
     for name, confidences in (("mmlu_pro", ("sequence", "verbal")), ("mmlu_pro_verbal", ("verbal",))):
-        table = AnswerTable(tmp_path / "sets" / name)
+        table = AnswerTable(sets / name)
         assert set(table.models) == set(MMLU_PRO)
         assert table.confidences("gpt-4.1") == confidences
-    chain = AnswerTable(tmp_path / "sets" / "mmlu_pro").read_chain(["gpt-4.1-nano", "gpt-4.1"], "test")
+    chain = AnswerTable(sets / "mmlu_pro").read_chain(["gpt-4.1-nano", "gpt-4.1"], "test")
     number = np.array([int(example.removeprefix("mmlu_pro-")) for example in chain.example_ids])
     right = np.array([said_keys(vectors) == chain.labels for vectors in chain.logits])
     np.testing.assert_array_equal(right, np.tile(number % 2 == 1, (2, 1)))
@@ -144,20 +116,26 @@ def test_answer_tables_hold_answers_with_one_confidence_or_both_and_the_price_of
     np.testing.assert_array_equal(np.isnan(verbal), number % 3 > 0)
 
 
-def test_texts_are_embedded_next_to_the_logits_of_their_rows(tmp_path):
-    splits = {"calibration": [4, 0], "test": [3]}
+def require_embeddings(sets):
+    """Assert that texts are embedded next to the logits of their rows."""
+    texts = ["x" * row for row in range(N)]
+    embedded.embed_sets(texts, sets, lambda batch: Answers(np.float32([[len(text)] for text in batch["text"]])))
     for prompt in ("task_icl0", "base_icl1"):
-        for split, rows in splits.items():
-            ids = [f"emotion10k_{prompt}-{row}" for row in rows]
-            write_logits(tmp_path / f"emotion10k_{prompt}", "m", split, ids, np.zeros((len(rows), 2), np.float32))
-    texts = ["a", "bb", "ccc", "dddd", "eeeee"]
+        table = sets / f"emotion10k_{prompt}"
+        ids = LogitTable(table).read_chain(["qwen-1_8b"], "test").example_ids
+        vectors = read_embeddings(table, embedded.NAME, "test", ids)
+        assert vectors[:, 0].tolist() == [int(example.rpartition("-")[2]) for example in ids]
 
-    def lengths(batch):
-        return Answers(np.float32([[len(text), 1] for text in batch["text"]]))
 
-    embedded.embed_sets(texts, tmp_path, lengths)
-    for prompt in ("task_icl0", "base_icl1"):
-        for split, rows in splits.items():
-            ids = [f"emotion10k_{prompt}-{row}" for row in rows]
-            vectors = read_embeddings(tmp_path / f"emotion10k_{prompt}", embedded.NAME, split, ids)
-            assert vectors.tolist() == [[row + 1, 1] for row in rows]
+@pytest.mark.parametrize("fault", ["one folder", "no such folder", "nothing in it", "into itself"])
+def test_wrong_folders_are_one_line_and_exit_code_2(fault, tmp_path, capsys):
+    source, output = tmp_path / "source", tmp_path / "output"
+    if fault != "no such folder":
+        source.mkdir()
+    arguments = [source] if fault == "one folder" else [source, source if fault == "into itself" else output]
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as ended:
+        code = ended.code
+    assert (code, capsys.readouterr().err.count("\n")) == (2, 1)
+    assert not output.exists()

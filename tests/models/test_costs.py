@@ -10,15 +10,8 @@ from hypothesis import strategies as st
 from torchvision import models
 
 from cauc_ray.models.answers import Answers, ModelFacts
-from cauc_ray.models.costs import (
-    FAR,
-    MEASURED_ROWS,
-    cost_far_off,
-    cost_unit,
-    measured,
-    model_cost,
-)
-from cauc_ray.models.pool import COST_UNITS, CostSpec, StageSpec
+from cauc_ray.models.costs import FAR, MEASURED_ROWS, cost_far_off, measured, model_cost
+from cauc_ray.models.pool import COST_UNITS, CostSpec
 from cauc_ray.models.python import python_model
 
 FACTS = ModelFacts("m", gflops=4.0, params_b=7.0)
@@ -43,20 +36,6 @@ UNKNOWN = ModelFacts("m")
 )
 def test_a_declared_number_or_the_nearest_source_is_the_cost(declared, facts, measured, per_call, expected):
     assert model_cost(declared, facts, measured, per_call) == expected
-
-
-def stage(cost=None, **model):
-    return StageSpec.model_validate({"name": "s", "model": model or PYTHON, **({"cost": cost} if cost else {})})
-
-
-PYTHON = {"kind": "python", "factory": "user_models:by_x"}
-
-
-def test_the_unit_is_declared_or_the_calls_own_or_gflops():
-    billed = {"kind": "openai", "model": "m", "prices": {"input": 1, "output": 2}}
-    assert cost_unit(stage()) == COST_UNITS["gflops"]
-    assert cost_unit(stage(**billed)) == "USD"
-    assert all(cost_unit(stage({key: 2}, **billed)) == unit for key, unit in COST_UNITS.items())
 
 
 @given(
@@ -87,49 +66,35 @@ def test_operations_are_counted_as_published():
     assert gflops == pytest.approx(models.ResNet18_Weights.DEFAULT.meta["_ops"], rel=1e-3)
 
 
-def test_the_count_is_a_mean_over_the_first_rows_each_alone_without_those_that_fail():
+def test_operations_and_noise_are_those_of_the_first_rows_each_alone_without_those_that_fail():
     layer = torch.nn.Linear(1, 1)
     sizes = []
 
     class Model:
-        facts = ModelFacts("test")
+        facts = ModelFacts("test", dtype="float32")
 
         def __call__(self, batch):
             sizes.append(len(batch["x"]))
             longest = int(batch["x"].max())  # as padding does
+            if longest > 100:
+                raise RuntimeError("only whole batches")
             failures = {0: "it is bad"} if longest == 3 else {}
             with torch.inference_mode():
                 layer(torch.ones(len(batch["x"]), longest, 1))
             batch["x"][:] = 9
-            return Answers(np.zeros((1, 2), np.float32), failures=failures)
+            neighbours = 0.25 * (len(batch["x"]) > 1)
+            return Answers(np.full((len(batch["x"]), 2), neighbours, np.float32), failures=failures)
 
     batch = {"x": np.arange(1, MEASURED_ROWS + 40)}
+    together = Model()({"x": batch["x"].copy()})
+    sizes.clear()
     expected = (batch["x"][:MEASURED_ROWS].sum() - 3) / (MEASURED_ROWS - 1) / 1e9
-    assert measured(Model(), batch)[0] == pytest.approx(expected)
-    assert sizes == [1] * MEASURED_ROWS
+    assert measured(Model(), batch, together) == (pytest.approx(expected), 0.25)
+    assert measured(Model(), batch) == (pytest.approx(expected), None)
+    assert sizes == [1] * 2 * MEASURED_ROWS
     assert (batch["x"] == np.arange(1, MEASURED_ROWS + 40)).all()
-    assert measured(Model(), {"x": np.full(4, 3)})[0] is None
-
-
-def test_a_model_that_cannot_answer_single_rows_has_no_count():
-    def raises(batch):
-        torch.ones(3, 3) @ torch.ones(3, 3)
-        raise RuntimeError("only whole batches")
-
-    assert measured(python_model(raises, "test"), {"x": np.ones((3, 10))})[0] is None
-
-
-def test_noise_is_how_far_the_other_rows_of_a_batch_move_a_logit():
-    class Model:
-        facts = ModelFacts("test", dtype="float32")
-
-        def __call__(self, batch):
-            n = len(batch["x"])
-            return Answers(np.column_stack([batch["x"], np.zeros(n)]).astype(np.float32) + 0.25 * (n > 1))
-
-    batch = {"x": np.arange(4.0)}
-    assert measured(Model(), batch, Model()(batch))[1] == 0.25
-    assert measured(Model(), batch)[1] is None
+    for values in ([3, 3], [1, 101]):
+        assert measured(Model(), {"x": np.array(values)})[0] is None
 
 
 def test_counting_does_not_load_torch():

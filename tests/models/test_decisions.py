@@ -95,7 +95,6 @@ def test_a_system_message_and_an_image_make_the_input_a_conversation():
     ("reply", "words"),
     [
         (answer({"type": "refusal", "name": None}), "refuses"),
-        (answer({"choice": "mid", "confidence": 0.9}), "no probability of each option"),
         (answer({"probabilities": [{"value": "mid", "probability": 1.0}]}), "no probability of each option"),
         ({"answers": []}, "no probability of each option"),
         (Fault(422, {"detail": "too many choices"}), "too many choices"),

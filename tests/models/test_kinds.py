@@ -93,6 +93,9 @@ NO_COLUMN = ({"prompt": "Which one?"}, "prompt reads no column")
 ONE_LABEL = ({"labels": ["one"]}, "labels")
 ASKED = {"labels": LABELS, "prompt": "Ticket: {{ text }}"}
 ASKED_OTHERWISE = {"prompt": "Request: {{ text }}", "labels": ["billing", "bug", "else"]}
+ASKED_OTHERWISE |= {"examples": [{"text": "Pay me", "label": "bug"}]}
+# Settings of what is asked, which policies keep.
+SHOWN = {*ASKED_OTHERWISE, "options", "system", "instructions", "question"}
 
 
 @cache
@@ -191,7 +194,6 @@ def torchvision(folder: Path, stack: ExitStack) -> Case:
     save_file({name: w * torch.nan for name, w in network.state_dict().items()}, folder / "nan.safetensors")
     torch.save([1, 2], folder / "list.pth")
     torch.save(network, folder / "module.pth")  # a pickle, which would run what it likes
-    save_file({}, folder / "none.safetensors")
     whole = (folder / "w.safetensors").read_bytes()
     damaged = {"words.pth": b"no weights at all\n", "empty.pth": b"", "half.safetensors": whole[:9000]}
     for name, content in damaged.items():
@@ -203,7 +205,6 @@ def torchvision(folder: Path, stack: ExitStack) -> Case:
         ({"weights": "absent.pth"}, "absent.pth does not exist"),
         *(({"weights": name}, "is not a readable weight file") for name in (*damaged, "module.pth")),
         ({"weights": "list.pth"}, "has no named weights"),
-        ({"weights": "none.safetensors"}, "has no classifier.1.weight"),
         ({"arch": "squeezenet1_0"}, "does not fit squeezenet1_0: "),
         ({"arch": "resnet18"}, "has no fc.weight"),
     ]
@@ -317,6 +318,8 @@ def served(
         case.same = {"prices": {"input": 3, "output": 3}, "api_key_env": "K", "max_concurrency": 1}
         case.same |= {"timeout_s": 9, "max_retries": 1, "max_usd": 1, "headers": {"x-team": "a"}}
         case.different = {**ASKED_OTHERWISE, "base_url": "http://host", "system": "Be brief.", "extra_body": {"a": 1}}
+        if kind == "decisions":
+            case.different |= {"instructions": "Choose the wrong one.", "question": "score"}
         case.broken = {"base_url": broken.url}
         return case
 
@@ -386,10 +389,7 @@ KINDS = {
         ({"base_url": None, "api_key_env": "ABSENT_KEY"}, "the environment variable ABSENT_KEY has no token"),
         ({"extra_body": {"logprobs": False}}, "set by other settings"),
         ({"extra_body": {"max_tokens": 9}}, "max_tokens is for votes"),
-        *(
-            ({"endpoint": "completions", name: value}, f"{name} is for endpoint: chat")
-            for name, value in (("system", "Be brief."), ("chat_template_kwargs", {"a": 1}), ("votes", 3))
-        ),
+        ({"endpoint": "completions", "system": "Be brief."}, "system is for endpoint: chat"),
         ({"votes": 3, "top_logprobs": 5}, "top_logprobs"),
         ({"votes": 3, "options": "text"}, "letter or name"),
         ({"image": True, "options": "name"}, "use letter, or votes"),
@@ -402,10 +402,7 @@ KINDS = {
         ({"options": "letter"}, "a decision lists its own"),
         ({"labels": [f"label {n}" for n in range(256)]}, "255 labels, not 256"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
-        *(
-            ({"format": "systemone", name: value}, "systemone")
-            for name, value in (("image", True), ("system", "Be fair."))
-        ),
+        ({"format": "systemone", "system": "Be fair."}, "systemone"),
     ),
     "remote": remote,
     "sentence-encoder": sentence_encoder,
@@ -485,6 +482,7 @@ def test_the_kind_of_logits_their_labels_and_costs_are_as_declared(case):
         assert (kind_of(case.model.facts.logit_kind) or "raw") == case.logit_kind
     assert case.model.facts.labels == case.labels
     assert stage.model.label_names in (None, case.labels)
+    assert stage.model.columns_read.names in (None, case.columns.keys() - {"example_id"})
     answers = case.model(case.batch())
     assert (answers.costs is not None) == (stage.model.cost_unit is not None) == case.bills
     if case.bills:
@@ -501,6 +499,10 @@ def test_the_identity_changes_with_what_changes_answers_and_with_nothing_else(ca
         assert case.stage(**{name: value}).model.identity == identity, name
     identities = {case.stage(**{name: value}).model.identity for name, value in case.different.items()}
     assert len(identities | {identity}) == 1 + len(case.different)
+    if stage.model.shown is not None:
+        asked = case.different.keys() & SHOWN
+        prompts = {case.stage(**{name: case.different[name]}).model.shown for name in asked}
+        assert len(prompts | {stage.model.shown}) == 1 + len(asked)
 
 
 @pytest.mark.parametrize("case", ["onnx", "sklearn", "torchvision", "transformers-image", "vllm"], indirect=True)

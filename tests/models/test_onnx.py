@@ -1,6 +1,7 @@
 """Classifiers in ONNX files: of columns, of texts and of images, against numpy on the same weights."""
 
 from functools import partial
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -119,13 +120,12 @@ def test_texts_are_read_by_a_tokenizer_and_padding_changes_no_answer(tmp_path, k
     assert answers.failures == {3: "it has no text in 'text'"}
 
 
-def probabilities_of_a_pipeline(path, classes, *, zipmap, order=None):
-    """Write a file as skl2onnx does: labels, and probabilities in an order of their own, or as maps by label."""
+def probabilities_of_a_pipeline(path, classes, *, zipmap):
+    """Write a file as skl2onnx does: labels, and probabilities in their order, or as maps by label."""
     n = len(classes)
     kind, key = (TensorProto.STRING, "strings") if isinstance(classes[0], str) else (TensorProto.INT64, "int64s")
     nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["scores"]),
-        helper.make_node("Softmax", ["scores"], ["p"], axis=1),
+        helper.make_node("Softmax", ["x"], ["p"], axis=1),
         helper.make_node("ArgMax", ["x"], ["best"], axis=1, keepdims=0),
         helper.make_node("Gather", ["classes", "best"], ["label"]),
     ]
@@ -135,10 +135,9 @@ def probabilities_of_a_pipeline(path, classes, *, zipmap, order=None):
         nodes.append(helper.make_node("ZipMap", ["p"], ["maps"], domain="ai.onnx.ml", **names))
         values = helper.make_map_type_proto(kind, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
         scores = helper.make_value_info("maps", helper.make_sequence_type_proto(values))
-    w = np.eye(n, dtype=np.float32)[:, order or range(n)]
-    constants = {"w": w, "classes": np.array(classes, dtype=object if key == "strings" else np.int64)}
+    texts = np.array(classes, dtype=object if key == "strings" else np.int64)
     inputs, outputs = [("x", TensorProto.FLOAT, ["n", n])], [("label", kind, ["n"]), scores]
-    return save(path, nodes, inputs, outputs, **constants)
+    return save(path, nodes, inputs, outputs, classes=texts)
 
 
 X = RNG.normal(size=(40, 3)).astype(np.float32)
@@ -149,38 +148,26 @@ def table(values):
     return {"x": column(list(values))}
 
 
-@pytest.mark.parametrize(
-    ("classes", "labels"),
-    [
-        (("NA", "ok", "zz"), ["ok", "NA", "zz"]),
-        ((1, 2, 3), ["3", "1", "2"]),
-        ((0, 1, 2), None),
-        ((0, 1, 2), ["2", "0", "1"]),
-    ],
-)
-def test_scores_that_a_file_names_by_label_come_in_the_order_of_the_pools_labels(tmp_path, classes, labels):
-    path = probabilities_of_a_pipeline(tmp_path / "m.onnx", classes, zipmap=True)
-    logits = spec(path, labels=labels, logit_kind="probabilities").load()(table(X)).logits
-    order = [[str(c) for c in classes].index(name) for name in labels or map(str, classes)]
-    assert logits == pytest.approx(P[:, order], abs=1e-6)
-    if classes != (0, 1, 2):  # numbers of options fit any names
-        with pytest.raises(ConfigError, match="the pool has"):
-            spec(path, labels=["a", "b", "c"], logit_kind="probabilities").load()(table(X))
-
-
 @pytest.mark.parametrize("classes", [("NA", "ok", "zz"), (1, 2, 3), (0, 1, 2)])
-def test_labels_of_the_file_that_its_highest_scores_do_not_have_are_refused(tmp_path, classes):
-    """In whatever way the orders differ, on the first batch."""
-    names = [str(label) for label in classes]
-    path = probabilities_of_a_pipeline(tmp_path / "m.onnx", classes, zipmap=False)
-    assert spec(path, labels=names).load()(table(X)).logits == pytest.approx(P, abs=1e-6)
-    for reordered in ([names[i] for i in order] for order in ((1, 0, 2), (2, 1, 0), (1, 2, 0))):
-        if classes != (0, 1, 2):
+def test_scores_come_in_the_order_of_the_pools_labels_or_are_refused(tmp_path, classes):
+    """A file names its scores by label, or only the label of the highest one, which its first batch shows."""
+    named = probabilities_of_a_pipeline(tmp_path / "named.onnx", classes, zipmap=True)
+    bare = probabilities_of_a_pipeline(tmp_path / "bare.onnx", classes, zipmap=False)
+    fits_any_names = classes == (0, 1, 2)  # numbers of options
+    for order in permutations(range(3)):
+        labels = [str(classes[option]) for option in order]
+        logits = spec(named, labels=labels, logit_kind="probabilities").load()(table(X)).logits
+        assert logits == pytest.approx(P[:, order], abs=1e-6)
+        if order == (0, 1, 2):
+            assert spec(bare, labels=labels).load()(table(X)).logits == pytest.approx(P, abs=1e-6)
+        elif not fits_any_names:
             with pytest.raises(ConfigError, match="labels of the pool in the order"):
-                spec(path, labels=reordered).load()(table(X))
-    swapped = probabilities_of_a_pipeline(tmp_path / "s.onnx", classes, zipmap=False, order=[0, 2, 1])
-    with pytest.raises(ConfigError, match="in the order of the model's scores"):
-        spec(swapped, labels=names).load()(table(X))
+                spec(bare, labels=labels).load()(table(X))
+    if fits_any_names:
+        assert spec(named, logit_kind="probabilities").load()(table(X)).logits == pytest.approx(P, abs=1e-6)
+    else:
+        with pytest.raises(ConfigError, match="the pool has"):
+            spec(named, labels=["a", "b", "c"], logit_kind="probabilities").load()(table(X))
 
 
 def image_network(path, shape, kind=TensorProto.FLOAT):

@@ -1,25 +1,20 @@
 import asyncio
-import base64
 import gzip
-import io
 import itertools
 import math
 import threading
 import time
 import traceback
-import weakref
 
 import numpy as np
 import pytest
-from batches import column, encoded, question_batch
+from batches import column, question_batch
 from completion_server import Fault, LanguageServer, chat_answer, language_server, scripted_server
-from language_models import LETTERS, question_prompt
-from PIL import Image
-from scipy.special import log_softmax, logsumexp
+from language_models import question_prompt
 
 from cauc_ray.errors import ConfigError, ExecutionError, SpendingError
 from cauc_ray.models.answers import BELOW, LITTLE_MASS
-from cauc_ray.models.images import decode_image
+from cauc_ray.models.images import data_uri
 from cauc_ray.models.kind import Placement
 from cauc_ray.models.openai import OpenAISpec
 
@@ -31,74 +26,6 @@ def spec(**settings):
 
 
 TWO = [("first?", ["x", "y"]), ("second?", ["x", "y"])]
-QUESTIONS = [
-    ("Which is a fruit?", ["stone", "apple", "car"]),
-    ("What do bees make, and where do they keep it?", ["honey", "walls", "milk"]),
-    ("1 + 1?", ["1", "2", "3", "4"]),
-    ("Where would you put a plate after washing it?", ["shelf", "garden", "sea", "table", "bed"]),
-]
-
-
-def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(monkeypatch):
-    monkeypatch.setenv("OTHER_KEY", f"{KEY}€")
-    with pytest.raises(ConfigError, match="OTHER_KEY") as raised:
-        spec(api_key_env="OTHER_KEY").load()
-    assert KEY not in str(raised.value)
-
-
-# A server with a language model, whose log-probabilities are known.
-
-
-@pytest.fixture(scope="module")
-def served(language_model):
-    with language_server(language_model) as url:
-        yield url
-
-
-@pytest.mark.parametrize(("endpoint", "n_top"), [("chat", 20), ("chat", 3), ("completions", 10)])
-def test_options_get_the_log_probabilities_of_a_plain_forward_pass(served, language_model, endpoint, n_top):
-    tokenizer, prices = language_model.tokenizer, {"input": 2.0, "output": 6.0}
-    answers = spec(base_url=served, prices=prices, top_logprobs=n_top, endpoint=endpoint).load()(
-        question_batch(*QUESTIONS, ("word " * 10_000, ["x", "y"]))
-    )
-    assert "maximum context length" in answers.failures.pop(4)
-    # A chat model would rather end its text after bare prompts: then no first token exists.
-    assert all("endpoint: chat" in reason for reason in answers.failures.values())
-    assert not answers.failures or (endpoint == "completions" and tokenizer.chat_template)
-    n_below = 0
-    for row, (question, choices) in enumerate(QUESTIONS):
-        if row in answers.failures:
-            continue
-        prompt = question_prompt(question, choices, chat=endpoint == "chat")
-        tokens = language_model.chat(prompt) if endpoint == "chat" else tokenizer.encode(prompt)
-        assert answers.costs[row] == pytest.approx((len(tokens) * prices["input"] + prices["output"]) / 1e6)
-        logprobs = log_softmax(language_model.logits(tokens)[-1].astype(np.float64))
-        top = {token: tokenizer.decode([token]).strip() for token in np.argsort(-logprobs)[:n_top].tolist()}
-        for letter, logit in zip(LETTERS, answers.logits[row, : len(choices)], strict=False):
-            listed = [logprobs[token] for token, text in top.items() if text == letter]
-            n_below += not listed
-            assert (
-                logit == pytest.approx(logsumexp(listed), abs=1e-5)
-                if listed
-                else logit <= logprobs[[*top]].min() + 1e-5
-            )
-    assert answers.counts.get(BELOW, 0) == n_below
-    assert n_below > 0 or n_top > 3 or answers.failures
-
-
-def test_a_server_that_scores_no_given_tokens_is_refused_for_names(served):
-    with pytest.raises(ConfigError, match="needs a server with /tokenize and logprob_token_ids"):
-        spec(base_url=served, options="name").load()(question_batch(*TWO))
-
-
-def test_a_model_goes_as_soon_as_it_is_dropped(tiny_model):
-    """Its thread and connections do not wait for the garbage collector."""
-    with language_server(tiny_model, scores_tokens=True) as url:
-        model = spec(base_url=url).load()
-        model(question_batch(TWO[0]))
-        dropped = weakref.ref(model)
-        del model
-        assert dropped() is None
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -118,9 +45,6 @@ def test_an_option_that_a_server_does_not_tokenise_fails_its_question_alone(tiny
     assert "no such text" in answers.failures[place]
 
 
-# A server that follows a script: rate limits, faults and answers that a real one does not give at will.
-
-
 def always_a(prompt, before):
     return chat_answer({"A": 0.9})
 
@@ -129,6 +53,11 @@ def ask(script, *rows, **settings):
     """Ask a server that follows a script about rows, or about TWO; return the answers and the server."""
     with scripted_server(script) as server:
         return spec(base_url=server.url, **settings).load()(question_batch(*(rows or TWO))), server
+
+
+def test_a_server_that_scores_no_given_tokens_is_refused_for_names():
+    with pytest.raises(ConfigError, match="needs a server with /tokenize and logprob_token_ids"):
+        ask(always_a, options="name")
 
 
 @pytest.mark.parametrize(
@@ -250,7 +179,6 @@ REFUSAL = "This model's maximum context length is\n8192 tokens " + "…" * 300
         (Fault(200, gzip.compress(bytes(300 << 20), 1), content_encoding="gzip"), "256 MB"),
         (Fault(422, "no JSON", content_type="text/plain"), "422: no JSON"),
         (Fault(200, "<html>", content_type="text/html"), "not JSON"),
-        (Fault(200, "{", content_type="application/json"), "not JSON"),
         (Fault(200, {"choices": [{"logprobs": {"content": []}}]}), "ended its answer before"),
         (Fault(200, {"choices": []}), "has no choices"),
         (chat_answer({"A": 0.9}) | {"choices": [{"message": {"content": "A"}}]}, "no log-probabilities"),
@@ -270,8 +198,6 @@ def test_a_question_that_a_server_refuses_fails_alone(fault, words):
     "fault",
     [
         Fault(401, {"error": {"message": f"Incorrect API key provided: {KEY}"}}),
-        Fault(402, {"error": {"message": "no credit left"}}),
-        Fault(404, {"error": {"message": "The model `m` does not exist."}}),
         Fault(400, {"error": {"message": "logprobs are not supported", "param": "logprobs"}}),
         Fault(400, {"error": {"message": "no such model", "code": "model_not_found"}}),
         Fault(429, {"error": {"message": "quota", "code": "insufficient_quota"}}),
@@ -419,25 +345,15 @@ def test_an_attempt_without_an_answer_in_time_is_billed_like_the_one_that_was_an
 
 
 def test_images_go_before_the_text_that_asks_about_them():
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    clear = Image.fromarray(np.random.default_rng(0).integers(0, 255, (8, 16, 4), np.uint8))
-    upright = clear.convert("RGB")
-    images = [encoded(upright, "JPEG"), encoded(upright, "JPEG", exif=turned), encoded(clear), b"no image", None]
     settings = {"image": True, "labels": ["cat", "dog"], "prompt": "Which animal is this?"}
+    picture = np.full((4, 6, 3), 7, np.uint8)
     with scripted_server(always_a) as server:
-        model_spec = spec(base_url=server.url, max_concurrency=1, **settings)
-        answers = model_spec.load()({"image": column([np.full((4, 6, 3), 7, np.uint8), *images])})
-    assert answers.failures.keys() == {4, 5}
-    assert (model_spec.columns_read.names, model_spec.columns_read.texts) == ({"image"}, set())
-    sent = []
-    for _, _, body in server.requests:
-        first, second = body["messages"][0]["content"]
-        assert "A. cat" in second["text"]
-        sent.append(base64.b64decode(first["image_url"]["url"].partition(";base64,")[2]))
-    assert sent[1] == images[0]  # a JPEG that is upright is sent as it is
-    for content, image in zip(sent[1:], images, strict=False):
-        assert np.array_equal(Image.open(io.BytesIO(content)).convert("RGB"), decode_image(image))
+        answers = spec(base_url=server.url, **settings).load()({"image": column([picture, b"no image", None])})
+        ((_, _, body),) = server.requests
+    assert answers.failures.keys() == {1, 2}
+    image, text = body["messages"][0]["content"]
+    assert image["image_url"]["url"] == data_uri(picture)
+    assert "A. cat" in text["text"]
 
 
 # Sampled votes.
@@ -482,18 +398,15 @@ def test_names_are_voted_for_and_a_question_without_a_vote_fails_alone():
     labels = ["order", "order_status", "billing"]
 
     def script(prompt, before):
-        if "third" in prompt:
-            return Fault(400, {"error": {"message": "content filter"}})
         return sampled(*["none" if "second" in prompt else "order_status"] * 4)
 
     settings = {"votes": 4, "options": "name", "labels": labels, "prompt": "{{ text }}"}
     with scripted_server(script) as server:
         model = spec(base_url=server.url, **settings).load()
-        answers = model({"text": column(["first", "second", "third"])})
+        answers = model({"text": column(["first", "second"])})
     assert answers.logits[0] == pytest.approx([1 / 15, 13 / 15, 1 / 15])
-    assert answers.failures.keys() == {1, 2}
+    assert answers.failures.keys() == {1}
     assert "none of its 4 sampled answers" in answers.failures[1]
-    assert "content filter" in answers.failures[2]
 
 
 @pytest.mark.parametrize("field", [{}, {"content": None, "reasoning_content": "Okay"}])

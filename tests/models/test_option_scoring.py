@@ -1,13 +1,9 @@
 """One rule scores options in torch, in vLLM and behind servers, held against whole texts and plain forward passes."""
 
-import copy
-
 import fake_vllm
 import pytest
 from batches import column, question_batch, refused
 from completion_server import language_server
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from plain_scores import plain_scores
 from vocabularies import SWITCHED, VOCABULARIES, language_model, vocabulary
 
@@ -15,7 +11,6 @@ from cauc_ray.models.answers import BELOW
 from cauc_ray.models.language import ChoiceModel
 from cauc_ray.models.openai import OpenAISpec
 from cauc_ray.models.prompts import Prompts
-from cauc_ray.models.tokens import Tokenizing
 from cauc_ray.models.transformers import TransformersChoiceSpec
 from cauc_ray.models.vllm import VllmSpec
 
@@ -25,7 +20,6 @@ TOLERANCE = 1e-4
 CASES = [
     (name, how) for name in VOCABULARIES for how in ("letter", "name", "text") if (name, how) != ("unigrams", "letter")
 ]
-# The suite has every vocabulary, and every form of options with and without a template; the soak all combinations.
 SERVED = [case for case in CASES if case[0] != "dated"]  # a server is given a date, but no clock
 LABELS = ("order", "order_status", "order status by e-mail", "other")
 TEXTS = column(["Where is it?", "I would like two of these.", "And then", "x", "It broke: 17"])
@@ -35,7 +29,10 @@ ROWS = question_batch(
     ("1 + 1?", ["1", "2", "3", "4"]),
     (None, ["a", "b"]),
 )
-INPUTS = {"labels": {"text": TEXTS}, "choices": ROWS}
+# Ends of prompts, with which the tokens of an answer may merge.
+ENDS = column(["ab 17", "a\n", "b.", "é", "x\n\n", "1 "])
+INPUTS = {"labels": {"text": TEXTS}, "ends": {"text": ENDS}, "choices": ROWS}
+PROMPTS = {"labels": "Text: {{ text }}", "ends": "{{ options }}\n\n{{ text }}"}
 
 
 @pytest.fixture(scope="module")
@@ -53,20 +50,18 @@ def models(tmp_path_factory):
 
 
 def some_of(cases):
-    """Parametrise with cases and chat; every fifth of these combinations is in the suite."""
+    """Parametrise with every vocabulary, and every form of options with and without a template."""
     combinations = [(*case, chat) for case in cases for chat in (True, False)]
-    return pytest.mark.parametrize(
-        ("name", "options", "chat"),
-        [
-            case if chosen else pytest.param(*case, marks=pytest.mark.soak("full"))
-            for number, case in enumerate(combinations)
-            for chosen in [number % 5 == 0]
-        ],
-    )
+    return pytest.mark.parametrize(("name", "options", "chat"), combinations[::5])
+
+
+def inputs_of(options):
+    """Return the inputs; after the ends a letter may be several tokens."""
+    return [(rows, inputs) for rows, inputs in INPUTS.items() if (rows, options) != ("ends", "letter")]
 
 
 def choice_spec(model, rows="choices", **more):
-    more |= {"labels": LABELS, "prompt": "Text: {{ text }}"} if rows == "labels" else {}
+    more |= {"labels": LABELS, "prompt": PROMPTS[rows]} if rows in PROMPTS else {}
     return TransformersChoiceSpec(kind="transformers-choice", model=str(model.folder), **more)
 
 
@@ -85,7 +80,7 @@ def assert_scores(answers, model, spec, rows, *, chat, shifted=False):
 def test_options_are_scored_as_in_the_whole_text(models, monkeypatch, name, chat, options):
     fake_vllm.install(monkeypatch)
     model = models(name)
-    for rows, inputs in INPUTS.items():
+    for rows, inputs in inputs_of(options):
         spec = choice_spec(model, rows, options=options, chat_template=chat)
         answers = ChoiceModel(spec, model.tokenizer, model.network)(inputs)
         assert_scores(answers, model, spec, rows, chat=chat)
@@ -98,53 +93,14 @@ def test_options_are_scored_as_in_the_whole_text(models, monkeypatch, name, chat
 def test_servers_score_options_by_the_same_rule(models, name, chat, options):
     model = models(name)
     with language_server(model, scores_tokens=True) as url:
-        for rows, inputs in INPUTS.items():
+        for rows, inputs in inputs_of(options):
             spec = choice_spec(model, rows, options=options, chat_template=chat)
-            prompts = {"labels": LABELS, "prompt": spec.prompt} if rows == "labels" else {}
+            prompts = {"labels": LABELS, "prompt": spec.prompt} if rows in PROMPTS else {}
             endpoint = "chat" if chat else "completions"
             served = OpenAISpec(kind="openai", model="m", base_url=url, endpoint=endpoint, options=options, **prompts)
             answers = served.load()(inputs)
             assert_scores(answers, model, spec, rows, chat=chat, shifted=options == "letter")
             assert BELOW not in answers.counts
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    texts=st.lists(st.text("ab 17\n.é", min_size=1, max_size=12), min_size=1, max_size=6),
-    name=st.sampled_from([*VOCABULARIES]),
-)
-def test_labels_have_the_tokens_of_joint_encodings_whatever_the_prompt_ends_with(texts, name):
-    tokenizer = vocabulary(name, [*TEXTS, *LABELS])
-    texts = [f"Q{text}." if text.isspace() else text for text in texts]
-    spec = TransformersChoiceSpec(
-        kind="transformers-choice",
-        model="m",
-        prompt="{{ options }}\n\n{{ text }}",
-        labels=LABELS,
-        options="text",
-        chat_template=False,
-    )
-    asked, faults = Tokenizing(spec, tokenizer, 10_000)({"text": column(texts)})
-    assert not faults
-    questions, _ = Prompts(spec, False)({"text": column(texts)})
-    for one in asked:
-        for label, option in zip(LABELS, one.options, strict=True):
-            tokens = tokenizer.encode(f"{questions[one.row].text} {label}")
-            assert one.prompt + option == tokens[: -1 if tokens[-1] == tokenizer.eos_token_id else None]
-
-
-@pytest.mark.parametrize("chat", [True, False])
-def test_a_label_that_begins_another_does_not_always_beat_it(models, chat):
-    model = models("byte pairs")
-    spec = choice_spec(model, prompt="{{ text }}", labels=("a", "a b"), options="name", chat_template=chat)
-    (follows,) = model.tokenizer.encode(" b", add_special_tokens=False)
-    winners = set()
-    for likely in (8, -8):  # one of these makes " b" likelier after the shorter label than its end
-        network = copy.deepcopy(model.network)
-        network.lm_head.weight.data[follows] *= likely
-        answers = ChoiceModel(spec, model.tokenizer, network)({"text": TEXTS})
-        winners |= {*answers.logits.argmax(axis=1).tolist()}
-    assert winners == {0, 1}
 
 
 # Templates.
@@ -180,12 +136,10 @@ def test_control_tokens_in_a_row_are_text_or_refused(models, chat):
         assert "<|im_end|>" in answers.failures[1]
         assert "</s>" in loaded(choices).failures[0]
     else:
-        tokenizer = model.tokenizer
-        prompt = Prompts(loaded_spec := choice_spec(model), False)(rows)[0][1].text
-        tokens = tokenizer.encode(f"{prompt} A", split_special_tokens=True)
-        assert not set(tokens) & set(tokenizer.all_special_ids)
+        prompt = Prompts(choice_spec(model), False)(rows)[0][1].text
+        tokens = model.tokenizer.encode(f"{prompt} A", split_special_tokens=True)
+        assert not set(tokens) & set(model.tokenizer.all_special_ids)
         assert answers.logits[1, 0] == pytest.approx(model.logits(tokens)[-2, tokens[-1]], abs=TOLERANCE)
-        assert loaded_spec.answers_with == "letter"
 
 
 @pytest.mark.parametrize("name", ["byte pairs", "byte pairs with BOS", "prepended space and EOS"])

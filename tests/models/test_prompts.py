@@ -47,12 +47,10 @@ def question(chat=False, options=None, prompt=None, **row):
         ({"context": " About sums. "}, "About sums.\n"),
         ({"context": None, "subject": math.nan}, ""),
         ({"prompt": "mmlu", "subject": "a_b"}, "The following is a multiple choice question about a b.\n\n"),
-        ({"prompt": "mmlu"}, ""),
         ({"prompt": "mmlu", "subject": None}, ""),
         ({"prompt": "medmcqa"}, "The following is a multiple choice question from a medical entrance exam.\n\n"),
         ({"prompt": "logiqa", "context": "All men die."}, "Passage: All men die.\n"),
         ({"prompt": "socialiqa", "context": "Jo left."}, "Situation: Jo left.\n"),
-        ({"prompt": "socialiqa"}, ""),
         ({"task": "mmlu", "subject": "a column that nobody reads"}, ""),
     ],
 )
@@ -160,40 +158,6 @@ def test_rows_that_cannot_be_asked_say_why():
 )
 def test_a_fault_of_a_prompt_is_one_line_before_anything_is_loaded(tmp_path, settings, words):
     assert re.search(words, refused(lambda: spec(**{"folder": tmp_path, **settings})))
-
-
-ASKED_OTHERWISE = [
-    {"instructions": "Choose the wrong option."},
-    {"question": "score"},
-    {"labels": {"a": "about x", "b": "about y"}},
-    {"labels": ["b", "a"]},
-    {"prompt": "{{ text }}!"},
-    {"examples": [{"text": "t", "label": "b"}]},
-]
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "changes"),
-    [
-        ("decisions", {}, ASKED_OTHERWISE),
-        ("openai", {"options": "text"}, ASKED_OTHERWISE[3:]),
-        ("openai", {"options": "letter"}, [{"system": "Be brief."}, *ASKED_OTHERWISE[2:]]),
-        ("openai", {"options": "name", "prompt": "{{ options }} {{ text }} is"}, ASKED_OTHERWISE[2:]),
-        ("openai", {"options": "text", "prompt": "{{ options }} {{ text }} is"}, ASKED_OTHERWISE[3:]),
-        ("transformers-zero-shot", {"prompt": "a {{ label }}"}, [{"prompt": "one {{ label }}"}, *ASKED_OTHERWISE[3:4]]),
-    ],
-)
-def test_what_is_asked_in_another_way_is_shown_in_another_way(tmp_path, kind, settings, changes):
-    """Policies keep what is shown, and refuse pools that show something else."""
-
-    def shown_with(**changed):
-        model = {"kind": kind, "model": "m", "labels": ["a", "b"], "prompt": "{{ text }}", **settings, **changed}
-        if kind != "transformers-zero-shot":
-            model["base_url"] = "http://127.0.0.1:1/v1"
-        pool = {"name": "p", "task": "classification", "stages": [{"name": "s", "model": model}]}
-        return pool_of(pool, tmp_path).stages[0].model.shown
-
-    assert len({shown_with(), *(shown_with(**changed) for changed in changes)}) == 1 + len(changes)
 
 
 def test_a_template_that_lists_the_options_is_shown_as_the_whole_prompt():

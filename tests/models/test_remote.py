@@ -34,20 +34,6 @@ def expected_of(batch):
     return logits_of(batch["numbers"], batch["title"]).astype(np.float32)
 
 
-@pytest.mark.parametrize(("max_rows", "sizes"), [(1, [1] * 10), (3, [1, 3, 3, 3]), (64, [10])])
-def test_a_server_of_other_names_gets_what_it_reads_and_no_more_in_any_number_of_requests(max_rows, sizes):
-    batch = batch_of(10)
-    with strict_server() as server:
-        model = remote(server.url, max_rows=max_rows, timeout_s=60)
-        answers = model(batch)
-    assert np.array_equal(answers.logits, expected_of(batch))
-    assert (answers.n_options == 3).all()
-    assert not answers.failures
-    assert answers.costs is None
-    assert sorted(n for _, _, n in server.requests) == sizes
-    assert all(0 < parameters["timeout"] <= 60e6 for _, parameters, _ in server.requests)
-
-
 @pytest.mark.parametrize(
     ("extensions", "speaks_binary", "formats"),
     [(["binary_tensor_data"], True, [True, True]), (None, True, [False, True]), (None, False, [False, False])],
@@ -60,12 +46,7 @@ def test_a_gateway_that_exposes_models_only_is_asked_in_json_until_it_answers_in
         for n in (3, 4):
             assert np.array_equal(model(batch_of(n)).logits, expected_of(batch_of(n)))
     assert [LENGTH in headers for headers, _, _ in server.requests] == formats
-
-
-def test_a_transient_status_is_tried_again():
-    with strict_server(faults=[(status, {"Retry-After": "0"}) for status in (429, 503, 504)]) as server:
-        assert not remote(server.url)(batch_of(2)).failures
-    assert len(server.requests) == 4
+    assert all(0 < parameters["timeout"] <= 30e6 for _, parameters, _ in server.requests)  # of 30 s
 
 
 def test_the_limit_of_a_server_is_learned_once():
@@ -94,8 +75,7 @@ def describes(**changes):
         (answers_with(503, {}), {}, ExecutionError, "503: not now, 3 attempts"),
         (answers_with(503, {"Retry-After": "3600"}), {}, ExecutionError, "503: not now"),
         (answers_with(500, {}), {}, ExecutionError, "it fails on every row, 500: not now"),
-        (answers_with(401, {}), {}, ConfigError, "401: not now"),
-        (answers_with(404, {}), {}, ConfigError, "404: not now"),
+        *((answers_with(status, {}), {}, ConfigError, f"{status}: not now") for status in (401, 404)),
         (answers_with(302, {"Location": "https://elsewhere"}), {}, ConfigError, "see https://elsewhere"),
         (answers_with(200, {}, b"<html>Welcome</html>"), {}, ExecutionError, "its answer cannot be read"),
         *(
@@ -133,24 +113,9 @@ def test_a_rejected_row_fails_alone_and_does_not_shrink_later_requests(status):
     assert server.requests[-1][2] == 6
 
 
-@pytest.mark.parametrize(("status", "error"), [(400, ConfigError), (500, ExecutionError)])
-def test_a_server_that_rejects_everything_from_the_start_ends_the_call(status, error):
-    with strict_server(faults=[(status, {})] * 99) as server, pytest.raises(error, match=str(status)):
+def test_a_server_that_rejects_everything_from_the_start_ends_the_call():
+    with strict_server(faults=[(400, {})] * 99) as server, pytest.raises(ConfigError, match="400"):
         remote(server.url)(batch_of(64))
-
-
-def test_a_row_whose_logits_are_infinite_fails():
-    def answers(numbers, titles):
-        logits = logits_of(numbers, titles)
-        logits[2, 1] = np.inf
-        logits[3, 1] = -np.inf
-        return logits
-
-    with strict_server(answers=answers) as server:
-        result = remote(server.url)(batch_of(5))
-    assert list(result.failures) == [2]
-    assert result.logits[3].tolist()[1] == -np.inf
-    assert (result.n_options[[0, 1, 3, 4]] == 3).all()
 
 
 def test_values_that_a_tensor_does_not_take_are_failed_rows():
@@ -172,15 +137,6 @@ def test_a_silent_connection_costs_an_attempt_not_the_call():
     assert link.n_connections > 1
 
 
-def test_a_call_ends_at_its_deadline_whatever_the_link_does():
-    with strict_server() as server, Link(port_of(server)) as link:
-        model = remote(link.url, timeout_s=0.5)
-        assert not model(batch_of(4)).failures
-        link.cut()
-        with pytest.raises(ExecutionError):
-            model(batch_of(4))
-
-
 def test_a_connection_whose_handshake_is_given_up_is_closed():
     """The server takes connections and says nothing: none may be left open for the collector of garbage."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -192,16 +148,6 @@ def test_a_connection_whose_handshake_is_given_up_is_closed():
             connection.settimeout(5.0)
             while connection.recv(65536):
                 pass
-
-
-def test_bytes_are_those_of_the_wire_and_every_call_is_the_next_one():
-    with strict_server() as server, Link(port_of(server), delay_s=0.01) as link:
-        model = remote(link.url, max_rows=2, max_concurrency=2)
-        wires = [model(batch_of(n)).wire for n in (1, 5, 3)]
-        assert sum(wire.bytes_out for wire in wires) == link.bytes_out
-        assert sum(wire.bytes_in for wire in wires) == link.bytes_in
-        assert link.n_connections == 2
-    assert all(wire.seconds > 0 for wire in wires)
 
 
 # Settings.
@@ -224,9 +170,10 @@ def test_secrets_come_from_the_environment_and_are_not_shown(monkeypatch):
         assert headers["Authorization"] == f"Bearer {token}"
         assert headers["api-key"] == key
         assert headers.get_all("Host") == ["net.models.example"]
-    monkeypatch.delenv("GATEWAY_KEY")
-    with pytest.raises(ConfigError, match="GATEWAY_KEY"):
+    monkeypatch.setenv("GATEWAY_KEY", f"{key}€")  # a client's own message would show it
+    with pytest.raises(ConfigError, match="GATEWAY_KEY") as raised:
         remote("https://h", **settings)
+    assert key not in str(raised.value)
 
 
 def test_a_proxy_of_the_environment_is_used_unless_the_host_is_excepted(monkeypatch):

@@ -99,12 +99,12 @@ def test_no_other_passes_are_cheaper(lengths, most, pass_tokens):
 QUESTIONS = [
     ("What is the capital of France?", ["Paris", "Rome", "Madrid"], None),
     ("Which is a prime?", ["4", "7"], "Numbers above one without divisors are primes. " * 8),
-    ("Why?", ["because", "no reason", "who knows", "it depends", "never"], ""),
+    ("Why?", ["because", "no reason"], ""),
 ]
 ENCODED = [
     "What is the capital of France?\nParis\nRome\nMadrid",
     f"{QUESTIONS[1][2]}\nWhich is a prime?\n4\n7",
-    "Why?\nbecause\nno reason\nwho knows\nit depends\nnever",
+    "Why?\nbecause\nno reason",
 ]
 
 
@@ -130,16 +130,13 @@ def test_a_text_encoder_computes_in_the_recorded_precision_whatever_that_of_its_
     assert not torch.equal(vectors, vectors.bfloat16().float())
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (PythonSpec(kind="python", factory="user_models:by_x"), "kind 'python' has no layer before its last"),
-        (TorchvisionSpec(kind="torchvision", arch="squeezenet1_1", weights="w.pth"), "no linear layer"),
-    ],
-)
-def test_a_model_without_a_last_layer_has_no_features(tmp_path, monkeypatch, model, words):
+def test_a_model_without_a_last_layer_has_no_features(tmp_path):
     from torchvision.models import squeezenet1_1
 
-    monkeypatch.chdir(tmp_path)
-    torch.save(squeezenet1_1(weights=None).state_dict(), "w.pth")
-    assert words in refused(FeaturesSpec(of=model).load)
+    weights = tmp_path / "w.pth"
+    torch.save(squeezenet1_1(weights=None).state_dict(), weights)
+    for model, words in (
+        (PythonSpec(kind="python", factory="user_models:by_x"), "kind 'python' has no layer before its last"),
+        (TorchvisionSpec(kind="torchvision", arch="squeezenet1_1", weights=str(weights)), "no linear layer"),
+    ):
+        assert words in refused(FeaturesSpec(of=model).load)

@@ -38,41 +38,11 @@ class Event:
         return 1000 * (later.at_s - self.at_s)
 
 
-def image_model(network, *, gpu=None, device="cpu", prepare_s=0.0, dtype="auto"):
+def image_model(network, dtype):
     def preprocess(image):
-        if gpu is not None:
-            gpu.now_s += prepare_s
         return torch.from_numpy(image).permute(2, 0, 1).float()
 
-    spec = TorchSpec(kind="test", device=device, dtype=dtype)
-    return ImageModel(spec, network, preprocess, ModelFacts("test"), new_event=gpu and gpu.event)
-
-
-class Takes(torch.nn.Module):
-    """Answers after some seconds of a device's time; raises on images that are all 0."""
-
-    def __init__(self, gpu, seconds):
-        super().__init__()
-        self.gpu, self.seconds = gpu, seconds
-
-    def forward(self, images):
-        self.gpu.now_s += self.seconds
-        if not images.any():
-            raise RuntimeError("nothing to see")
-        return images.mean(dim=(2, 3))
-
-
-PIXELS = np.full((3, 4, 4, 3), 7, dtype=np.uint8)
-
-
-def test_only_the_forward_pass_counts_and_each_call_anew():
-    gpu = Gpu()
-    model = image_model(Takes(gpu, 2.0), gpu=gpu, prepare_s=10.0)
-    for _ in range(2):
-        assert model({"image": PIXELS}).device_s == 2.0
-    with pytest.raises(RuntimeError, match="nothing to see"):
-        model({"image": np.zeros_like(PIXELS)})
-    assert model({"image": PIXELS}).device_s == 2.0
+    return ImageModel(TorchSpec(kind="test", device="cpu", dtype=dtype), network, preprocess, ModelFacts("test"))
 
 
 @pytest.mark.parametrize("options", ["letter", "text"])
@@ -88,8 +58,11 @@ def test_every_forward_pass_of_a_language_model_counts_and_nothing_else(tiny_mod
         gpu.now_s += 1.0
 
     network.register_forward_pre_hook(run)
-    answers = model(question_batch(("Is it?", ["yes it is", "no"]), ("Which is more?", ["one", "a pair of them"])))
-    assert answers.device_s == len(passes) == (2 if options == "letter" else 4)
+    rows = question_batch(("Is it?", ["yes it is", "no"]), ("Which is more?", ["one", "a pair of them"]))
+    for n_calls in (1, 2):  # each call anew
+        device_s = model(rows).device_s
+        assert len(passes) == n_calls * device_s
+        assert device_s == (2 if options == "letter" else 4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -99,11 +72,12 @@ def test_products_and_logits_have_the_precision_that_is_recorded(monkeypatch, dt
     images = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), dtype=np.uint8)
     during = []
     network[0].register_forward_hook(lambda *_: during.append(torch.backends.cudnn.allow_tf32))
-    logits = image_model(network, dtype=dtype)({"image": images}).logits
+    answers = image_model(network, dtype=dtype)({"image": images})
+    assert answers.device_s is None  # without a GPU
     assert set(during) == {dtype != "float32"}
     assert torch.backends.cudnn.allow_tf32  # the setting is the process's
     expected = network[-1](torch.from_numpy(images).permute(0, 3, 1, 2).float().mean(dim=(2, 3)))
-    assert logits == pytest.approx(expected.detach().numpy(), rel=1e-6)  # bfloat16 has steps of 1 in 128
+    assert answers.logits == pytest.approx(expected.detach().numpy(), rel=1e-6)  # bfloat16 has steps of 1 in 128
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])
@@ -111,7 +85,3 @@ def test_a_device_that_is_not_there_is_refused(device):
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     assert f"device {device}: no GPU is visible" in refused(lambda: choose_device(device))
-
-
-def test_nothing_is_measured_without_a_gpu():
-    assert image_model(torch.nn.Flatten())({"image": PIXELS}).device_s is None

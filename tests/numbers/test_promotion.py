@@ -111,18 +111,6 @@ def test_a_clearly_better_or_worse_candidate_is_decided_on_soon(candidate, rows,
     assert median(n for _, n in decisions) <= within
 
 
-def test_evidence_adds_up_and_survives_a_store():
-    rng = np.random.default_rng(1)
-    first, second = drawn(rng, Policy(0.9), 500), paired(rng, Policy(0.9), 300)
-    total = first + second
-    for value in ("accuracy", "cost"):
-        assert np.allclose(getattr(total, value), getattr(first, value) + getattr(second, value))
-    again = PromotionEvidence.of_list(total.to_list())
-    assert (again.candidate, again.incumbent) == (total.candidate, total.incumbent)
-    assert again.log_values == total.log_values
-    assert PromotionEvidence().log_values == {"accurate": 0, "not_accurate": 0, "cheap": 0, "not_cheap": 0}
-
-
 def test_rows_of_one_policy_wait_for_rows_of_the_other():
     rows = Comparison(RULE, 10.0)
     rows.outcomes(np.ones(5, bool), of_candidate=True)

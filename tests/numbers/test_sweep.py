@@ -9,7 +9,7 @@ from synthetic import seeds
 
 from cauc_ray.errors import BudgetError, DataError
 from cauc_ray.numbers.chain import Costs
-from cauc_ray.numbers.sweep import STOP_ALL, STOP_NONE, Events, OperatingPoints, reached_shares, sweep
+from cauc_ray.numbers.sweep import Events, sweep
 
 sizes = st.tuples(st.integers(1, 60), st.integers(1, 6))
 
@@ -76,24 +76,6 @@ def test_the_best_under_a_budget_is_that_of_brute_force(seed, size, budget, per_
     assert by_replay(*data, best.threshold)[:2] == pytest.approx((best.cost, best.quality), abs=1e-9)
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=30))
-def test_the_pareto_points_are_those_that_no_other_beats(pairs):
-    """In any order and with many ties, of which the first counts."""
-    every = [(setting, float(cost), float(quality)) for setting, (cost, quality) in enumerate(pairs)]
-    beaten = [
-        any(c <= cost and q >= quality and (c, -q, s) < (cost, -quality, setting) for s, c, q in every)
-        for setting, cost, quality in every
-    ]
-    points = OperatingPoints(*np.array(every).T, "GFLOPs")
-    pareto = points.pareto(len(every) + 1)
-    expected = [point for point, is_beaten in zip(every, beaten, strict=True) if not is_beaten]
-    assert list(zip(pareto.settings, pareto.cost, pareto.quality, strict=True)) == sorted(
-        expected, key=lambda at: at[1]
-    )
-    for budget in range(int(points.cost.min()), 6):
-        assert pareto.settings[pareto.index_of_best(budget)] == points.settings[points.index_of_best(budget)]
-
-
 @given(seeds, sizes, st.integers(2, 9), st.floats(0, 1))
 def test_thinned_points_are_some_of_all_and_lose_nothing_at_evenly_spaced_budgets(seed, size, most, between):
     points = sweep(*traces(seed, size))
@@ -110,33 +92,12 @@ def test_thinned_points_are_some_of_all_and_lose_nothing_at_evenly_spaced_budget
     assert thin.cost[thin.index_of_best(budget)] <= budget * (1 + 1e-9)
 
 
-@given(seeds, sizes)
-def test_reached_shares_count_the_replay(seed, size):
-    confidences, *_ = traces(seed, size)
-    thresholds = np.array([STOP_ALL, 0.3, 0.5, STOP_NONE])
-    for row, threshold in zip(reached_shares(confidences, thresholds), thresholds, strict=True):
-        stops = stops_at(confidences, threshold)
-        assert row.tolist() == pytest.approx([np.mean(stops >= j) for j in range(size[1])])
-
-
 @pytest.mark.parametrize("low", [0.7, 1e100, -1e100])
 def test_between_adjacent_floats_and_beyond_probabilities_thresholds_still_part_the_points(low):
     answers = np.zeros((2, 2), int), np.zeros(2, int), Costs("s", np.array([1.0, 1.0]))
     confidences = np.array([[low], [np.nextafter(low, np.inf)]])
     frontier = sweep(confidences, *answers)
     assert [by_replay(confidences, *answers, t)[0] for t in frontier.settings] == frontier.cost.tolist()
-
-
-def test_shapes_that_do_not_fit_are_refused():
-    with pytest.raises(DataError, match="a sweep needs"):
-        sweep(np.ones((3, 2)), np.ones((3, 2), int), np.ones(3, int), Costs("s", np.ones(2)))
-
-
-def test_a_cascade_pays_for_every_stage_it_called():
-    per_call = np.array([[1.0, 2.0, 4.0], [10.0, 20.0, 40.0]])
-    assert Costs("USD", per_call).of_stops(np.array([2, 1])).tolist() == [7.0, 30.0]
-    assert Costs("USD", per_call[0]).of_stops(np.array([2, 0, 1])).tolist() == [7.0, 1.0, 3.0]
-    assert Costs("USD", per_call).means.tolist() == [5.5, 11.0, 22.0]
 
 
 @pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])

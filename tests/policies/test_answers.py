@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from scipy.special import expit, logit
 from sklearn.ensemble import GradientBoostingClassifier
-from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 
 import cauc_ray
 from cauc_ray.data.answer_table import AnswerTable, write_answers
-from cauc_ray.errors import ConfigError, PolicyError
+from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.correctness import fit_correctness
 from cauc_ray.numbers.metrics import calibration_error
 
@@ -55,24 +54,14 @@ def test_its_probabilities_are_as_good_as_the_best_of_scikit_learn(n):
     train, test = slice(None, n), slice(n, None)
     ours = expit(fit_correctness(signals[train], agrees[train, None], right[train]).log_odds(signals, agrees[:, None]))
     features = np.column_stack([np.nan_to_num(signals, nan=0.8), agrees])
-    in_odds = features.copy()
-    in_odds[:, [0, 2]] = logit(np.clip(np.exp(features[:, [0, 2]]), 1e-3, 0.999))
+    features[:, [0, 2]] = logit(np.clip(np.exp(features[:, [0, 2]]), 1e-3, 0.999))
+    trees = [{"n_estimators": n_trees, "max_depth": depth} for n_trees in (50, 100) for depth in (2, 3)]
     rivals = [
-        LogisticRegression(C=c).fit(x[train], right[train]).predict_proba(x)[:, 1]
-        for x in (features, in_odds)
-        for c in (0.1, 1.0, 10.0)
+        *(LogisticRegression(C=c) for c in (0.1, 1.0, 10.0)),
+        *(GradientBoostingClassifier(learning_rate=0.05, random_state=0, **size) for size in trees),
     ]
-    rivals += [
-        GradientBoostingClassifier(learning_rate=0.05, n_estimators=trees, max_depth=depth, random_state=0)
-        .fit(features[train], right[train])
-        .predict_proba(features)[:, 1]
-        for trees in (50, 100)
-        for depth in (2, 3)
-    ]
-    isotonic = IsotonicRegression(y_min=1e-3, y_max=0.999, out_of_bounds="clip")
-    rivals += [isotonic.fit(column[train], right[train]).predict(column) for column in features.T]
-    best = min(log_loss(right[test], rival[test]) for rival in rivals)
-    assert log_loss(right[test], ours[test]) <= 1.01 * best
+    fits = [rival.fit(features[train], right[train]).predict_proba(features[test]) for rival in rivals]
+    assert log_loss(right[test], ours[test]) <= 1.01 * min(log_loss(right[test], fitted) for fitted in fits)
 
 
 def test_at_a_hundred_rows_agreement_counts_for_as_much_as_in_the_best_of_scikit_learn():
@@ -131,9 +120,10 @@ def test_a_cascade_keeps_its_budget_and_beats_raw_confidences_and_random_routing
     assert accuracies["oracle"] > accuracies["answers"] > max(accuracies["confidence"], accuracies["random"]) + 0.005
 
 
-def test_answers_have_no_classes_of_which_there_were_an_f1(tmp_path):
-    policy = cauc_ray.fit(table_of(tmp_path, calibration=100, validation=100, test=100), budget=8.0)
+def test_a_hundred_rows_are_enough_and_answers_have_no_classes_of_which_there_were_an_f1(tmp_path):
+    policy = cauc_ray.fit(table_of(tmp_path, calibration=100, validation=100, test=4000), budget=8.0)
     evaluation = cauc_ray.evaluate(tmp_path, policy, split="test")
+    assert evaluation.measures.accuracy.value > evaluation.models[0].accuracy.value + 0.1
     compared = cauc_ray.compare(tmp_path, methods=["answers", "confidence"], budget=8.0, split="test")
     figures = [evaluation.as_json(), *compared.as_json()["rows"]]
     assert [of["macro_f1"] for of in figures] == [None] * len(figures)
@@ -141,53 +131,6 @@ def test_answers_have_no_classes_of_which_there_were_an_f1(tmp_path):
     for call in (cauc_ray.fit, cauc_ray.compare):
         with pytest.raises(ConfigError, match="objective"):
             call(tmp_path, budget=8.0, objective="macro-f1")
-
-
-def test_a_hundred_rows_are_enough(tmp_path):
-    policy = cauc_ray.fit(table_of(tmp_path, calibration=100, validation=100, test=4000), rule="confidence")
-    evaluation = cauc_ray.evaluate(tmp_path, policy, split="test")
-    assert evaluation.measures.accuracy.value > evaluation.models[0].accuracy.value + 0.1
-
-
-@pytest.mark.parametrize("budget", [2.0, 6.0, 14.0])
-def test_no_other_threshold_is_more_accurate_within_the_budget(tmp_path, budget):
-    models = ["small", "large"]
-    folder = table_of(tmp_path, calibration=200, validation=120)
-    policy = cauc_ray.fit(folder, models=models, rule="confidence", budget=budget)
-    chain = AnswerTable(folder).read_chain(models, "validation")
-    answers = dict(zip(models, chain.logits, strict=True))
-
-    def measured(threshold):
-        replayed = policy.with_threshold(threshold).predict(answers)
-        return (replayed.prediction == chain.labels).mean(), replayed.cost.mean()
-
-    early = policy.with_threshold(0.0).predict(answers).confidence
-    points = [measured(threshold) for threshold in (*np.unique(early), 1.01)]
-    accuracy, cost = measured(policy.threshold)
-    assert cost <= budget
-    assert accuracy == max(accuracy for accuracy, cost in points if cost <= budget)
-
-
-@pytest.mark.soak("full")
-def test_certificates_of_answers_hold_at_their_level(tmp_path):
-    broken = 0
-    for seed in range(12):
-        folder = table_of(tmp_path / str(seed), seed, calibration=500, validation=2500, test=4000)
-        policy = cauc_ray.fit(folder, models=["small", "large"], certify="risk<=0.25@0.9")
-        early = cauc_ray.evaluate(folder, policy, split="test").measures.stages[0]
-        broken += bool(early.answered) and early.accepted_accuracy.value < 0.75
-    assert broken <= 3  # of 12 at 10 %: more have a chance of 3 %
-
-
-def test_other_rules_and_confidences_than_those_of_the_fit_are_refused(tmp_path):
-    from cauc_ray.numbers.answer_keys import AnswerFormat
-
-    policy = cauc_ray.fit(table_of(tmp_path), models=["small", "large"])
-    stage = policy.stages[0]
-    stage.require_format(AnswerFormat("number", ("sequence", "verbal")))
-    for answer_format in (AnswerFormat("exact", ("sequence", "verbal")), AnswerFormat("number", ("verbal",))):
-        with pytest.raises(PolicyError, match="small"):
-            stage.require_format(answer_format)
 
 
 def test_a_report_of_answers_shows_their_words_and_the_calibration_of_their_confidences(tmp_path):
@@ -198,7 +141,6 @@ def test_a_report_of_answers_shows_their_words_and_the_calibration_of_their_conf
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page))
     assert re.search(r"The answer is 0\. The answer is [123]\. \d", text)
     assert not re.search(r"\b\d{8,10} \d{8,10} \d", text)  # no keys
-    assert "F1" not in text
     errors = dict(re.findall(r"(small|medium|large) calibration error [\d.]+ → ([\d.]+)", text))
     chain = AnswerTable(tmp_path / "LOGITS").read_chain(policy.models, "test")
     for stage, vectors in zip(policy.stages, chain.logits, strict=True):

@@ -57,29 +57,13 @@ def held_out(policy, p, labels):
     return CalibrationSums.of(confidences, correct).error, -logs.mean()
 
 
-@pytest.mark.parametrize("k", [2, 4, 10, 77])
-@pytest.mark.parametrize("step", [0.01, 0.001])
-def test_a_calibrated_model_stays_calibrated_when_its_numbers_are_rounded(k, step):
-    p, labels = calibrated(8000, k)
-    probabilities = rounded(p, step)
-    with zeros_are_reported:
-        policy = fit(probabilities[:4000], labels[:4000])
-    stage = policy.stages[0]
-    assert stage.temperature == pytest.approx(1, abs=0.06)
-    assert 0 < stage.floor < step
-    error, nll = held_out(policy, probabilities[4000:], labels[4000:])
-    whole_error, whole_nll = held_out(fit(p[:4000], labels[:4000]), p[4000:], labels[4000:])
-    assert error < whole_error + 0.01
-    assert nll < whole_nll + 0.05
-
-
 @pytest.mark.parametrize(
-    ("seen", "n"),
-    [(rounded, 0.01), (votes, 5), (votes, 30), (votes, 1), (without_tails, None)],
+    ("seen", "n", "k"),
+    [(rounded, 0.01, 4), (rounded, 0.001, 77), (votes, 5, 4), (votes, 30, 4), (votes, 1, 4), (without_tails, None, 4)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_zeros_cost_no_more_than_the_best_floor_and_temperature_do(seen, n):
-    p, labels = calibrated(6000, 4, scale=1.5)
+def test_zeros_cost_no_more_than_the_best_floor_and_temperature_do(seen, n, k):
+    p, labels = calibrated(6000, k, scale=1.5 if k == 4 else 3.0)
     probabilities = seen(p, n)
     first, second = slice(0, 3000), slice(3000, 6000)
     with zeros_are_reported:
@@ -120,9 +104,8 @@ def test_a_grid_without_zeros_bounds_the_zeros_to_come():
     assert answers.confidence[0] == pytest.approx(answers.confidence[1], rel=1e-6)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 999), n=st.integers(5, 60), n_votes=st.sampled_from([1, 5, 30]), k=st.integers(2, 6))
-@pytest.mark.soak("full")
 def test_few_rows_and_no_right_zero_still_give_a_floor(seed, n, n_votes, k):
     p, _ = calibrated(n, k, seed)
     probabilities = votes(p, n_votes, seed)
@@ -130,36 +113,23 @@ def test_few_rows_and_no_right_zero_still_give_a_floor(seed, n, n_votes, k):
     with pytest.warns(CaucWarning):
         stage = fit(probabilities, probabilities.argmax(axis=1)).stages[0]
     assert 0 < stage.floor < 1 / k
-    order = np.random.default_rng(seed).permutation(n)
-    with pytest.warns(CaucWarning):
-        shuffled = fit(probabilities[order], probabilities[order].argmax(axis=1)).stages[0]
-    assert shuffled.floor == pytest.approx(stage.floor, rel=0.02)
 
 
 @pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")
 @pytest.mark.parametrize("method", ["base", "rf", "stacked", "duo", "single:m1"])
-def test_every_method_reads_zeros_by_the_floor_and_a_step_is_a_replay(method):
+def test_every_method_reads_zeros_by_the_floor(method):
     chains = splits(400, ragged=False)
     logits = {split: dict(zip(MODELS, data.logits, strict=True)) for split, data in chains.items()}
     probabilities = {split: {model: votes(softmax(z), 20) for model, z in of.items()} for split, of in logits.items()}
-    options = {"costs": [1.0, 4.0], "logit_kind": "probabilities", "method": method, "threshold": 0.7}
-    if method in ("duo", "single:m1"):
-        options.pop("threshold")
-    policy = cauc_ray.fit(
-        probabilities["calibration"],
-        chains["calibration"].labels,
-        validation=(probabilities["validation"], chains["validation"].labels),
-        **options,
-    )
+    validation = probabilities["validation"], chains["validation"].labels
+    options = {"costs": [1.0, 4.0], "logit_kind": "probabilities", "method": method, "validation": validation}
+    policy = cauc_ray.fit(probabilities["calibration"], chains["calibration"].labels, **options)
     assert all(stage.floor is not None for stage in policy.stages)
     test = [as_logits(probabilities["test"][name], "probabilities") for name in policy.models]
     floors = [np.float32(np.log(stage.floor)) for stage in policy.stages]
     lifted = [np.maximum(z, floor) for z, floor in zip(test, floors, strict=True)]
     for step, of_lifted in zip(steps(policy, test), steps(policy, lifted), strict=True):
         np.testing.assert_allclose(step.confidences, of_lifted.confidences, rtol=1e-6)
-    answers = policy.predict({name: probabilities["test"][name] for name in policy.models})
-    evaluation = cauc_ray.evaluate(probabilities["test"], policy, labels=chains["test"].labels)
-    assert evaluation.to_arrow().drop_columns("label").equals(answers.to_arrow())
 
 
 def test_unlisted_log_probabilities_are_bounded_and_masks_on_labels_refused_with_the_remedy():

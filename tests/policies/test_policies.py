@@ -49,23 +49,26 @@ def fit(kind, *data):
     return FITS[kind[0]](*data, rule=ThresholdRule(threshold=0.6), calibrator=kind[1])
 
 
-def with_stages(policy, **changes):
-    """Return a policy whose stages are changed: by a value for all of them, or a function of each."""
+# Which of the stages before the last are fused with it, in Base.
+joins = st.lists(st.booleans(), min_size=3, max_size=3)
+
+
+def fit_joined(kind, seed, joins):
+    policy = fit(kind, of_kind(kind, seed))
+    if kind[0] != "base":
+        return policy
+    fused = [*joins[: len(policy.stages) - 1], True]
     stages = (
-        stage.model_copy(update={key: to(stage) if callable(to) else to for key, to in changes.items()})
-        for stage in policy.stages
+        stage.model_copy(update={"fused": is_fused}) for stage, is_fused in zip(policy.stages, fused, strict=True)
     )
     return policy.model_copy(update={"stages": tuple(stages)})
 
 
 @kinds
-@given(seed=seeds, ragged=st.booleans(), wider=st.integers(0, 3), alone=st.booleans())
+@given(seed=seeds, ragged=st.booleans(), wider=st.integers(0, 3), joins=joins)
 @settings(max_examples=8)
-def test_no_bit_of_an_answer_depends_on_other_rows_or_on_padding(kind, seed, ragged, wider, alone):
-    policy = fit(kind, of_kind(kind, seed))
-    if kind[0] == "base" and alone:  # nothing is fused before the last stage
-        policy = with_stages(policy, fused=lambda stage: stage is policy.stages[-1])
-    test = of_kind(kind, seed, 12, 1, ragged=ragged)
+def test_no_bit_of_an_answer_depends_on_other_rows_or_on_padding(kind, seed, ragged, wider, joins):
+    policy, test = fit_joined(kind, seed, joins), of_kind(kind, seed, 12, 1, ragged=ragged)
     states = [None] * 12
     for stage, (logits, whole) in enumerate(zip(test.logits, steps(policy, test.logits), strict=True)):
         for row in range(12):
@@ -83,13 +86,10 @@ def test_no_bit_of_an_answer_depends_on_other_rows_or_on_padding(kind, seed, rag
 
 
 @kinds
-@given(seed=seeds, ragged=st.booleans())
+@given(seed=seeds, ragged=st.booleans(), joins=joins)
 @settings(max_examples=8)
-def test_the_softmax_of_a_steps_scores_gives_its_answer_its_confidence(kind, seed, ragged):
-    policy, rng = fit(kind, of_kind(kind, seed)), np.random.default_rng(seed)
-    if kind[0] == "base":  # whatever joins the last one
-        policy = with_stages(policy, fused=lambda stage: stage is policy.stages[-1] or bool(rng.integers(2)))
-    test = of_kind(kind, seed, 60, 1, ragged=ragged)
+def test_the_softmax_of_a_steps_scores_gives_its_answer_its_confidence(kind, seed, ragged, joins):
+    policy, test = fit_joined(kind, seed, joins), of_kind(kind, seed, 60, 1, ragged=ragged)
     for logits, step in zip(test.logits, steps(policy, test.logits), strict=True):
         assert step.scores.dtype == np.float64
         assert (np.isneginf(step.scores) == np.isneginf(logits)).all()
@@ -112,19 +112,14 @@ def test_the_sweep_is_the_replay_at_every_operating_point(kind, seed, ragged, pe
     test = of_kind(kind, seed, 40, 1, per_call=per_call, ragged=ragged)
     if coarse:  # few distinct confidences
         test = replace(test, logits=tuple(np.round(z) for z in test.logits))
-    trace, deepest = trace_policy(policy, test), np.zeros(40, int)
+    trace = trace_policy(policy, test)
     frontier = trace.frontier(test)
     assert len(frontier.cost) > (5 if kind[2] > 1 else 0)
-    for threshold, cost, quality in zip(frontier.settings, frontier.cost, frontier.quality, strict=True):
-        result, measures = measure_replay(policy.with_threshold(float(threshold)), test)
-        assert measures.cost == pytest.approx(cost)
-        assert measures.accuracy.value == pytest.approx(quality)
-        assert (result.stages >= deepest).all()  # stop sets are nested
-        deepest = result.stages
-    # A trace has the same to the bit, also where a confidence equals the threshold.
-    for threshold in (*frontier.settings[::5].tolist(), *trace.confidences[:9].ravel().tolist()):
-        measures = measure_replay(policy.with_threshold(threshold), test)[1]
+    # Some of the thresholds are confidences.
+    for threshold in (*frontier.settings.tolist(), *trace.confidences[:9].ravel().tolist()):
+        measures, point = measure_replay(policy.with_threshold(threshold), test)[1], frontier.at(threshold)
         assert measures == measure(trace.at(threshold, test), test, test.source)
+        assert (measures.cost, measures.accuracy.value) == pytest.approx((point.cost, point.quality))
 
 
 def by_the_paper(policy, data):
@@ -176,6 +171,9 @@ def test_numbers_of_base_are_those_of_the_paper(seed, ragged):
         assert stage.fused == (last or rate > 0)
 
 
+OF_ONE_MODEL = {"name", "temperature", "mean", "std", "offsets", "isotonic", "diagnostics"}
+
+
 def replaced(data, place):
     """Return the chain with another model, of another name, in one place."""
     new = np.random.default_rng(place).permutation(chain(99, len(data), strengths=(1.6,)).logits[0])
@@ -189,7 +187,7 @@ def replaced(data, place):
 
 @kinds
 @pytest.mark.parametrize("rule", [{}, {"budget": 9.0}, {"threshold": 0.7}], ids=str)
-def test_a_refit_is_the_fit_of_the_new_chain_and_keeps_to_the_bit_what_does_not_depend_on_it(kind, rule):
+def test_a_refit_is_the_fit_of_the_new_chain_and_keeps_to_the_bit_what_is_of_other_models(kind, rule):
     method, calibrator, n_models = kind
     before = [of_kind(kind, 11, shift=shift) for shift in (0, 1)]
     old = FITS[method](*before, ThresholdRule(**rule), calibrator=calibrator)
@@ -198,26 +196,12 @@ def test_a_refit_is_the_fit_of_the_new_chain_and_keeps_to_the_bit_what_does_not_
         new = refit(old, *after)
         assert new == FITS[method](*after, ThresholdRule(**rule), calibrator=calibrator)
         for j, (was, now) in enumerate(zip(old.stages, new.stages, strict=True)):
-            free = set()
-            if method == "base" and place == n_models - 1:  # complementarity is with the last model
-                free = {"complementarity_rate", "fused", "n_gain", "n_loss"}
-            if method == "rf" and place < j:
-                free = {"alpha", "beta", "pair_diagnostics"}
-                assert (now.alpha, now.beta) != (was.alpha, was.beta)
-            assert j == place or now.model_dump(exclude=free) == was.model_dump(exclude=free)
-        if "threshold" in rule or (method == "base" and not rule and place < n_models - 1):
-            assert new.threshold == old.threshold
+            assert j == place or now.model_dump(include=OF_ONE_MODEL) == was.model_dump(include=OF_ONE_MODEL)
 
 
-def test_measures_add_up_and_rows_without_a_label_are_answered_but_not_scored():
+def test_rows_without_a_label_are_answered_but_not_scored():
     policy, test = fit_rf(*splits(5, 300)), chain(5, 300, shift=2)
-    result, measures = measure_replay(policy, test)
-    assert sum(stage.answered for stage in measures.stages) == measures.stages[0].reached == measures.n == 300
-    for stage, following in zip(measures.stages, measures.stages[1:], strict=False):
-        assert following.reached == stage.reached - stage.answered
-    hits = sum(s.accepted_accuracy.value * s.accepted_accuracy.n for s in measures.stages if s.answered)
-    assert measures.accuracy.value == pytest.approx(hits / 300)
-    assert (measures.cost, measures.relative_cost) == pytest.approx((result.costs.mean(), result.costs.mean() / 15.0))
+    result = replay(policy, test)
     partly, of_half = measure_replay(policy, replace(test, labels=np.where(np.arange(300) % 2, test.labels, -1)))
     assert (partly.predictions == result.predictions).all()
     assert (of_half.n, of_half.n_labelled) == (300, 150)
@@ -271,26 +255,15 @@ def test_offsets_are_each_models_own_fit_and_diagnostics_are_of_all_of_the_calib
 
 def test_base_with_isotonic_maps_accepts_and_reports_how_often_such_answers_are_right():
     calibration, test = (of_kind(KINDS[4], 3, 400, shift) for shift in (0, 2))
-    policy, plain = fit_base(calibration, calibrator="isotonic"), fit_base(calibration)
-    asked = np.linspace(0.2, 1, 50)
-    for stage, without, logits in zip(policy.stages, plain.stages, calibration.logits, strict=True):
-        assert stage.temperature == without.temperature
+    policy, asked = fit_base(calibration, calibrator="isotonic"), np.linspace(0.2, 1, 50)
+    for stage, logits in zip(policy.stages, calibration.logits, strict=True):
         answers, confidences = top_option(logits.astype(float) / stage.temperature)
         oracle = IsotonicRegression(out_of_bounds="clip").fit(confidences, answers == calibration.labels)
         steps_alone = oracle.predict(asked)
         assert stage.diagnostics.calibration_error_after <= stage.diagnostics.calibration_error_before
-        assert stage.diagnostics.nll_after <= without.diagnostics.nll_after
         tilt = (asked - steps_alone) / len(calibration)
         np.testing.assert_allclose(stage.calibrator.isotonic.of(asked), steps_alone + tilt, atol=1e-9)
     first, step = policy.stages[0], policy.start(test.logits[0])
     plain_confidences = top_option(first.scores(test.logits[0]))[1]
     np.testing.assert_array_equal(step.confidences, first.calibrator.isotonic.of(plain_confidences))
     np.testing.assert_array_equal(step.accepted, step.confidences >= policy.threshold)
-    # They keep every operating point of the first stage: weights and complementarity are the maps' too, but the same
-    # stages without them differ in confidences alone.
-    traces = [trace_policy(variant, test) for variant in (policy, with_stages(policy, isotonic=None))]
-    orders = [trace.confidences[:, 0].argsort(kind="stable") for trace in traces]
-    assert (orders[0] == orders[1]).all()
-    curves = [replace(trace, predictions=traces[1].predictions).frontier(test) for trace in traces]
-    np.testing.assert_array_equal(curves[0].cost, curves[1].cost)
-    np.testing.assert_array_equal(curves[0].quality, curves[1].quality)

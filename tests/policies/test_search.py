@@ -127,10 +127,3 @@ def test_expected_accuracy_is_of_the_chain_and_threshold_that_the_other_half_cho
     published = with_search(policy, search)
     assert published.expected.accuracy.value == pytest.approx(right / len(validation))
     assert published.on_selection == policy.on_selection
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_two_stacked_cascades_of_one_chain_compete(seed):
-    splits_of_pool = map(Examples, pool(seed, 120, (1.0, 1.7)))
-    search = search_chains("stacked", *splits_of_pool, ThresholdRule(budget=3.0), "validation")
-    assert 0 <= search.n_same <= search.n_halves == 2

@@ -11,17 +11,19 @@ from synthetic import chain_of, rows_of, seeds, splits
 
 import cauc_ray
 from cauc_ray.errors import ConfigError, DataError, PolicyError
+from cauc_ray.numbers.logits import top_option
+from cauc_ray.numbers.multinomial import nll_of
 from cauc_ray.policies.by_method import fit_method, fit_policy, refit
+from cauc_ray.policies.family import Family
 from cauc_ray.policies.fitting import Fitting
 from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.recalibrated import fit_recalibrated
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Examples, replay, steps_of, trace_policy
 
 NAMES = ("calibration", "validation")
-COSTS = np.array([1.0, 10.0, 30.0])
-WITHIN = ThresholdRule(budget=8.0)
 methods = pytest.mark.parametrize("method", ["rf", "stacked"])
 
 
@@ -30,28 +32,25 @@ def fitted(method, calibration, validation=None, **rule):
     return fit_policy(method, calibration, validation, ThresholdRule(**rule, compare=compare), NAMES)
 
 
-def confused(seed, n=500, k=5, m=2, *, ragged=False, shift=0, costs=COSTS):
+def confused(seed, n=500, k=5, m=2, *, shift=0):
     """Return a chain whose models like some options too much, and take some for others."""
     rng = np.random.default_rng([seed, shift])
     kinds = np.random.default_rng(seed)
-    n_options = rng.integers(2, k + 1, n) if ragged else np.full(n, k)
-    labels = (rng.random(n) * n_options).astype(np.int32)
+    labels = (rng.random(n) * k).astype(np.int32)
     logits = []
     for model in range(m):
         z = rng.standard_normal((n, k)) + kinds.normal(0, 1.2, k)
-        swapped = np.where(rng.random(n) < 0.4, kinds.permutation(k)[labels], labels) if model == 0 else labels
-        favoured = np.where(swapped < n_options, swapped, labels)
+        favoured = np.where(rng.random(n) < 0.4, kinds.permutation(k)[labels], labels) if model == 0 else labels
         z[np.arange(n), favoured] += 1.5 + model
-        z[np.arange(k) >= n_options[:, None]] = -np.inf
         logits.append(z.astype(np.float32))
-    return chain_of(labels, logits, [f"{shift}-{row}" for row in range(n)], costs[:m])
+    return chain_of(labels, logits, [f"{shift}-{row}" for row in range(n)], np.array([1.0, 10.0, 30.0][:m]))
 
 
 def confidences(policy, data):
     return trace_policy(policy, data).confidences
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seeds, st.integers(1, 3), st.booleans())
 def test_without_penalties_it_answers_as_rf_does_at_every_threshold(seed, m, ragged):
     calibration, validation = splits(seed, 60, strengths=(1.0, 1.7, 2.4)[:m], ragged=ragged)
@@ -79,11 +78,9 @@ def test_two_models_have_the_operating_points_of_one_threshold_of_confidences(me
 def test_with_three_models_a_threshold_is_refused_and_a_price_moves_every_stage(method):
     calibration, validation = (confused(5, 400, m=3, shift=shift) for shift in range(2))
     policy = fitted(method, calibration, validation, budget=15.0)
-    assert len(policy.threshold) == 2
     for refused in (lambda: policy.with_threshold(0.7), lambda: fitted(method, calibration, validation, threshold=0.7)):
-        with pytest.raises(ConfigError, match="price") as error:
+        with pytest.raises(ConfigError, match="price"):
             refused()
-        assert "\n" not in str(error.value)
     prices = [point.price for point in policy.curve]
     assert prices == sorted(prices, reverse=True)
     assert policy.decision.at in prices
@@ -92,9 +89,7 @@ def test_with_three_models_a_threshold_is_refused_and_a_price_moves_every_stage(
     again = fitted(method, calibration, validation, price=policy.decision.at)
     assert (again.id, again.threshold_choice.price) == (policy.id, policy.decision.at)
     without = fitted(method, calibration, price=policy.decision.at)  # no validation: not midway between its rows
-    assert without.curve == ()
     assert without.threshold == pytest.approx(policy.threshold, abs=0.05)
-    assert without.threshold == fitted(method, calibration, price=policy.decision.at).threshold
     for point in policy.curve[::10]:
         moved = policy.with_budget(point.cost)
         assert (moved.threshold, moved.decision.at) == (point.threshold, point.price)
@@ -103,36 +98,25 @@ def test_with_three_models_a_threshold_is_refused_and_a_price_moves_every_stage(
 
 
 @methods
-def test_a_file_has_thresholds_and_price_and_one_of_an_earlier_edition_is_refused(method, tmp_path):
+def test_a_file_has_thresholds_and_price_and_one_of_an_earlier_edition_is_refused(method):
     calibration, validation = splits(6, 200)
     policy = fitted(method, calibration, validation, budget=9.0)
-    policy.save(tmp_path / "policy.json")
-    content = json.loads((tmp_path / "policy.json").read_text())
-    assert (len(content["threshold"]), content["decision"]["compare"]) == (2, "price")
-    assert Policy.load(tmp_path / "policy.json") == policy
-    assert refit(policy, calibration, validation) == policy
-    moved = Policy.of(content | {"threshold": [0.1, 0.2]})
-    assert moved.id != policy.id
+    content = json.loads(policy.to_json())
+    assert Policy.of(content) == policy == refit(policy, calibration, validation)
+    assert Policy.of(content | {"threshold": [0.1, 0.2]}).id != policy.id
     with pytest.raises(PolicyError, match="threshold"):
         Policy.of(content | {"threshold": [0.1]})
     if method == "stacked":
-        with pytest.raises(PolicyError, match="fit it again") as error:
+        with pytest.raises(PolicyError, match="fit it again"):
             Policy.of(content | {"variant": "stacked-gain"})
-        assert "\n" not in str(error.value)
 
 
 def test_where_labels_are_confused_it_is_better_and_its_biases_are_part_of_the_id():
     calibration, validation, test = (confused(1, 1500, shift=shift) for shift in range(3))
-    policies = {
-        "rf": fit_policy("rf", calibration, validation, WITHIN, NAMES),
-        "stacked": fitted("stacked", calibration, validation, budget=8.0),
-    }
-    right = {name: np.mean(replay(policy, test).predictions == test.labels) for name, policy in policies.items()}
-    assert right["stacked"] > right["rf"] + 0.005
-    policy = policies["stacked"]
-    assert all(stage.matrix is not None for stage in policy.stages)
-    assert policy.on_selection.cost <= 8.0
-    assert policy.with_budget(5.0).expected is None
+    rf = fit_policy("rf", calibration, validation, ThresholdRule(budget=8.0), NAMES)
+    policy = fitted("stacked", calibration, validation, budget=8.0)
+    right = [np.mean(replay(of, test).predictions == test.labels) for of in (rf, policy)]
+    assert right[1] > right[0] + 0.005
     for name, numbers in (("biases", [0.0] * 5), ("matrix", np.zeros((5, 5)).tolist())):
         moved = json.loads(policy.to_json())
         moved["stages"][1][name] = numbers
@@ -157,24 +141,6 @@ def test_a_matrix_is_for_twenty_options_at_most_and_options_that_a_fit_has_not_s
         replay(policy, confused(3, 5, k + 1))
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
-@pytest.mark.parametrize("kind", ["planted", "one class", "constant logits", "free calls"])
-@methods
-@pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")
-def test_a_handful_of_rows_one_class_constant_logits_and_free_calls_are_fitted(n, kind, method):
-    costs = np.array([1.0, 0.0, 5.0]) if kind == "free calls" else COSTS
-    calibration = confused(7, n, m=3, costs=costs)
-    if kind == "one class":
-        calibration = replace(calibration, labels=np.zeros(n, np.int32))
-    if kind == "constant logits":
-        calibration = replace(calibration, logits=tuple(np.zeros_like(z) for z in calibration.logits))
-    policy = fitted(method, calibration, confused(7, 30, m=3, costs=costs, shift=1))
-    answers = replay(policy, confused(7, 20, m=3, costs=costs, shift=2))
-    assert np.isfinite(answers.confidences).all()
-    if n == 1 and method == "stacked":
-        assert all(stage.penalty is None for stage in policy.stages)
-
-
 def embedded(seed, n, *, informative, shift=0):
     data = confused(seed, n, m=3, shift=shift)
     rng = np.random.default_rng([seed, shift, 9])
@@ -184,25 +150,18 @@ def embedded(seed, n, *, informative, shift=0):
 
 def test_an_embedding_that_tells_labels_is_stage_0_and_no_other_is():
     rule = ThresholdRule(budget=4.0)
-    policies = {}
     for informative in (False, True):
         calibration, validation = (embedded(8, 400, informative=informative, shift=shift) for shift in range(2))
-        policies[informative] = fit_method("stacked", Fitting(calibration, validation), rule)
-    policy, test = policies[True], embedded(8, 400, informative=True, shift=2)
-    assert (policy.encoder, policies[False].encoder) == ("enc", None)
+        policy = fit_method("stacked", Fitting(calibration, validation), rule)
+        assert policy.encoder == ("enc" if informative else None)
+    test = embedded(8, 400, informative=True, shift=2)
     data = test.own_chain(["m0", "m1", "m2"], encoded=True)
     answers = replay(policy, data)
     alone = replay(fitted("stacked", calibration.chain, validation.chain, budget=4.0), test.chain)
     assert np.mean(answers.predictions == data.labels) > np.mean(alone.predictions == data.labels) + 0.05
-    traced = trace_policy(policy, data).at(policy.threshold, data)
-    assert np.array_equal(traced.confidences, answers.confidences)
     few = [z[5:9, :3] if stage else z[5:9] for stage, z in enumerate(data.logits)]  # of three options alone
     for _, _, step in steps_of(policy, np.arange(4), lambda stage, at: few[stage][at]):
         assert step.scores.shape[1] in (0, 3)
-    arrays = dict(zip(data.models, data.logits, strict=True))
-    assert np.array_equal(policy.predict(arrays).prediction, answers.predictions)
-    packed = Policy.of(policy.packed())
-    assert (packed.id, packed) == (policy.id, policy)
     with pytest.raises(PolicyError, match="fitted anew"):
         refit(policy, calibration.own_chain(["m0", "m1", "m2"], encoded=True), None)
 
@@ -216,3 +175,23 @@ def test_the_options_of_rule_and_price_reach_both_methods():
     assert (len(by_gain.threshold), by_gain.decision.at) == (2, 0.02)
     assert (type(plain.threshold), plain.decision) == (float, None)
     assert cauc_ray.fit(arrays[0], calibration.labels, method="stacked", **options).decision.at == 0.02
+
+
+@pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")  # a few rows cannot be calibrated
+@pytest.mark.parametrize("n", [1, 2, 300])
+def test_rows_that_other_methods_are_fitted_to_are_recalibrated_by_fits_that_did_not_see_them(n):
+    fittings = []
+
+    def fit(fitting):
+        fittings.append(fitting)
+        return Family([], fitting.validation)
+
+    family = fit_recalibrated(fit, Fitting(Examples(confused(0, n, 16)), Examples(confused(0, 60, 16, shift=1))))
+    parts = fittings[0].calibration.chain, family.reading(Examples(confused(0, 3000, 16, shift=2))).chain
+    calibration, new = (np.array([nll_of(z, chain.labels) / len(chain) for z in chain.logits]) for chain in parts)
+    confidence = [np.mean([top_option(z)[1].mean() for z in chain.logits]) for chain in parts]
+    assert np.isfinite(new).all()
+    if n > 2:
+        assert (new < np.log(16) - 0.3).all()  # they are recalibrated
+        assert calibration == pytest.approx(new, abs=0.15)
+        assert confidence[0] == pytest.approx(confidence[1], abs=0.05)

@@ -8,22 +8,10 @@ from synthetic import chain, steps
 
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.guarantees import stage_guarantees
-from cauc_ray.policies.methods.base import fit_base
-from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import measure_guarantees
 
-METHODS = pytest.mark.parametrize("fit", [fit_base, fit_rf], ids=["base", "rf"])
 
-
-def one_by_one(policy, data, row):
-    """Return confidences, answers and costs of one row at every stage, taking each of them."""
-    costs = np.broadcast_to(data.costs.per_call, (len(data), 3))[row]
-    taken = steps(policy, [logits[row : row + 1] for logits in data.logits])
-    return [(step.confidences[0], step.predictions[0], cost) for step, cost in zip(taken, costs, strict=True)]
-
-
-@METHODS
 @pytest.mark.parametrize("per_call", [False, True])
 def test_stages_and_fallbacks_by_a_slow_loop(fit, per_call):
     data = chain(5, 150, per_call=per_call, ragged=True)
@@ -31,28 +19,24 @@ def test_stages_and_fallbacks_by_a_slow_loop(fit, per_call):
     some[::7] = UNKNOWN_LABEL
     data = replace(data, labels=some)
     policy = fit(chain(5, 200, shift=1), rule=ThresholdRule(threshold=0.6))
-    guarantees = measure_guarantees(policy, data)
+    guarantees, taken = measure_guarantees(policy, data), list(steps(policy, data.logits))
+    costs_of_calls = np.broadcast_to(data.costs.per_call, (len(data), 3))
     assert guarantees[-1] is None
     for stage in range(2):
         rows = []
         for row in range(len(data)):
-            steps = one_by_one(policy, data, row)
-            if some[row] == UNKNOWN_LABEL or any(confidence >= 0.6 for confidence, _, _ in steps[:stage]):
+            if some[row] == UNKNOWN_LABEL or any(step.confidences[row] >= 0.6 for step in taken[:stage]):
                 continue
-            confidence, answer, _ = steps[stage]
-            cost = 0.0
-            for later in range(stage + 1, 3):
-                cost += steps[later][2]
-                if steps[later][0] >= 0.6 or later == 2:
-                    rows.append((confidence, answer == some[row], steps[later][1] == some[row], cost))
-                    break
+            later = next(at for at in range(stage + 1, 3) if taken[at].confidences[row] >= 0.6 or at == 2)
+            own_right, later_right = (taken[at].predictions[row] == some[row] for at in (stage, later))
+            cost = costs_of_calls[row, stage + 1 : later + 1].sum()
+            rows.append((taken[stage].confidences[row], own_right, later_right, cost))
         confidences, right, fallback_right, costs = (np.array(column) for column in zip(*rows, strict=True))
         expected = stage_guarantees(confidences, right, fallback_right, costs, 0.6)
         assert guarantees[stage].n == len(rows)
         assert guarantees[stage].as_json() == pytest.approx(expected.as_json(), abs=1e-9)
 
 
-@METHODS
 def test_a_stage_that_no_labelled_row_reaches_has_no_guarantees(fit):
     data = chain(1, 100)
     policy = fit(data, rule=ThresholdRule(threshold=0.0))

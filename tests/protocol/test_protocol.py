@@ -204,11 +204,9 @@ def test_no_message_is_as_long_as_what_was_sent(long):
 
 def raw_body(*sizes, raw=b""):
     """Return a body whose inputs declare so many raw bytes, and the length of its JSON part."""
-    inputs = [
-        {"name": f"x{at}", "datatype": "UINT8", "shape": [2], "parameters": {"binary_data_size": size}}
-        for at, size in enumerate(sizes)
-    ]
-    text = json.dumps({"inputs": inputs}).encode()
+    raw_tensor = tensor(datatype="UINT8", data=None)
+    inputs = [raw_tensor | {"name": f"x{n}", "parameters": {"binary_data_size": size}} for n, size in enumerate(sizes)]
+    text = body_of(inputs=inputs)
     return text + raw, len(text)
 
 

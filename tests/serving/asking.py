@@ -2,11 +2,15 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -24,6 +28,8 @@ from cauc_ray.policies.trace import replay
 CAUC = Path(sys.executable).with_name("cauc")
 # Ends what hangs; nothing is decided by it.
 DEADLINE_S = 240.0
+# Outputs that feedback is on.
+FEEDBACK = ("prediction", "confidence", "stage")
 
 
 class Chain:
@@ -37,12 +43,9 @@ class Chain:
             "rf": fit_rf(chains["calibration"], chains["validation"], ThresholdRule()),
             "base": fit_base(chains["calibration"], chains["validation"]),
         }
-        self.two_models = fit_rf(synthetic.chain(strengths=(1.0, 2.4)), rule=ThresholdRule(threshold=0.8))
+        router = {"replicas": {"min": 2}, "resources": {"num_cpus": 0.5}}
         path = saved_pool(folder, serving={"batch_size": 16, "timeout_s": 20})
-        content = yaml.safe_load(path.read_text())
-        content["serving"] = {"router": {"replicas": {"min": 2}, "resources": {"num_cpus": 0.5}}}
-        path.write_text(yaml.safe_dump(content))
-        self.pool = path
+        self.pool = edit_pool(path, serving={"router": router})
 
     def expected(self, name):
         return replay(self.policies[name], self.test)
@@ -74,8 +77,42 @@ def infer(url, model, columns, outputs=(), parameters=None, **headers):
     return status, json.loads(text)
 
 
+def answered(url, model, columns, outputs=(), parameters=None):
+    """Ask for rows as infer does; return the response, which has all answers."""
+    status, content = infer(url, model, columns, outputs, parameters)
+    assert status == 200, content
+    return content
+
+
+def edit_pool(path, **fields):
+    """Set fields of a pool file; return its path."""
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | fields))
+    return path
+
+
+def require_replay(outputs, expected, rows=slice(None)):
+    """Hold outputs, all that a trace has too, against the trace of their rows."""
+    for name in outputs.keys() & {"prediction", "stage", "confidence", "cost"}:
+        values = getattr(expected, f"{name}s")[rows]
+        assert np.array_equal(np.float32(outputs[name]), np.float32(values)), name
+
+
 def outputs_of(content):
     return {output["name"]: np.array(output["data"]) for output in content["outputs"]}
+
+
+def feedback_of(content):
+    """Return the feedback message on a response whose outputs are FEEDBACK, all but the labels."""
+    answer = {name: content["parameters"][name] for name in ("policy_id", "answer_id")}
+    return answer | {name: values.tolist() for name, values in outputs_of(content).items()}
+
+
+def send_labels(url, model, content, labels):
+    """Send the labels of a response's rows; return what the service says of them."""
+    body = {**feedback_of(content), "label": np.asarray(labels).tolist()}
+    status, text, _ = http("POST", f"{url}/v2/models/{model}/feedback", body)
+    assert status == 200, text
+    return json.loads(text)
 
 
 def ask(service, ids, *args, **headers):
@@ -107,6 +144,11 @@ def put_policy(service, content, **headers):
     """Ask for a change of the policy; return the status, the content and the tag of the version."""
     status, text, answered = http("PUT", f"{service.url}/v2/models/six/policy", content, **headers)
     return status, json.loads(text), answered["ETag"]
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
 
 
 class Command:
@@ -159,6 +201,32 @@ class Command:
         for process in [*self.processes(), self.process]:
             process.kill()
         self.process.communicate()
+
+
+@contextmanager
+def clients(asks, n=4):
+    """Have n clients ask all the time; yield what they get.   asks: called with a client's random generator."""
+    answers, stop = [], threading.Event()
+
+    def run(seed):
+        rng = np.random.default_rng(seed)
+        while not stop.is_set():
+            answers.append(asks(rng))
+
+    with ThreadPoolExecutor(n) as threads:
+        running = [threads.submit(run, seed) for seed in range(n)]
+        try:
+            yield answers
+        finally:
+            stop.set()
+    for client in running:
+        client.result()
+
+
+def until_answered(answers, n):
+    """Wait for so many more answers."""
+    n += len(answers)
+    until(lambda: len(answers) >= n)
 
 
 def until(condition, deadline_s=DEADLINE_S):

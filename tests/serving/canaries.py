@@ -6,8 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import synthetic
-import yaml
-from asking import ask, http, until
+from asking import FEEDBACK, asked, edit_pool, http, send_labels, until
 from runs import saved_pool
 
 import cauc_ray
@@ -17,29 +16,39 @@ from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 
 N = 4000
-# Of an answer, as feedback wants them.
-OUTPUTS = ("prediction", "confidence", "stage")
 
 
-class Canaries:
-    """A pool of a chain, its rows, and policies: in force, clearly better at a higher cost, and clearly worse."""
+class SavedRows:
+    """Rows of chains, which saved models answer.   labels: of all rows, in their order."""
 
-    def __init__(self, folder):
-        self.folder, self.test = folder, synthetic.chain(21, N)
-        self.ids = [f"row-{row}" for row in range(N)]
-        for stage, model in enumerate(self.test.models):
-            table = {"example_ids": self.ids, "labels": self.test.labels, "logits": list(self.test.logits[stage])}
-            write_logits(folder / "LOGITS", model, "test", **table, costs=None)
-        rule = ThresholdRule(budget=6.0)
-        self.policy = fit_rf(synthetic.chain(22, 1500), synthetic.chain(22, 1500, shift=1), rule)
-        self.better, self.worse = self.policy.with_threshold(0.9), self.policy.with_threshold(0.0)
+    def __init__(self, folder, *chains):
+        self.folder, self.labels = folder, np.concatenate([chain.labels for chain in chains])
+        self.ids = [f"row-{row}" for row in range(len(self.labels))]
+        for stage, model in enumerate(chains[0].models):
+            logits = [row for chain in chains for row in chain.logits[stage]]
+            table = {"example_ids": self.ids, "labels": self.labels, "logits": logits, "costs": None}
+            write_logits(folder / "LOGITS", model, "test", **table)
 
     def pool(self, **serving):
         path = saved_pool(self.folder, serving={"batch_size": 64, "timeout_s": 20})
-        content = yaml.safe_load(path.read_text())
-        content["serving"] = serving
-        path.write_text(yaml.safe_dump(content))
-        return path
+        return edit_pool(path, serving=serving)
+
+    def send(self, service, rows, *, labelled=True):
+        """Ask for rows and report their labels; return the response, and what the service says of the labels."""
+        status, content = asked(service, [self.ids[row] for row in rows], None, FEEDBACK)
+        assert status == 200, content
+        return content, send_labels(service.url, "six", content, self.labels[rows]) if labelled else None
+
+
+class Canaries(SavedRows):
+    """A pool of a chain, its rows, and policies: in force, clearly better at a higher cost, and clearly worse."""
+
+    def __init__(self, folder):
+        self.test = synthetic.chain(21, N)
+        super().__init__(folder, self.test)
+        rule = ThresholdRule(budget=6.0)
+        self.policy = fit_rf(synthetic.chain(22, 1500), synthetic.chain(22, 1500, shift=1), rule)
+        self.better, self.worse = self.policy.with_threshold(0.9), self.policy.with_threshold(0.0)
 
     @contextmanager
     def served(self, *, local=True, **serving):
@@ -54,15 +63,8 @@ class Canaries:
         """Ask for rows drawn at random, report their labels, and count the answers of each policy by its id."""
         n_answers = Counter()
         for _ in range(n_requests):
-            rows = rng.integers(N, size=size)
-            outputs, parameters = ask(service, [self.ids[row] for row in rows], None, OUTPUTS)
-            n_answers[parameters["policy_id"]] += 1
-            if labelled:
-                answer = {name: parameters[name] for name in ("policy_id", "answer_id")}
-                answer |= {name: values.tolist() for name, values in outputs.items()}
-                body = {**answer, "label": self.test.labels[rows].tolist()}
-                status, content, _ = http("POST", f"{service.url}/v2/models/six/feedback", body)
-                assert status == 200, content
+            content, _ = self.send(service, rng.integers(N, size=size), labelled=labelled)
+            n_answers[content["parameters"]["policy_id"]] += 1
         return n_answers
 
     def decision(self, service, rng, **options):

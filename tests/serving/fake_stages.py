@@ -18,6 +18,7 @@ from cauc_ray.errors import ExecutionError
 from cauc_ray.models.answers import Answers, as_answers
 from cauc_ray.models.pool import Pool, pool_of
 from cauc_ray.policies.policy import Policy
+from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.cascade import Cascade
 from cauc_ray.serving.observers.drift_watch import DriftWatch
 from cauc_ray.serving.observers.service_metrics import Metric, ServingMetrics
@@ -86,16 +87,7 @@ class Stage:
             compute_s = None if self.before is None else await self.before(len(self.batches), batch)
         except ExecutionError as error:
             return CallResult.broken(started, "", str(error), "stage"), None
-        worker = worker_of(self.answers, stage_of(self.column))
-        result, goes_on = worker.decide(
-            call.parts,
-            call.bundles,
-            policies=self.policies,
-            keeps=call.keeps,
-            wants=call.wants,
-            carries_columns=False,
-            good_row=call.good_row,
-        )
+        result, goes_on = decided(worker_of(self.answers, stage_of(self.column)), call, self.policies)
         compute_s = asyncio.get_running_loop().time() - started if compute_s is None else compute_s
         return replace(result, compute_s=compute_s), goes_on.state
 
@@ -161,6 +153,41 @@ def question(policy: Policy, answer_id: str = "0" * 32) -> Question:
 def columns_of(logits: Sequence[np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:
     """Return rows' columns: their number and each stage's logits for them."""
     return {"row": rows, **{f"logits{stage}": of_stage[rows] for stage, of_stage in enumerate(logits)}}
+
+
+async def timed_answer(
+    cascade: Cascade,
+    policy: Policy,
+    logits: Sequence[np.ndarray],
+    rows: Sequence[int],
+    at_s: float = 0.0,
+    patience_s: float | None = None,
+) -> tuple[Any, float]:
+    """Ask for rows at a time; return the answer or the refusal, and the seconds that it took; None if given up."""
+    clock = asyncio.get_running_loop().time
+    await asyncio.sleep(at_s)
+    started = clock()
+    answer = cascade.answer(policy, columns_of(logits, np.array(rows)), len(rows))
+    try:
+        result = await (answer if patience_s is None else asyncio.wait_for(answer, patience_s))
+    except RequestError as error:
+        result = error
+    except TimeoutError:
+        result = None
+    return result, clock() - started
+
+
+def decided(worker: Any, call: Any, policies: dict[str, Policy]) -> tuple[CallResult, Any]:
+    """Have a worker answer a call and decide."""
+    return worker.decide(
+        call.parts,
+        call.bundles,
+        policies=policies,
+        keeps=call.keeps,
+        wants=call.wants,
+        carries_columns=False,
+        good_row=call.good_row,
+    )
 
 
 async def together(*coroutines: Any) -> list[Any]:
@@ -252,15 +279,7 @@ class Fleet:
                 self.end(replica)
                 return None
             before = self.n_asked
-            result, goes_on = replica.worker.decide(
-                call.parts,
-                call.bundles,
-                policies=call.policies,
-                keeps=call.keeps,
-                wants=call.wants,
-                carries_columns=False,
-                good_row=call.good_row,
-            )
+            result, goes_on = decided(replica.worker, call, call.policies)
             await asyncio.sleep(self.takes_s * (self.n_asked - before))
         return replace(result, compute_s=self.takes_s), goes_on.state
 

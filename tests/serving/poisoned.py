@@ -22,10 +22,12 @@ def infer(url, x, datatype="FP32", binary=False, **parameters):
     return status, json.loads(body)
 
 
-def poisoned(folder, replicas, large=("poisonable", {"column": 1}), timeout_s=30.0, call_timeout_s=60.0):
+def poisoned(folder, replicas, timeout_s=30.0, call_timeout_s=60.0):
     """Serve a stage that may be poisoned by x's first number, and one that may be by its second."""
     serving = {"timeout_s": timeout_s}
-    pool = python_pool(folder, [("poisonable", {}), large], serving=serving, call_timeout_s=call_timeout_s)
+    pool = python_pool(
+        folder, [("poisonable", {}), ("poisonable", {"column": 1})], serving=serving, call_timeout_s=call_timeout_s
+    )
     content = yaml.safe_load(pool.read_text())
     content |= {"on_failure": "degrade", "serving": {"max_queued_rows": 32}}
     for stage in content["stages"]:

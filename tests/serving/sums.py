@@ -1,6 +1,9 @@
 """A pool of two models that answer sums in words, and a policy for it."""
 
+from contextlib import contextmanager
+
 import numpy as np
+import openai
 import yaml
 from user_models import adder
 
@@ -36,6 +39,22 @@ def pool(folder, **fields):
     path = folder / "sums.yaml"
     path.write_text(yaml.safe_dump({"name": "sums", "task": "generation", "inputs": inputs, "stages": stages} | fields))
     return path
+
+
+@contextmanager
+def client_of(path, fitted):
+    """Serve a pool; yield the service and OpenAI's client of it."""
+    with (
+        cauc_ray.serve(path, fitted, port=0, name="sums", local=True) as service,
+        openai.OpenAI(base_url=f"{service.url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        yield service, client
+
+
+def asked(client, *messages, **options):
+    """Return the response to messages: texts of the user, or whole ones."""
+    sent = [{"role": "user", "content": text} if isinstance(text, str) else text for text in messages]
+    return client.chat.completions.create(**{"model": "sums", "messages": sent} | options)
 
 
 def policy(folder, large="self"):

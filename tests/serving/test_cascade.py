@@ -31,11 +31,15 @@ DATA = chain(3, n=240, ragged=True)
 NAMES = DATA.models
 
 
-def fitted(method, data=DATA, threshold=0.8):
-    return {"base": fit_base, "rf": fit_rf}[method](data, data, ThresholdRule(threshold=threshold))
+def fitted(method, threshold=0.8):
+    return {"base": fit_base, "rf": fit_rf}[method](DATA, DATA, ThresholdRule(threshold=threshold))
 
 
-POLICIES = {method: fitted(method) for method in ("base", "rf")}
+POLICIES = {"base": fitted("base"), "rf": fitted("rf"), "hasty": fitted("rf", threshold=0.3)}
+POLICIES |= {f"begins at {stage}": routed(POLICIES["base"], begins=stage) for stage in (0, 2)}
+EXPECTED = {name: replay(policy, DATA) for name, policy in POLICIES.items()}
+# No row stops before the last stage.
+ALWAYS_DEFERS = fitted("rf", threshold=2.0)
 
 
 def make_stages(n=3, **options):
@@ -50,54 +54,54 @@ def cut(rows, sizes):
     return [part for part in np.split(rows, np.cumsum(sizes)) if len(part)]
 
 
-@pytest.mark.parametrize("method", ["base", "rf"])
+@pytest.mark.parametrize("names", [("base",), ("rf", "hasty"), ("begins at 0", "begins at 2", "base")], ids=str)
 @given(sizes=st.lists(st.integers(1, 30), max_size=20), seed=st.integers(0, 99))
-def test_answers_are_those_of_the_replay_however_requests_are_cut(method, sizes, seed):
-    policy = POLICIES[method]
-    expected = replay(policy, DATA)
-    requests = cut(np.random.default_rng(seed).permutation(len(DATA)), sizes)
-    waits = np.random.default_rng(seed)
+def test_answers_are_those_of_the_replay_however_requests_are_cut(names, sizes, seed):
+    """Each request keeps its policy, whichever others there are meanwhile."""
+    rng = np.random.default_rng(seed)
+    requests = [(str(rng.choice(names)), rows) for rows in cut(rng.permutation(len(DATA)), sizes)]
 
     async def before(call, batch):
-        await asyncio.sleep(float(waits.uniform(0, 1e-3)))
+        await asyncio.sleep(float(rng.uniform(0, 1e-3)))
 
     async def main():
         stages = make_stages(before=before)
         cascade, counts = cascade_of(a_pool(NAMES, batch_wait_s=0.001), stages)
-        answers = await asyncio.gather(
-            *(answered(cascade, policy, rows, asks_for=frozenset({"scores"})) for rows in requests)
-        )
-        return stages, counts, answers
+        scores = frozenset({"scores"})
+        answers = (answered(cascade, POLICIES[name], rows, asks_for=scores) for name, rows in requests)
+        return stages, counts, await asyncio.gather(*answers)
 
     stages, counts, answers = run_virtually(main())
-    for rows, answer in zip(requests, answers, strict=True):
-        assert np.array_equal(answer.predictions, expected.predictions[rows])
-        assert np.array_equal(answer.confidences, expected.confidences[rows])
-        assert np.array_equal(answer.stages, expected.stages[rows])
-        assert np.array_equal(answer.costs, expected.costs[rows])
+    last_stages, costs = np.zeros(len(DATA), int), np.zeros(len(DATA))
+    for (name, rows), answer in zip(requests, answers, strict=True):
+        for field in ("predictions", "confidences", "stages", "costs"):
+            assert np.array_equal(getattr(answer, field), getattr(EXPECTED[name], field)[rows]), field
         assert not answer.degraded.any()
         assert (answer.vectors["scores"].argmax(axis=1) == answer.predictions).all()
+        last_stages[rows], costs[rows] = answer.stages, answer.costs
     for stage, calls in enumerate(one.batches for one in stages):
         rows = [row for batch in calls for row in batch]
-        assert sorted(rows) == sorted(np.flatnonzero(expected.stages >= stage))  # nothing twice, nothing for nothing
+        if all(POLICIES[name].in_turn for name in names):
+            assert sorted(rows) == sorted(np.flatnonzero(last_stages >= stage))  # nothing twice, nothing for nothing
         assert max(map(len, calls), default=0) <= 8
-        assert counts.of("rows").get((NAMES[stage], "accepted"), 0) == (expected.stages == stage).sum()
-    assert sum(counts.of("cost").values()) == pytest.approx(expected.costs.sum())
+        assert counts.of("rows").get((NAMES[stage], "accepted"), 0) == (last_stages == stage).sum()
+    assert sum(counts.of("cost").values()) == pytest.approx(costs.sum())
 
 
-def test_deferred_rows_of_many_requests_are_gathered():
+def test_deferred_rows_of_many_requests_are_gathered_whatever_their_policies():
     async def before(call, batch):
         await asyncio.sleep(0.01)
 
     async def main():
         stages = make_stages(before=before)
         cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=0.05), stages)
-        await asyncio.gather(*(answered(cascade, POLICIES["rf"], np.array([row])) for row in range(64)))
+        policies = [POLICIES["rf"], ALWAYS_DEFERS] * 32
+        await asyncio.gather(*(answered(cascade, policy, np.array([row])) for row, policy in enumerate(policies)))
         return stages
 
     stages = run_virtually(main())
-    deferred = int((replay(POLICIES["rf"], DATA).stages[:64] >= 1).sum())
-    assert deferred > 16
+    deferred = 32 + int((EXPECTED["rf"].stages[:64:2] >= 1).sum())
+    assert deferred > 40
     assert len(stages[0].batches) == 8
     assert len(stages[1].batches) <= -(-deferred // 8) + 2
 
@@ -111,147 +115,34 @@ def test_a_client_that_is_alone_does_not_wait_for_others():
     run_virtually(main())
 
 
-def test_a_request_keeps_its_policy_to_the_end_and_may_share_calls_with_another():
-    second = fitted("rf", threshold=0.3)
-    both = [replay(POLICIES["rf"], DATA), replay(second, DATA)]
-    assert (both[0].stages[:8] != both[1].stages[:8]).any()
+@pytest.mark.parametrize("fault", ["fails", "names"])
+@pytest.mark.parametrize(("on_failure", "stage"), [("fail", 0), ("fail", 2), ("degrade", 0), ("degrade", 1)])
+def test_a_row_that_a_stage_cannot_answer_costs_its_own_request_alone(fault, on_failure, stage):
+    """A call that fails is made again for each request alone; a model that names the row has answered the others."""
 
-    async def main():
-        stages = make_stages()
-        cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=0.05), stages)
-        rows = np.arange(4), np.arange(4, 8)
-        answers = await asyncio.gather(answered(cascade, POLICIES["rf"], rows[0]), answered(cascade, second, rows[1]))
-        assert stages[0].batches[0] == list(range(8))
-        return zip(answers, both, rows, strict=True)
-
-    for answer, expected, rows in run_virtually(main()):
-        assert np.array_equal(answer.stages, expected.stages[rows])
-        assert np.array_equal(answer.predictions, expected.predictions[rows])
-
-
-def test_a_cap_stops_rows_with_the_answer_so_far():
-    policy = POLICIES["rf"]
-    rows = np.arange(40)
-
-    async def main(last):
-        stages = make_stages()
-        cascade, counts = cascade_of(a_pool(NAMES), stages)
-        return stages, counts, await answered(cascade, policy, rows, last_stage=last)
-
-    for last in range(3):
-        stages, counts, answer = run_virtually(main(last))
-        assert answer.stages.max() <= last
-        assert not any(stage.batches for stage in stages[last + 1 :])
-        step = policy.start(DATA.logits[0][rows])
-        if last == 0:
-            assert np.array_equal(answer.predictions, step.predictions)
-            assert counts.of("rows").get((NAMES[0], "capped"), 0) == (~step.accepted).sum()
-        assert not answer.degraded.any()
-
-
-async def hang(call, batch):
-    await asyncio.sleep(60)
-
-
-def hanging(stage):
-    stages = make_stages()
-    stages[stage].before = hang
-    return stages
-
-
-def test_a_stage_that_hangs_degrades_the_request_or_fails_it():
-    rows = np.arange(30)
-    expected = replay(POLICIES["rf"], DATA)
-    first_two = np.minimum(expected.stages[rows], 0)
-
-    async def main(on_failure, hangs=1):
-        cascade, counts = cascade_of(a_pool(NAMES, on_failure, timeout_s=0.2), hanging(hangs))
-        started = asyncio.get_running_loop().time()
-        result = (await together(answered(cascade, POLICIES["rf"], rows)))[0]
-        first = asyncio.get_running_loop().time() - started
-        again = (await together(answered(cascade, POLICIES["rf"], rows)))[0]
-        return result, again, first, asyncio.get_running_loop().time() - started - first, counts
-
-    answer, again, first, second, counts = run_virtually(main("degrade"))
-    assert np.array_equal(answer.degraded, expected.stages[rows] > 0)
-    assert np.array_equal(answer.stages, first_two)
-    assert np.array_equal(answer.predictions, POLICIES["rf"].start(DATA.logits[0][rows]).predictions)
-    assert "'m1' has not answered within 0.2 s" in answer.reason
-    assert counts.of("degraded")[NAMES[1], "timeout"] > 0
-    assert sum(counts.of("degraded").values()) == answer.degraded.sum() + again.degraded.sum()
-    assert 0.15 < first < 1.0
-    assert second < 0.1  # the stage is left alone for a while
-    assert np.array_equal(again.degraded, answer.degraded)
-    assert "is down" in again.reason
-
-    for on_failure, hangs in (("fail", 1), ("degrade", 0)):  # without its first stage, a pool that degrades refuses too
-        error, again, *_ = run_virtually(main(on_failure, hangs))
-        assert isinstance(error, RequestError)
-        assert (error.status, again.status) == (503, 503)
-        assert error.retry_after_s > 0
-
-
-def test_a_call_that_fails_is_made_again_for_each_request_alone():
     async def before(call, batch):
-        if 3 in batch["row"]:
+        if fault == "fails" and 2 in batch["row"]:
             raise StageError("failed", "ValueError: no")
 
-    async def main(on_failure, guilty_stage):
-        stages = make_stages()
-        stages[guilty_stage].before = before
-        cascade, _ = cascade_of(a_pool(NAMES, on_failure, batch_wait_s=0.05), stages)
-        return await together(*(answered(cascade, fitted("rf", threshold=2.0), np.array([row])) for row in range(8)))
-
-    for on_failure, stage in (("fail", 0), ("fail", 1), ("degrade", 0)):
-        results = run_virtually(main(on_failure, stage))
-        assert [row for row, result in enumerate(results) if isinstance(result, RequestError)] == [3]
-        assert (results[3].status, "ValueError: no" in results[3].message) == (503, True)
-    results = run_virtually(main("degrade", 1))
-    assert [bool(result.degraded.any()) for result in results] == [row == 3 for row in range(8)]
-
-
-def test_a_stage_that_always_fails_is_not_called_for_every_row_and_the_reason_given_with_each():
-    async def before(call, batch):
-        raise StageError("failed", "a logit is NaN")
+    def alter(answers, batch):
+        places = np.flatnonzero((batch["row"] == 2) & (fault == "names"))
+        return Answers(answers.logits, failures={int(place): "not an image" for place in places})
 
     async def main():
         stages = make_stages()
-        stages[1].before = before
-        cascade, _ = cascade_of(a_pool(NAMES, "degrade"), stages)
-        answer = await answered(cascade, POLICIES["rf"], np.arange(200))
-        stages[0].before = before
-        return (
-            stages,
-            answer,
-            await together(*(answered(cascade, POLICIES["rf"], np.array([row])) for row in range(200))),
-        )
-
-    stages, answer, refused = run_virtually(main())
-    assert answer.degraded.sum() > 60
-    assert len(stages[1].batches) < 20
-    assert {error.status for error in refused} == {503}
-    assert all("a logit is NaN" in error.message for error in refused)  # the reason has the remedy
-
-
-def test_rows_that_a_model_refuses():
-    def refuse(answers, batch):
-        places = np.flatnonzero(batch["row"] == 2)
-        return Answers(answers.logits, failures={int(place): "not an image" for place in places})
-
-    async def main(on_failure, stage):
-        stages = make_stages()
-        stages[stage].alter = refuse
+        stages[stage].before, stages[stage].alter = before, alter
         cascade, _ = cascade_of(a_pool(NAMES, on_failure, batch_wait_s=0.05), stages)
-        policy = fitted("rf", threshold=2.0)
-        return await together(answered(cascade, policy, np.arange(2)), answered(cascade, policy, np.arange(2, 4)))
+        return await together(*(answered(cascade, ALWAYS_DEFERS, rows) for rows in np.arange(8).reshape(4, 2)))
 
-    for on_failure, stage in (("degrade", 0), ("fail", 0), ("fail", 2)):
-        fine, refused = run_virtually(main(on_failure, stage))
-        assert not fine.degraded.any()
-        assert (refused.status, refused.message.startswith("row 0: not an image")) == (422, True)
-    fine, partly = run_virtually(main("degrade", 1))
-    assert partly.degraded.tolist() == [True, False]
-    assert partly.stages.tolist() == [0, 2]
+    _, bad, *_ = results = run_virtually(main())
+    if (on_failure, stage) == ("degrade", 1):
+        assert [bool(result.degraded.any()) for result in results] == [False, True, False, False]
+        assert bad.stages[0] == 0
+        assert fault == "fails" or bad.stages[1] == 2
+    else:
+        assert [isinstance(result, RequestError) for result in results] == [False, True, False, False]
+        status, reason = {"fails": (503, "ValueError: no"), "names": (422, "row 0: not an image")}[fault]
+        assert (bad.status, reason in bad.message) == (status, True)
 
 
 @pytest.mark.parametrize("image", [np.zeros((1, 2), dtype=np.uint8), np.zeros((1, 3), dtype=np.float32)])
@@ -330,7 +221,7 @@ def test_a_request_has_one_deadline_for_all_stages():
     async def main():
         cascade, _ = cascade_of(a_pool(NAMES, timeout_s=2.0), make_stages(before=before))
         started = asyncio.get_running_loop().time()
-        await together(answered(cascade, fitted("rf", threshold=2.0), np.arange(4)))
+        await together(answered(cascade, ALWAYS_DEFERS, np.arange(4)))
         return asyncio.get_running_loop().time() - started
 
     assert run_virtually(main()) < 4.0
@@ -338,7 +229,7 @@ def test_a_request_has_one_deadline_for_all_stages():
 
 @pytest.mark.parametrize("on_failure", ["degrade", "fail"])
 def test_a_request_s_own_timeout_ends_it_and_leaves_the_stage_up(on_failure):
-    rows = np.flatnonzero(replay(POLICIES["rf"], DATA).stages > 0)[:4]
+    rows = np.flatnonzero(EXPECTED["rf"].stages > 0)[:4]
 
     async def slow(call, batch):
         await asyncio.sleep(1.0)
@@ -358,69 +249,16 @@ def test_a_request_s_own_timeout_ends_it_and_leaves_the_stage_up(on_failure):
     assert not patient.degraded.any()
 
 
-# Rows that go to any stage, next to others that take them in turn.
-R_DATA = chain(5, n=300, strengths=(1.0, 1.2, 1.7, 2.4))
-R_FITTED = fit_base(R_DATA, R_DATA, ThresholdRule(threshold=0.9))
-R_NAMES = list(R_DATA.models)
-
-
-@pytest.mark.parametrize("begins", [0, 2])
-def test_rows_of_every_policy_are_answered_as_in_the_replay(begins):
-    policies = [routed(R_FITTED, begins=begins), R_FITTED]
-    rng = np.random.default_rng(begins)
-    requests = [(policies[rng.integers(2)], rng.integers(0, 300, rng.integers(1, 12))) for _ in range(80)]
-
-    async def ask(cascade, policy, rows, after_s):
-        await asyncio.sleep(after_s)
-        return await cascade.answer(policy, columns_of(R_DATA.logits, rows), len(rows))
-
+def test_no_row_waits_for_a_stage_whose_model_cannot_be_loaded():
     async def main():
-        stages = make_stages(4)
-        cascade, _ = cascade_of(a_pool(R_NAMES, batch_wait_s=0.01), stages)
-        answers = await asyncio.gather(*(ask(cascade, *request, rng.uniform(0, 0.1)) for request in requests))
-        return answers, stages
+        cascade, _ = cascade_of(a_pool(NAMES, "degrade"), make_stages())
+        cascade.replicas(2, [], "its model cannot be loaded: OSError: no route to host")
+        return await asyncio.wait_for(answered(cascade, ALWAYS_DEFERS, np.arange(4)), 0.1)
 
-    answers, stages = run_virtually(main())
-    for answer, (policy, rows) in zip(answers, requests, strict=True):
-        expected = replay(policy, R_DATA)
-        for name in ("predictions", "confidences", "stages", "costs"):
-            assert np.array_equal(getattr(answer, name), getattr(expected, name)[rows])
-    assert sum(len(stage.batches) for stage in stages) < 400  # of some 1,000 rows' calls: they share them
-
-
-def test_rows_of_a_stage_that_is_down_are_degraded_or_refused_without_an_answer():
-    policy = routed(R_FITTED)
-    expected = replay(policy, R_DATA)
-    first = 1 + R_DATA.logits[0].argmax(axis=1) % 3
-    accepted = np.flatnonzero((first == 1) & (expected.stages == 1))[:4]
-    deferred = np.flatnonzero((first == 1) & (expected.stages != 1))[:4]  # to the third stage
-    unanswered = np.flatnonzero(first == 3)[:4]
-    requests = (accepted, deferred, unanswered)
-    assert all(len(rows) > 0 for rows in requests)
-
-    async def main():
-        cascade, _ = cascade_of(a_pool(R_NAMES, "degrade", timeout_s=0.5), make_stages(4))
-        cascade.replicas(3, [])
-        answers = (cascade.answer(policy, columns_of(R_DATA.logits, rows), len(rows)) for rows in requests)
-        return await together(*answers)
-
-    whole, degraded, refused = run_virtually(main())
-    assert not whole.degraded.any()
-    assert degraded.degraded.all()
-    assert (degraded.stages == 1).all()
-    assert isinstance(refused, RequestError)
-    assert refused.status == 503
-
-
-def test_no_stage_can_be_the_last_one_where_stages_are_not_called_in_turn():
-    async def main():
-        cascade, _ = cascade_of(a_pool(R_NAMES), make_stages(4))
-        columns = columns_of(R_DATA.logits, np.arange(3))
-        return (await together(cascade.answer(routed(R_FITTED), columns, 3, last_stage=1)))[0]
-
-    error = run_virtually(main())
-    assert isinstance(error, RequestError)
-    assert error.status == 422
+    answer = run_virtually(main())
+    assert answer.degraded.all()
+    assert (answer.stages == 1).all()
+    assert "no route to host" in answer.reason
 
 
 def test_what_a_stage_needs_follows_a_change_of_policy_within_seconds():

@@ -2,70 +2,50 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import saved_model, write_pool
-from synthetic import write_table
-
-from cauc_ray.policies.methods.base import fit_base
-from cauc_ray.policies.methods.rf import fit_rf
-from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import replay
+from asking import Chain, free_port, outputs_of, require_replay
+from runs import MODELS, saved_model, write_pool
 
 SCRIPT = Path(__file__).parent / "edge_and_cloud.py"
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def values(answer, name):
-    return np.array(next(output["data"] for output in answer["outputs"] if output["name"] == name))
-
-
 @pytest.mark.soak("faults")
 def test_stages_run_where_the_pool_places_them_and_answers_are_degraded_while_the_cloud_is_gone(tmp_path):
-    chains = write_table(tmp_path / "LOGITS", n=120, strengths=(1.0, 2.4))
-    policies = {
-        "rf": fit_rf(chains["calibration"], rule=ThresholdRule(threshold=0.8)),
-        "base": fit_base(chains["calibration"], rule=ThresholdRule(threshold=0.6)),
-    }
-    for name, policy in policies.items():
+    chain = Chain(tmp_path)
+    for name, policy in chain.policies.items():
         policy.save(tmp_path / f"{name}.json")
-    test = chains["test"]
-    expected = {name: replay(policy, test) for name, policy in policies.items()}
-    (tmp_path / "ids.json").write_text(json.dumps([f"test-{example}" for example in test.example_ids]))
+    (tmp_path / "ids.json").write_text(json.dumps(chain.ids.tolist()))
     stages = [
         {
             "name": model,
             "model": saved_model(model),
-            "resources": {"num_cpus": 1, "labels": {"tier": tier}},
+            "resources": {"num_cpus": 0.5, "labels": {"tier": tier}},
             "serving": {"timeout_s": 2.0},
         }
-        for model, tier in zip(test.models, ("edge", "cloud"), strict=True)
+        for model, tier in zip(MODELS, ("edge", "edge", "cloud"), strict=True)
     ]
-    router = {"resources": {"num_cpus": 1, "labels": {"tier": "edge"}}}
+    router = {"resources": {"num_cpus": 0.5, "labels": {"tier": "edge"}}}
     write_pool(tmp_path, stages, on_failure="degrade", serving={"router": router})
     command = [sys.executable, str(SCRIPT), str(tmp_path), str(free_port()), str(free_port())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ, cwd=Path.cwd())
+    tests = SCRIPT.parents[1]
+    path = os.pathsep.join([str(tests.parent), str(tests / "execution"), os.environ["PYTHONPATH"]])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=Path.cwd())
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
     report = json.loads((tmp_path / "report.json").read_text())
     edge, cloud = report["nodes"]["edge"], report["nodes"]["cloud"]
-    assert report["placement"] == {"Router": [edge], "stage:m0": [edge], "stage:m1": [cloud]}
+    assert report["placement"] == {"Router": [edge], "stage:m0": [edge], "stage:m1": [edge], "stage:m2": [cloud]}
     for answer, name in ((report["first"], "rf"), (report["changed"], "base"), (report["healed"], "base")):
-        assert answer["parameters"]["policy_id"] == policies[name].id
-        assert np.array_equal(values(answer, "prediction"), expected[name].predictions)
-        assert np.array_equal(values(answer, "stage"), expected[name].stages)
+        assert answer["parameters"]["policy_id"] == chain.policies[name].id
+        require_replay(outputs_of(answer), chain.expected(name))
     for statuses in ("until_changed", "until_degraded", "until_healed"):
         assert set(report[statuses]) == {200}
-    assert np.array_equal(values(report["degraded"], "degraded"), expected["base"].stages == 1)
-    assert "m1" in report["degraded"]["parameters"]["reason"]
+    assert np.array_equal(outputs_of(report["degraded"])["degraded"], chain.expected("base").stages == 2)
+    assert "m2" in report["degraded"]["parameters"]["reason"]
     assert report["without_cloud"] == [[200, True]] * 2

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from asking import DEADLINE_S, Command, http, infer, outputs_of
+from asking import DEADLINE_S, FEEDBACK, Command, answered, edit_pool, http, infer, outputs_of, send_labels
 from runs import python_model, python_pool, write_pool
 from synthetic import splits
 
@@ -21,36 +21,30 @@ from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 
 ROOT = Path(__file__).parents[2]
-FITS = {"base": fit_base, "rf": fit_rf}
 # What other installations have, and an edge box does not.
 ABSENT = {"ray", "pyarrow", "scipy", "pandas", "sklearn", "matplotlib", "torch", "transformers", "fsspec"}
 MOST_MB = 205
 
 
-def linear(path):
-    """Write a network that answers with x and 0."""
-    onnx = pytest.importorskip("onnx")
-    from onnx import helper, numpy_helper
-
-    float32 = onnx.TensorProto.FLOAT
-    inputs = [helper.make_tensor_value_info("x", float32, ["n"])]
-    outputs = [helper.make_tensor_value_info("logits", float32, ["n", 2])]
-    weights = [numpy_helper.from_array(np.array([[1.0, 0.0]], np.float32), "w")]
-    weights.append(numpy_helper.from_array(np.array([1], np.int64), "axis"))
-    nodes = [helper.make_node("Unsqueeze", ["x", "axis"], ["column"])]
-    nodes.append(helper.make_node("MatMul", ["column", "w"], ["logits"]))
-    graph = helper.make_graph(nodes, "g", inputs, outputs, weights)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9), str(path))
-    return {"kind": "onnx", "model": path.name}
+# A network that answers with x and 0.
+LINEAR = """
+<ir_version: 9, opset_import: ["": 19]>
+g (float[n] x) => (float[n, 2] logits)
+<int64[1] axis = {1}, float[1, 2] w = {1.0, 0.0}>
+{
+    column = Unsqueeze(x, axis)
+    logits = MatMul(column, w)
+}
+"""
 
 
-def write_home(folder, method, small, large=None):
+def write_home(folder, fit, small, large=None):
     """Write a pool whose second stage lists imported modules, or another one, and a policy with a drift reference."""
     models = {"small": small, "large": large or python_model("tells_modules", path=str(folder / "modules"))}
     stages = [{"name": name, "model": model} for name, model in models.items()]
     write_pool(folder, stages, task="classification", on_failure="degrade")
     chains = [replace(chain, models=tuple(models)) for chain in splits(3, 300, k=2, strengths=(1.0, 2.4))]
-    policy = FITS[method](*chains, ThresholdRule(threshold=0.8))
+    policy = fit(*chains, ThresholdRule(threshold=0.8))
     policy.save(folder / "policy.json")
     return policy
 
@@ -62,19 +56,16 @@ def require_served(service, policy):
     for url in (f"{model}/policy", f"{model}/watch", f"{service.url}/metrics"):
         assert http("GET", url)[0] == 200
     assert http("PUT", f"{model}/policy", {"policy": policy.model_dump(mode="json")})[0] == 200
-    status, content = infer(service.url, "test", {"x": [9.0, 0.1]}, ("prediction", "confidence", "stage"))
-    outputs = {name: values.tolist() for name, values in outputs_of(content).items()}
-    assert (status, outputs["stage"]) == (200, [0, 1])
-    answer = {name: content["parameters"][name] for name in ("policy_id", "answer_id")}
-    assert http("POST", f"{model}/feedback", {**answer, **outputs, "label": [0, 0]})[0] == 200
+    content = answered(service.url, "test", {"x": [9.0, 0.1]}, FEEDBACK)
+    assert outputs_of(content)["stage"].tolist() == [0, 1]
+    send_labels(service.url, "test", content, [0, 0])
     assert http("GET", f"{model}/watch")[0] == 200
     assert infer(service.url, "test", {"x": [0.1]})[0] == 200  # after which the second stage lists what is imported
     assert service.ended(signal.SIGTERM)[0] == 0
 
 
-@pytest.mark.parametrize("method", ["base", pytest.param("rf", marks=pytest.mark.soak("full"))])
-def test_a_served_process_has_imported_neither_ray_nor_arrow_nor_scipy(tmp_path, method):
-    policy = write_home(tmp_path, method, python_model("by_x"))
+def test_a_served_process_has_imported_neither_ray_nor_arrow_nor_scipy(tmp_path):
+    policy = write_home(tmp_path, fit_base, python_model("by_x"))
     with closing(Command(tmp_path, "--port", "0", "--local")) as service:
         require_served(service, policy)
     modules = json.loads((tmp_path / "modules").read_text())
@@ -106,7 +97,9 @@ def started(folder, environment):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_edge_runs_where_only_the_locked_list_is_installed(tmp_path, installed):
-    policy = write_home(tmp_path, "rf", linear(tmp_path / "small.onnx"))
+    onnx = pytest.importorskip("onnx")
+    onnx.save(onnx.parser.parse_model(LINEAR), str(tmp_path / "small.onnx"))
+    policy = write_home(tmp_path, fit_rf, {"kind": "onnx", "model": "small.onnx"})
     with started(tmp_path, installed) as service:
         require_served(service, policy)
     names = {path.name.partition("-")[0] for path in (installed / "lib").rglob("*.dist-info")}
@@ -122,19 +115,18 @@ def test_the_locked_list_is_enough_for_a_remote_stage(tmp_path, installed):
     labels = np.array([0, 1, 1, 1] * 10)
     alone = cauc_ray.fit({"small": 3 * np.eye(2)[[0, 1] * 20]}, labels, costs={"small": 1}, threshold=0.5)
     (cloud_folder := tmp_path / "cloud").mkdir()
-    path = python_pool(cloud_folder)
-    path.write_text(f"{path.read_text()}inputs: {{x: {{datatype: FP64}}}}\n")
+    path = edit_pool(python_pool(cloud_folder), inputs={"x": {"datatype": "FP64"}})
     with cauc_ray.serve(path, alone, port=0, name="large", local=True) as cloud:
-        write_home(tmp_path, "rf", python_model("by_x"), {"kind": "remote", "url": cloud.url, "model": "large"})
+        write_home(tmp_path, fit_rf, python_model("by_x"), {"kind": "remote", "url": cloud.url, "model": "large"})
         with started(tmp_path, installed) as service:
-            status, content = infer(service.url, "test", {"x": [9.0, 0.1]}, ("stage",))
-            assert (status, content["parameters"]["degraded"]) == (200, False), content
+            content = answered(service.url, "test", {"x": [9.0, 0.1]}, ("stage",))
+            assert not content["parameters"]["degraded"]
             assert outputs_of(content)["stage"].tolist() == [0, 1]
 
 
 @pytest.mark.slow
 def test_a_uri_is_refused_with_the_package_that_an_edge_box_lacks(tmp_path, installed):
-    write_home(tmp_path, "rf", python_model("by_x"))
+    write_home(tmp_path, fit_rf, python_model("by_x"))
     command = [installed / "bin" / "cauc", "serve", "pool.yaml", "--policy", "s3://bucket/policy.json", "--local"]
     environment = {**os.environ, "PYTHONPATH": ""}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)

@@ -5,7 +5,6 @@ import os
 import signal
 import time
 
-import numpy as np
 import pytest
 
 from cauc_ray.protocol.tensors import RequestError
@@ -17,24 +16,6 @@ def elsewhere():
     one = Elsewhere()
     yield one
     one.close()
-
-
-def refuse(status):
-    raise RequestError("not so", status, 2.0)
-
-
-def test_functions_return_or_refuse_as_they_would_here(elsewhere):
-    async def main():
-        pid = await elsewhere.call(os.getpid)
-        doubled = await elsewhere.call(np.multiply, np.arange(1_000_000), 2)
-        with pytest.raises(RequestError) as refused:
-            await elsewhere.call(refuse, 413)
-        return pid, doubled, refused.value, await elsewhere.call(os.getpid)
-
-    pid, doubled, refused, later = asyncio.run(main())
-    assert pid == later != os.getpid()
-    assert np.array_equal(doubled, 2 * np.arange(1_000_000))
-    assert (refused.message, refused.status, refused.retry_after_s) == ("not so", 413, 2.0)
 
 
 def test_a_process_that_ends_costs_its_own_request_and_no_other(elsewhere):

@@ -11,9 +11,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-import yaml
+from asking import edit_pool, until
 from asking import http as ask
-from asking import until
 from hypothesis import settings
 from runs import python_pool, two_model_policy
 
@@ -40,11 +39,9 @@ BODY, LENGTH = TEXT + b"\2\0\0\0ab", {"Inference-Header-Content-Length": str(len
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
     pool = python_pool(tmp_path_factory.mktemp("fuzz"), [("sign_of_x", {}), ("sign_of_x", {})])
-    content = yaml.safe_load(pool.read_text())
     pixels = {"datatype": "UINT8", "shape": [-1, 2]}
-    content["inputs"] = {"x": {"datatype": "FP32"}, "pixels": pixels, "note": {"datatype": "BYTES"}}
-    content["serving"] = {"max_request_rows": 64, "max_body_mb": MOST_BYTES / 1e6}
-    pool.write_text(yaml.safe_dump(content))
+    inputs = {"x": {"datatype": "FP32"}, "pixels": pixels, "note": {"datatype": "BYTES"}}
+    edit_pool(pool, inputs=inputs, serving={"max_request_rows": 64, "max_body_mb": MOST_BYTES / 1e6})
     with cauc_ray.serve(pool, two_model_policy(0.9), port=0, name="fuzzed", local=True) as running:
         yield running
 
@@ -77,12 +74,6 @@ def require_sentence(headers, body):
     assert "Traceback" not in content["error"]
 
 
-def require_well(service):
-    status, body, _ = ask("POST", service.url + INFER, BODY, **LENGTH)
-    assert status == 200, body
-    assert [one["data"] for one in json.loads(body)["outputs"]] == [[1], [False]]
-
-
 def raw(service, sent):
     """Return an open connection on which something was sent."""
     host, port = service.url.removeprefix("http://").split(":")
@@ -91,11 +82,10 @@ def raw(service, sent):
     return connection
 
 
-def test_clients_that_are_slow_or_leave_keep_nobody_waiting(service, caplog):
+def test_clients_that_leave_are_no_fault_of_the_service(service, caplog):
     caplog.set_level(logging.INFO, logger="cauc_ray")
     lines = [f"POST {INFER} HTTP/1.1", "Host: x", f"Content-Length: {len(BODY)}"]
     whole = "\r\n".join([*lines, *map(": ".join, LENGTH.items()), "", ""]).encode() + BODY
-    slow = [raw(service, whole[: 20 + 5 * number]) for number in range(20)]
 
     def one_is_missed():
         for sent in (whole, whole[:-10]):
@@ -104,13 +94,9 @@ def test_clients_that_are_slow_or_leave_keep_nobody_waiting(service, caplog):
         return '"status": 499' in caplog.text
 
     until(one_is_missed)
-    for _ in range(5):
-        require_well(service)
-    for number, connection in enumerate(slow):
-        with connection:
-            connection.sendall(whole[20 + 5 * number :])
-            assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
-    # They were no fault of the service.
+    status, body, _ = ask("POST", service.url + INFER, BODY, **LENGTH)
+    assert status == 200, body
+    assert [one["data"] for one in json.loads(body)["outputs"]] == [[1], [False]]
     assert '"status": 500' not in caplog.text
     assert "Traceback" not in caplog.text
 

@@ -4,12 +4,11 @@ import gzip
 import json
 import re
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import numpy as np
 import pytest
-from asking import Chain, ask, http, in_force, put_policy, refused, until
+from asking import ask, http, in_force, put_policy, refused, require_replay, until
 from runs import MODELS
 
 import cauc_ray
@@ -22,17 +21,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of gevent, which it brings along
     from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
     from tritonclient.utils import InferenceServerException
-
-
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory):
-    return Chain(tmp_path_factory.mktemp("service"))
-
-
-@pytest.fixture(scope="module")
-def service(chain):
-    with cauc_ray.serve(chain.pool, chain.policies["rf"], port=0, name="six", local=True) as running:
-        yield running
 
 
 @pytest.fixture
@@ -58,20 +46,15 @@ def test_an_unmodified_triton_client_gets_the_answers_of_the_replay(chain, clien
     more = {"request_compression_algorithm": "gzip" if binary else None, "priority": int(binary)}
     result = client.infer("six", [ids], outputs=requested, request_id="7", **more)
     expected = chain.expected("rf")
-    assert np.array_equal(result.as_numpy("prediction"), expected.predictions)
-    assert np.array_equal(result.as_numpy("stage"), expected.stages)
-    assert np.array_equal(result.as_numpy("confidence"), expected.confidences.astype(np.float32))
-    assert np.array_equal(result.as_numpy("cost"), expected.costs.astype(np.float32))
+    require_replay({name: result.as_numpy(name) for name in names}, expected)
     assert not result.as_numpy("degraded").any()
     assert [int(label) for label in result.as_numpy("prediction_label")] == expected.predictions.tolist()
     probabilities = result.as_numpy("probabilities")
     assert np.allclose(probabilities.sum(axis=1), 1, atol=1e-5)
     assert np.array_equal(probabilities.max(axis=1), expected.confidences.astype(np.float32))
     if binary:
-        stages = list(
-            zip(expected.stages, chain.test.logits[0], chain.test.logits[1], chain.test.logits[2], strict=True)
-        )
-        assert np.array_equal(result.as_numpy("logits"), np.stack([row[1 + row[0]] for row in stages]))
+        logits = np.stack(chain.test.logits)[expected.stages, np.arange(len(chain.ids))]
+        assert np.array_equal(result.as_numpy("logits"), logits)
     response = result.get_response()
     policy_id = chain.policies["rf"].id
     assert (response["id"], response["model_name"], response["model_version"]) == ("7", "six", policy_id)
@@ -98,11 +81,10 @@ def test_a_request_may_carry_its_own_cap(chain, service):
         assert (outputs["stage"] == last).all()
         assert outputs["cost"] == pytest.approx(costs[last])
         assert response["degraded"] is False
+    until(lambda: 'outcome="capped"' in http("GET", f"{service.url}/metrics")[1].decode())
     for parameters, reason in (
         ({"max_stage": 3}, "max_stage must be 0 to 2 or one of m0, m1, m2, got 3"),
-        ({"max_stage": "m9"}, "max_stage must be 0 to 2"),
         ({"max_stage": True}, "max_stage"),
-        ({"priority": -1}, "priority: input should be greater than or equal to 0"),
         ({"log": 0}, "log: input should be a valid boolean"),
         ({"max_cost": -1}, "max_cost: input should be greater than or equal to 0"),
         ({"max_cost": 0.5 * costs[0]}, "below the cost of the first stage"),
@@ -142,12 +124,6 @@ def test_malformed_requests_are_refused_with_a_4xx_in_one_line(chain, service):
     assert "this service reads no text" in refused(service, b"[" * 1_000_000, path="/v1/decisions")[1]["message"]
     assert refused(service, None, path="/v2/nowhere", method="GET")[0] == 404
     assert refused(service, None, method="DELETE")[0] == 405
-    content = chain.policies["rf"].model_dump(mode="json")
-    for body in ({"policy": {**content, "cost_unit": "USD"}}, {"x": 1}, []):
-        assert refused(service, body, path="/v2/models/six/policy", method="PUT")[0] in (400, 409)
-    with pytest.raises(PolicyError, match="the policy is for m0, m1; the service runs m0, m1, m2"):
-        cauc_ray.set_policy(chain.two_models, url=service.url)
-    assert in_force(service) == chain.policies["rf"].id
     assert ask(service, chain.ids[:1])  # it is as well as before
 
 
@@ -163,17 +139,11 @@ def test_without_a_readable_store_no_request_is_answered_by_a_policy_that_may_be
     asked = {"inputs": [{"name": "example_id", "shape": [1], "datatype": "BYTES", "data": [chain.ids[0]]}]}
     policy_id = chain.policies["rf"].id
     feedback = {"policy_id": policy_id, "prediction": [0], "confidence": [0.5], "stage": [0], "label": [0]}
-    requests = {
-        "infer": ("POST", asked),
-        "feedback": ("POST", feedback),
-        "policy": ("GET", None),
-        "watch": ("GET", None),
-    }
+    bodies = {"infer": asked, "feedback": feedback, "policy": None, "watch": None}
 
     def statuses():
-        return {
-            http(method, f"{service.url}/v2/models/six/{path}", body)[0] for path, (method, body) in requests.items()
-        }
+        url = f"{service.url}/v2/models/six"
+        return {http("POST" if body else "GET", f"{url}/{path}", body)[0] for path, body in bodies.items()}
 
     assert statuses() == {200}
     with monkeypatch.context() as patch:
@@ -246,7 +216,7 @@ def test_the_openapi_description_lists_the_addresses_and_outputs_of_the_service(
             jsonschema.validate(json.loads(http("GET", url)[1]), {**schema, "components": described["components"]})
 
 
-def test_a_budget_and_a_threshold_change_the_policy_in_force(chain, service):
+def test_a_budget_and_a_policy_with_a_threshold_change_the_policy_in_force(chain, service):
     policy = chain.policies["rf"]
     cheapest, largest = policy.stages[0].cost, sum(stage.cost for stage in policy.stages)
     try:
@@ -256,39 +226,13 @@ def test_a_budget_and_a_threshold_change_the_policy_in_force(chain, service):
             assert report["policy_id"] == expected.id
             outputs, _ = ask(service, chain.ids)
             assert np.array_equal(outputs["stage"], replay(expected, chain.test).stages)
-        report = cauc_ray.set_policy(url=service.url, threshold=2.0)
+        base = chain.policies["base"]
+        report = cauc_ray.set_policy(base, url=service.url, threshold=2.0)
         outputs, _ = ask(service, chain.ids)
-        assert (outputs["stage"] == 2).all()
+        assert (report["policy_id"], outputs["stage"].min()) == (base.with_threshold(2.0).id, 2)
         with pytest.raises(PolicyError, match="cheapest operating point"):
             cauc_ray.set_policy(url=service.url, budget=cheapest / 2)
         assert in_force(service) == report["policy_id"]
-    finally:
-        cauc_ray.set_policy(policy, url=service.url)
-
-
-def test_changes_of_a_known_version_are_made_once(chain, service):
-    """Of clients that all raise the threshold that they have read, each raises it once: none is lost."""
-    policy, n_clients = chain.policies["rf"], 4
-    cauc_ray.set_policy(policy.with_threshold(0.25), url=service.url)
-
-    def raise_it(_):
-        n_lost = 0
-        while True:
-            _, text, headers = http("GET", f"{service.url}/v2/models/six/policy")
-            threshold = json.loads(text)["policy"]["threshold"] + 1 / 64
-            status, content, _ = put_policy(service, {"threshold": threshold}, **{"If-Match": headers["ETag"]})
-            if status == 412:  # nothing was written
-                assert "\n" not in content["error"]
-                n_lost += 1
-                continue
-            assert status in (200, 409), content  # written, whether or not another came at once
-            return n_lost
-
-    try:
-        with ThreadPoolExecutor(n_clients) as pool:
-            list(pool.map(raise_it, range(n_clients)))
-        content = json.loads(http("GET", f"{service.url}/v2/models/six/policy")[1])
-        assert content["policy"]["threshold"] == 0.25 + n_clients / 64
         for tag, status in (('"0-0"', 412), ("nonsense", 412), ("*", 200)):
             assert put_policy(service, {"threshold": 0.5}, **{"If-Match": tag})[0] == status
     finally:

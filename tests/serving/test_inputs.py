@@ -71,15 +71,6 @@ def test_questions_are_json_texts_or_texts_next_to_their_choices():
     assert matrix["choices"].tolist() == [["a", "b"]]
 
 
-def test_other_models_have_ids_or_what_comes():
-    assert list(INPUTS["saved"].declared) == ["example_id"]
-    assert columns("saved", texts("example_id", "a", "b"))[0]["example_id"].tolist() == ["a", "b"]
-    read, n = columns("own", Tensor("x", "INT64", np.arange(3)), texts("text", "a", "ü", "c"))
-    assert (n, read["x"].tolist(), read["text"].tolist()) == (3, [0, 1, 2], ["a", "ü", "c"])
-    good = Tensor("x", "FP32", np.zeros((2, 4, 7), np.float32))
-    assert columns("declared", good)[0]["x"] is good.values
-
-
 def floats(*shape, dtype="FP32", value=0.0, name="x"):
     values = np.zeros(shape, DATATYPES[dtype])
     values.flat[-1:] = value

@@ -1,14 +1,14 @@
 """Limits of deferral and of money in services and runs: what is beyond them keeps the best answer so far, or fails."""
 
 import asyncio
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import sums
-from asking import infer, outputs_of
+from asking import answered, infer, outputs_of
 
 import cauc_ray
 from cauc_ray.cascade.allowance import HOUR_S, Allowance
@@ -25,49 +25,34 @@ def policy(tmp_path_factory):
     return sums.policy(tmp_path_factory.mktemp("answers"))
 
 
-def asked(service, rows=slice(None)):
-    """Return the outputs of questions asked together, and their parameters."""
-    outputs = ("answer", "stage", "degraded", "cost")
-    status, content = infer(service.url, "sums", {"question": QUESTIONS[rows]}, outputs, {})
-    return (status, outputs_of(content), content["parameters"]) if status == 200 else (status, content, None)
-
-
 def test_a_service_degrades_beyond_its_deferral_rate(tmp_path, policy):
     path = sums.pool(tmp_path, on_failure="degrade", limits={"max_deferral_rate": 0.2})
     with cauc_ray.serve(path, policy, port=0, name="sums", local=True) as service:
-        status, outputs, parameters = asked(service)
-    stages, degraded = np.array(outputs["stage"]), np.array(outputs["degraded"])
-    assert status == 200
-    assert (stages == 1).sum() == 0.2 * len(QUESTIONS)
-    assert degraded.sum() > 10
-    assert not stages[degraded].any()
-    assert "limits" in parameters["reason"]
+        content = answered(service.url, "sums", {"question": QUESTIONS}, ("answer", "stage", "degraded"))
+    outputs = outputs_of(content)
+    assert (outputs["stage"] == 1).sum() == 0.2 * len(QUESTIONS)
+    assert outputs["degraded"].sum() > 10
+    assert not outputs["stage"][outputs["degraded"]].any()
+    assert "limits" in content["parameters"]["reason"]
     assert all(outputs["answer"])
 
 
 def test_a_service_refuses_beyond_its_money_where_the_pool_says_so(tmp_path, policy):
-    path = sums.pool(tmp_path, limits={"max_usd": 30 * PRICE})
+    path, spent, statuses = sums.pool(tmp_path, limits={"max_usd": 30 * PRICE}), 0.0, set()
     with cauc_ray.serve(path, policy, port=0, name="sums", local=True) as service:
-        answers = [asked(service, slice(row, row + 1)) for row in range(len(QUESTIONS))]
-    spent = sum(sum(outputs["cost"]) for status, outputs, _ in answers if status == 200)
-    refusals = [content for status, content, _ in answers if status != 200]
+        for question in QUESTIONS:
+            status, content = infer(service.url, "sums", {"question": [question]}, ("cost",))
+            statuses.add(status)
+            spent += outputs_of(content)["cost"].sum() if status == 200 else 0.0
+            assert status == 200 or "limits" in content["error"]
     # The first stage's calls are always made.
     assert 20 * PRICE < spent <= 30 * PRICE + len(QUESTIONS) * sums.PRICES["small"]
-    assert {status for status, *_ in answers} == {200, 503}
-    assert all("limits" in content["error"] for content in refusals)
-
-
-@dataclass
-class At:
-    """A stage of a router: what its calls have cost, and how many rows are open."""
-
-    cost: float = 0.0
-    n_open: int = 0
+    assert statuses == {200, 503}
 
 
 class Router:
     def __init__(self, store, clock, limit, n=2):
-        self.stages = [At(), At()]
+        self.stages = [SimpleNamespace(cost=0.0, n_open=0) for _ in range(2)]
         self.allowance = Allowance((0.0, 1.0), max_usd=limit, clock=clock)
         self.shared = SharedAllowance(self.allowance, n, Log(store, "spent:"), lambda: self.stages)
         self.spends = 0
@@ -84,16 +69,10 @@ class Router:
 
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (0.95, 0.05), (1.0, 0.0)])
 def test_routers_keep_the_money_of_each_hour_together(shares):
-    class Clock:
-        now = 5.0
-
-        def __call__(self):
-            return self.now
-
-    clock, store, rng, limit = Clock(), MemoryStore(), np.random.default_rng(0), 200.0
-    routers = [Router(store, clock, limit) for _ in shares]
+    now, store, rng, limit = 5.0, MemoryStore(), np.random.default_rng(0), 200.0
+    routers = [Router(store, lambda: now, limit) for _ in shares]
     for hour in range(3):
-        clock.now, before = hour * HOUR_S + 5.0, sum(router.spends for router in routers)
+        now, before = hour * HOUR_S + 5.0, sum(router.spends for router in routers)
         for step in range(1500):
             router = routers[rng.choice(len(shares), p=shares)]
             router.spend()
@@ -103,7 +82,7 @@ def test_routers_keep_the_money_of_each_hour_together(shares):
         assert spent <= limit
         assert spent >= (0.9 if min(shares) else 0.7) * limit  # the base of an idle router is its own
     # Routers in place of those that have died take what is left, at most.
-    late = [Router(store, clock, limit) for _ in range(2)]
+    late = [Router(store, lambda: now, limit) for _ in range(2)]
     for router in late:
         router.settle()
     assert all(router.allowance.reserved_usd <= limit / 100 for router in late)

@@ -10,8 +10,7 @@ from contextlib import ExitStack, closing
 
 import psutil
 import pytest
-import yaml
-from asking import DEADLINE_S, Command, in_force, until
+from asking import DEADLINE_S, Command, edit_pool, in_force, until
 from runs import python_pool, two_model_policy
 
 import cauc_ray
@@ -35,9 +34,10 @@ def command(home):
         yield lambda: services.enter_context(closing(Command(home, "--port", "0", "--local")))
 
 
-def test_a_signal_answers_open_requests_and_ends_with_0(home, command):
-    log = home / "calls"
-    python_pool(home, [("slow_by_x", {"seconds": 1.0, "log": str(log)}), ("by_x", {})])
+def test_a_signal_answers_open_requests_closes_models_and_ends_with_0(home, command):
+    log, closed = home / "calls", home / "closed"
+    small = ("slow_by_x", {"seconds": 1.0, "log": str(log)})
+    python_pool(home, [small, ("notes_its_end", {"path": str(closed)})])
     service = command()
     with ThreadPoolExecutor(1) as client:
         answer = client.submit(service.ask)
@@ -45,12 +45,12 @@ def test_a_signal_answers_open_requests_and_ends_with_0(home, command):
         code, out, err = service.ended(signal.SIGTERM, group=True)
         assert (code, out, answer.result()) == (0, "", 200)
     assert [json.loads(line)["status"] for line in err.splitlines() if not line.startswith("cauc: ")] == [200]
+    assert len(closed.read_text().split()) == 1
 
 
 def test_a_policy_file_is_read_again_and_a_bad_one_leaves_the_active_policy(home):
     python_pool(home, [("by_x", {})] * 2)
-    pool = yaml.safe_load((home / "pool.yaml").read_text())
-    (home / "pool.yaml").write_text(yaml.safe_dump({**pool, "serving": {"policy_every_s": 0.05}}))
+    edit_pool(home / "pool.yaml", serving={"policy_every_s": 0.05})
     policy = Policy.load(home / "policy.json")
     second, third = (policy.with_threshold(threshold) for threshold in (0.7, 0.8))
     with pytest.raises(ConfigError, match="--local"):
@@ -67,19 +67,9 @@ def test_a_policy_file_is_read_again_and_a_bad_one_leaves_the_active_policy(home
         until(lambda: in_force(service) == third.id)
 
 
-def test_models_are_closed_when_a_service_ends(home, command):
-    closed = home / "closed"
-    python_pool(home, [("notes_its_end", {"path": str(closed)})] * 2)
-    service = command()
-    assert service.ask() == 200
-    assert service.ended(signal.SIGTERM, group=True)[0] == 0
-    assert len(closed.read_text().split()) == 2
-
-
 def test_a_service_that_ends_by_itself_ends_its_command(home, command):
     """Here user code raises SystemExit on the event loop, which ends it."""
-    path = home / "pool.yaml"
-    path.write_text(path.read_text() + "\nserving: {tracing: 'user_models:tracing_that_exits'}\n")
+    edit_pool(home / "pool.yaml", serving={"tracing": "user_models:tracing_that_exits"})
     service = command()
     with pytest.raises((OSError, http.client.HTTPException, ValueError)):  # in which way is up to the server
         service.ask()

@@ -1,16 +1,15 @@
 """A service on real Ray Serve, two routers, asked over real HTTP and gRPC."""
 
+import json
 import os
 import signal
-import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from asking import Chain, ask, asked, http, in_force, outputs_of, put_policy, until
+from asking import ask, asked, clients, http, in_force, outputs_of, put_policy, require_replay, until, until_answered
 from replicas import replicas_of
 
 import cauc_ray
@@ -26,21 +25,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory):
-    return Chain(tmp_path_factory.mktemp("service"))
-
-
-@pytest.fixture(scope="module")
 def service(chain, ray_session):
     ports = {"host": "0.0.0.0", "port": 0, "grpc_port": 0}
     with cauc_ray.serve(chain.pool, chain.policies["rf"], **ports, name="six") as running:
         yield running
-
-
-def require_replay(outputs, expected, rows=slice(None)):
-    for name, values in (("prediction", expected.predictions), ("stage", expected.stages)):
-        assert np.array_equal(outputs[name], values[rows]), name
-    assert np.array_equal(outputs["confidence"].astype(np.float32), expected.confidences[rows].astype(np.float32))
 
 
 def test_answers_over_http_are_those_of_the_replay(chain, service):
@@ -79,38 +67,21 @@ def test_an_unmodified_grpc_client_gets_the_replay_and_codes_for_what_is_refused
         client.infer("six", row)
 
 
-@contextmanager
-def clients(chain, service, n=4):
-    """Ask for rows at random all the time; yield the list of (time, rows, status, content) of the answers."""
-    answers, stop = [], threading.Event()
+def asks_of(chain, service):
+    """Return what asks for rows at random: when, which, and the status and content of the answer."""
 
-    def run(seed):
-        rng = np.random.default_rng(seed)
-        while not stop.is_set():
-            rows, sent_at = rng.choice(len(chain.ids), 8, replace=False), time.monotonic()
-            answers.append((sent_at, rows, *asked(service, chain.ids[rows])))
+    def asks(rng):
+        rows, sent_at = rng.choice(len(chain.ids), 8, replace=False), time.monotonic()
+        return sent_at, rows, *asked(service, chain.ids[rows])
 
-    with ThreadPoolExecutor(n) as threads:
-        running = [threads.submit(run, seed) for seed in range(n)]
-        try:
-            yield answers
-        finally:
-            stop.set()
-    for thread in running:
-        thread.result()
-
-
-def until_answered(answers, n):
-    """Wait for so many more answers."""
-    n += len(answers)
-    until(lambda: len(answers) >= n)
+    return asks
 
 
 def test_a_policy_changes_on_all_replicas_without_a_failed_or_mixed_answer(chain, service):
     ids = {name: policy.id for name, policy in chain.policies.items()}
     expected = {ids[name]: chain.expected(name) for name in ids}
     changes = []
-    with clients(chain, service) as answers:
+    with clients(asks_of(chain, service)) as answers:
         for name in ("base", "rf", "base", "rf"):
             until_answered(answers, 20)
             report = cauc_ray.set_policy(chain.policies[name], url=service.url)
@@ -129,18 +100,24 @@ def test_a_policy_changes_on_all_replicas_without_a_failed_or_mixed_answer(chain
     assert in_force(service) == ids["rf"]
 
 
-def test_of_policies_that_are_set_at_once_one_is_active_and_no_answer_claims_another(chain, service):
-    """A change that returns 200 was active on all replicas; no replica returns to an earlier one."""
-    policy = chain.policies["rf"]
-    candidates = [policy.with_threshold(0.5 + number / 64) for number in range(6)]
+def test_changes_of_a_known_version_are_made_once_and_in_force_at_whichever_router(chain, service):
+    """Of clients that all raise the threshold that they have read, each raises it once: none is lost."""
+    policy, n_clients = chain.policies["rf"], 4
+    cauc_ray.set_policy(policy.with_threshold(0.25), url=service.url)
+
+    def raise_it(_):
+        status = 412
+        while status == 412:  # nothing was written
+            _, text, headers = http("GET", f"{service.url}/v2/models/six/policy")
+            threshold = json.loads(text)["policy"]["threshold"] + 1 / 64
+            status, content, _ = put_policy(service, {"threshold": threshold}, **{"If-Match": headers["ETag"]})
+        assert status in (200, 409), content  # written, whether or not another came at once
+
     try:
-        with ThreadPoolExecutor(len(candidates)) as pool:
-            bodies = [{"policy": candidate.model_dump(mode="json")} for candidate in candidates]
-            reports = list(pool.map(lambda body: put_policy(service, body), bodies))
-        assert {status for status, *_ in reports} <= {200, 409}, reports
-        accepted = {content["version"]: content["policy_id"] for status, content, _ in reports if status == 200}
-        newest = next(candidate for candidate in candidates if candidate.id == accepted[max(accepted)])
-        assert {in_force(service) for _ in range(20)} == {newest.id}  # at whichever router
+        with ThreadPoolExecutor(n_clients) as threads:
+            list(threads.map(raise_it, range(n_clients)))
+        newest = policy.with_threshold(0.25 + n_clients / 64)
+        assert {in_force(service) for _ in range(20)} == {newest.id}
         outputs, parameters = ask(service, chain.ids)
         assert parameters["policy_id"] == newest.id
         require_replay(outputs, replay(newest, chain.test))
@@ -149,7 +126,7 @@ def test_of_policies_that_are_set_at_once_one_is_active_and_no_answer_claims_ano
 
 
 def test_a_stage_replica_that_is_killed_costs_no_answer(chain, service):
-    with clients(chain, service) as answers:
+    with clients(asks_of(chain, service)) as answers:
         until_answered(answers, 20)
         os.kill(replicas_of("stage:m1")[0], signal.SIGKILL)
         killed_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Replicas of a stage on Serve: loaded again until they can be, and as many as routers need."""
+"""Replicas of a stage on Serve: how long they take to load, how they end, and how many routers need."""
 
 import asyncio
 import gc
@@ -9,9 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from asking import until
 
-from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.serving import scaling
 from cauc_ray.serving.on_serve import ROUTER, AppVersion, StageServer, stage_deployment
@@ -27,30 +25,14 @@ def replica(monkeypatch):
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
 
 
-VERSION = AppVersion("life", (ROUTER, stage_deployment("one")))
-
-
 @pytest.fixture
 def version(monkeypatch):
     """Return a version whose router has started, in a store of this process."""
     store = MemoryStore()
     monkeypatch.setattr("cauc_ray.serving.on_serve.RayStore", lambda: store)
-    VERSION.note_loaded(ROUTER)
-    return VERSION
-
-
-@pytest.fixture
-def server_of():
-    """Return a function that starts a replica of a stage; all are ended as Serve ends them."""
-    servers = []
-
-    def server_of(spec, version, **options):
-        servers.append(StageServer(spec, 0, version, **options))
-        return servers[-1]
-
-    yield server_of
-    for server in servers:
-        server.__del__()
+    version = AppVersion("life", (ROUTER, stage_deployment("one")))
+    version.note_loaded(ROUTER)
+    return version
 
 
 def stage_of(factory, **kwargs):
@@ -58,56 +40,12 @@ def stage_of(factory, **kwargs):
     return StageSpec.model_validate({"name": "one", "model": model})
 
 
-def test_a_model_that_can_wait_is_loaded_again_until_it_can_be(tmp_path, version, server_of):
-    gone = tmp_path / "gone"
-    gone.touch()
-    spec = stage_of("loads_unless", path=str(gone))
-    with pytest.raises(OSError, match="not now"):
-        server_of(spec, version)
-    server = server_of(spec, version, can_wait=True)
-    why, _ = asyncio.run(server.facts(FactsCall("life", "one")))
-    assert "not now" in why
-    gone.unlink()
-    until(lambda: isinstance(asyncio.run(server.facts(FactsCall("life", "one")))[0], ModelFacts))
-    assert asyncio.run(server.facts(FactsCall("another version", "one"))) is None
-
-
-def test_a_replica_runs_once_a_router_of_its_version_has_started(monkeypatch, server_of):
-    store = MemoryStore()
-    monkeypatch.setattr("cauc_ray.serving.on_serve.RayStore", lambda: store)
-    with ThreadPoolExecutor(1) as threads:
-        started = threads.submit(server_of, stage_of("by_x"), VERSION)
-        until(lambda: store.get(f"loaded:life:{stage_deployment('one')}"))
-        with pytest.raises(TimeoutError):
-            started.result(0.5)
-        VERSION.note_loaded(ROUTER)
-        started.result(10.0)
-
-
-def test_a_replica_goes_on_for_the_routers_of_its_version_until_they_release_it(version, server_of):
-    server = server_of(stage_of("by_x"), version)
-
-    async def holds():
-        first, second = (asyncio.create_task(server.hold("life", router, ["one"])) for router in "ab")
-        await asyncio.sleep(0)
-        assert await server.hold("another version", "a", []) is None
-        await asyncio.sleep(0.05)
-        assert not any(task.done() for task in (first, second))
-        again = asyncio.create_task(server.hold("life", "a", ["one"]))  # replaces the first
-        await asyncio.wait_for(first, 1.0)
-        await server.hold("life", "b", ["another"])
-        await asyncio.wait_for(second, 1.0)
-        assert not again.done()
-        await server.hold("life", "a", [])
-        await asyncio.wait_for(again, 1.0)
-
-    asyncio.run(holds())
-
-
-def test_the_time_to_load_is_that_of_the_whole_process(version, server_of, monkeypatch):
+def test_the_time_to_load_is_that_of_the_whole_process(version, monkeypatch):
     """On a busy machine, a replica takes longer to import what it needs than to load its model."""
     monkeypatch.setattr("cauc_ray.serving.on_serve.IMPORTED_AT", time.monotonic() - 20.0)
-    _, load_s = asyncio.run(server_of(stage_of("by_x"), version).facts(FactsCall("life", "one")))
+    server = StageServer(stage_of("by_x"), 0, version)
+    _, load_s = asyncio.run(server.facts(FactsCall("life", "one")))
+    server.__del__()  # as Serve ends it
     assert load_s > 20.0
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from asking import Command, http, until
+from asking import Command, free_port, http, until
 from runs import python_pool, two_model_policy
 
 
@@ -24,8 +23,7 @@ class Service(Command):
         python_pool(folder, [("slow_by_x", {"seconds": 1.0, "log": str(self.log)}), ("by_x", {})])
         (folder / "policy.json").write_text(two_model_policy().to_json())
         self.ray_folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))  # sockets need a short path
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.shared_memory = set(os.listdir("/dev/shm"))
         super().__init__(folder, "--port", str(port), RAY_TMPDIR=str(self.ray_folder))

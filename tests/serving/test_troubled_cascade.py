@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from fake_stages import Stage, a_pool, cascade_of, columns_of
-from hypothesis import given
+from fake_stages import Stage, a_pool, cascade_of, columns_of, timed_answer
+from hypothesis import example, given
 from hypothesis import strategies as st
 from synthetic import chain
 from virtual_time import run_virtually, stand_still
@@ -115,21 +115,6 @@ class Troubled:
         return Stage(f"logits{number}", before=before, alter=alter)
 
 
-async def timed_answer(cascade, ask):
-    """Return the request's answer or error and the seconds that it took; None where its client gave up."""
-    clock = asyncio.get_running_loop().time
-    await asyncio.sleep(ask.at_s)
-    rows, started = np.array(ask.rows), clock()
-    answer = cascade.answer(POLICY, columns_of(DATA.logits, rows), len(rows))
-    try:
-        result = await (answer if ask.patience_s is None else asyncio.wait_for(answer, ask.patience_s))
-    except RequestError as error:
-        result = error
-    except TimeoutError:
-        result = None
-    return result, clock() - started
-
-
 async def results_of(story):
     """Live through a story; return its results, what is left of it, an answer afterwards, and the counts."""
     troubled = Troubled(story)
@@ -141,7 +126,8 @@ async def results_of(story):
         troubled.stages[stage].tell(n)
 
     changes = [change(*one) for one in story.replicas]
-    results = (await asyncio.gather(*(timed_answer(cascade, ask) for ask in story.asks), *changes))[: len(story.asks)]
+    asks = [timed_answer(cascade, POLICY, DATA.logits, ask.rows, ask.at_s, ask.patience_s) for ask in story.asks]
+    results = (await asyncio.gather(*asks, *changes))[: len(asks)]
     left = [(at.n_waiting, [call for call in at.replicas.calls() if not call.probe]) for at in cascade.scheduler.stages]
     troubled.over = True
     for stage in troubled.stages:
@@ -151,7 +137,19 @@ async def results_of(story):
     return results, left, afterwards, counts
 
 
+def story_of(troubles, n_replicas=1, on_failure="fail", start_s=0.0):
+    """Return a story of one request after the other, of which some are in trouble at the first stage."""
+    asks = [Ask(start_s + 0.2 * row, (row,), None) for row in range(8)]
+    return Story(asks, [[None] * 6 + troubles, [], []], [(0.0, 0, n_replicas)], on_failure, 8192)
+
+
 @given(story=STORIES)
+@example(story_of(["hangs"]))
+@example(story_of(["hangs"], 2))  # of which only the one that hangs is left
+@example(story_of(["hangs"] * 9, 3, "degrade"))
+@example(story_of(["broken", "broken", "hangs"]))  # a probe hangs before the stage is paused
+@example(story_of(["failed"] * 8 + ["hangs"], 1, "degrade"))
+@example(story_of(["down", "hangs"]))
 def test_every_request_ends_in_time_right_degraded_or_refused_and_leaves_nothing_behind(story):
     results, left, afterwards, _ = run_virtually(results_of(story))
     assert left == [(0, [])] * 3
@@ -178,31 +176,6 @@ def require_not_degraded(answer):
     assert (answer.stages == EXPECTED_STAGES[WELL]).all()
 
 
-def story_of(troubles, n_replicas=1, on_failure="fail", start_s=0.0):
-    """Return a story of one request after the other, of which some are in trouble at the first stage."""
-    asks = [Ask(start_s + 0.2 * row, (row,), None) for row in range(8)]
-    return Story(asks, [[None] * 6 + troubles, [], []], [(0.0, 0, n_replicas)], on_failure, 8192)
-
-
-@pytest.mark.parametrize("on_failure", ["fail", "degrade"])
-@pytest.mark.parametrize(
-    "story",
-    [
-        {"troubles": ["hangs"]},
-        {"troubles": ["hangs"], "n_replicas": 2},  # of which only the one that hangs is left
-        {"troubles": ["hangs"] * 9, "n_replicas": 3},
-        {"troubles": ["broken", "broken", "hangs"]},  # a probe hangs before the stage is paused
-        {"troubles": ["failed"] * 8 + ["hangs"]},
-        {"troubles": ["down", "hangs"]},
-    ],
-    ids=str,
-)
-def test_a_stage_is_whole_again_soon_after_its_trouble(story, on_failure):
-    _, left, afterwards, _ = run_virtually(results_of(story_of(**story, on_failure=on_failure)))
-    assert left == [(0, [])] * 3
-    require_not_degraded(afterwards)
-
-
 def test_a_probe_is_given_up_in_time_at_any_moment():
     """Whichever way the sum of two times is rounded."""
     for start_s in np.random.default_rng(0).uniform(0, 12, 60).tolist():
@@ -224,10 +197,9 @@ def stages_at(replicas, takes_s, hangs=()):
 
 async def steadily(cascades, per_s, seconds):
     """Ask for a row each so often, of one cascade after the other; return what each comes to, and how soon."""
-    pool = [
-        timed_answer(cascades[n % len(cascades)], Ask(n / per_s, (n % 240,), None)) for n in range(int(per_s * seconds))
-    ]
-    return await asyncio.gather(*pool)
+    n_requests = range(int(per_s * seconds))
+    asks = (timed_answer(cascades[n % len(cascades)], POLICY, DATA.logits, [n % 240], n / per_s) for n in n_requests)
+    return await asyncio.gather(*asks)
 
 
 @pytest.mark.parametrize("routers", [1, *(pytest.param(n, marks=pytest.mark.soak("full")) for n in (2, 3))])
@@ -317,7 +289,7 @@ def test_time_in_which_all_stand_still_is_held_against_nobody(replicas, seconds)
 def test_a_client_that_gives_up_at_any_moment_leaves_no_call_behind(turns):
     async def main():
         cascade, _ = cascade_of(a_pool(DATA.models, timeout_s=TIMEOUT_S), stages_at(1, 0.05))
-        given_up = asyncio.ensure_future(timed_answer(cascade, Ask(0.0, (0,), None)))
+        given_up = asyncio.ensure_future(timed_answer(cascade, POLICY, DATA.logits, [0]))
         for _ in range(turns):
             await asyncio.sleep(0)
         given_up.cancel()

@@ -3,17 +3,16 @@
 import json
 import os
 import signal
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import synthetic
-import yaml
-from asking import ask, http, until
+from asking import http, send_labels, until
+from canaries import SavedRows
 from replicas import replicas_of
-from runs import saved_pool
 
 import cauc_ray
-from cauc_ray.data.writing import write_logits
 from cauc_ray.policies.methods.rf import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
@@ -22,37 +21,26 @@ from cauc_ray.policies.trace import replay
 N_SAME, N_OTHER = 800, 500
 
 
-class Watched:
-    """A saved chain of both kinds of rows, and its policy."""
+class Watched(SavedRows):
+    """A saved chain of both kinds of rows, and policies for it."""
 
     def __init__(self, folder):
-        same = synthetic.chain(11, N_SAME)
-        changed = synthetic.chain(12, N_OTHER, strengths=(0.0, 0.0, 0.5))
-        self.ids = {
-            "same": [f"same-{row}" for row in range(N_SAME)],
-            "changed": [f"changed-{row}" for row in range(N_OTHER)],
-        }
-        for stage, model in enumerate(same.models):
-            write_logits(
-                folder / "LOGITS",
-                model,
-                "test",
-                example_ids=[*self.ids["same"], *self.ids["changed"]],
-                labels=np.concatenate([same.labels, changed.labels]),
-                logits=[*same.logits[stage], *changed.logits[stage]],
-                costs=None,
-            )
-        self.labels = dict(zip([*self.ids["same"], *self.ids["changed"]], [*same.labels, *changed.labels], strict=True))
+        self.same = synthetic.chain(11, N_SAME)
+        super().__init__(folder, self.same, synthetic.chain(12, N_OTHER, strengths=(0.0, 0.0, 0.5)))
         fitting = (synthetic.chain(13, 1500), synthetic.chain(13, 1500, shift=1))
         self.policy = fit_rf(*fitting, ThresholdRule(budget=12.0))
         self.changed = fit_rf(*fitting, ThresholdRule(budget=9.0))
-        self.same = same
-        path = saved_pool(folder, serving={"batch_size": 16, "timeout_s": 20})
-        content = yaml.safe_load(path.read_text())
+
+    @contextmanager
+    def served(self, *, local):
         router = {"replicas": {"min": 2}, "resources": {"num_cpus": 0.5}}
-        content["serving"] = {"shadow": 0.5, "router": router}
-        path.write_text(yaml.safe_dump(content))
-        self.pool = path
+        pool = self.pool(shadow=0.5, router=router)
+        with cauc_ray.serve(pool, self.policy, port=0, name="six", local=local) as service:
+            yield service
+
+    def send_rows(self, service, start, end):
+        """Ask for rows and send their labels; return what the service says of these."""
+        return [self.send(service, rows)[1] for rows in np.arange(start, end).reshape(-1, 20)]
 
 
 @pytest.fixture(scope="module")
@@ -60,36 +48,10 @@ def watched(tmp_path_factory):
     return Watched(tmp_path_factory.mktemp("watched"))
 
 
-@pytest.fixture(scope="module")
-def service(watched):
-    with cauc_ray.serve(watched.pool, watched.policy, port=0, name="six", local=True) as running:
-        yield running
-
-
-def call(service, path, content=None):
-    """Return the status and content of a request: GET, or POST of some JSON."""
-    url, method = f"{service.url}/v2/models/six/{path}", "GET" if content is None else "POST"
-    status, text, _ = http(method, url, content)
+def watch(service):
+    """Return the status and content of the service's watch report."""
+    status, text, _ = http("GET", f"{service.url}/v2/models/six/watch")
     return status, json.loads(text)
-
-
-def feedback_of(service, ids):
-    """Ask for rows; return a feedback message of the answers, all but the labels."""
-    outputs, parameters = ask(service, ids, None, ("prediction", "confidence", "stage"))
-    answer = {name: parameters[name] for name in ("policy_id", "answer_id")}
-    return {**answer, **{name: values.tolist() for name, values in outputs.items()}}
-
-
-def send_traffic(watched, service, ids, size=20):
-    """Ask for rows and send their labels; return the answers to that feedback."""
-    reports = []
-    for start in range(0, len(ids), size):
-        part = ids[start : start + size]
-        labels = [int(watched.labels[example]) for example in part]
-        status, content = call(service, "feedback", {**feedback_of(service, part), "label": labels})
-        assert status == 200, content
-        reports.append(content)
-    return reports
 
 
 def watch_until(service, ready):
@@ -98,7 +60,7 @@ def watch_until(service, ready):
 
     def is_ready():
         nonlocal content
-        status, content = call(service, "watch")
+        status, content = watch(service)
         assert status == 200, content
         return ready(content)
 
@@ -106,53 +68,56 @@ def watch_until(service, ready):
     return content
 
 
-def test_new_rows_raise_no_alarm_a_new_policy_begins_anew_and_changed_models_are_announced(watched, service):
-    policy_id = watched.policy.id
-    reports = send_traffic(watched, service, watched.ids["same"])
-    assert {(report["policy_id"], report["says"]) for report in reports} == {(policy_id, None)}
-    assert sum(report["counted"] for report in reports) == N_SAME
-    content = watch_until(service, lambda watch: watch["n"] == N_SAME == watch["n_labelled"] and watch["n_compared"])
-    expected = replay(watched.policy, watched.same)
-    assert (content["holds"], content["says"], content["routers"]) == (True, "is valid", 1)
-    assert content["policy_id"] == policy_id
-    assert content["cost"][0] == pytest.approx(expected.costs.mean())
-    correct = expected.predictions == watched.same.labels
-    for place, stage in enumerate(content["stages"]):
-        of_stage = expected.stages == place
-        assert (stage["n"], stage["n_labelled"]) == (of_stage.sum(), of_stage.sum())
-        assert stage["accepted_accuracy"][0] == pytest.approx(correct[of_stage].mean())
-        assert stage["n_compared"] <= (0 if place == 2 else of_stage.sum())
+def test_new_rows_raise_no_alarm_a_new_policy_begins_anew_and_changed_models_are_announced(watched):
+    with watched.served(local=True) as service:
+        policy_id = watched.policy.id
+        reports = watched.send_rows(service, 0, N_SAME)
+        assert {(report["policy_id"], report["says"]) for report in reports} == {(policy_id, None)}
+        assert sum(report["counted"] for report in reports) == N_SAME
+        content = watch_until(
+            service, lambda watch: watch["n"] == N_SAME == watch["n_labelled"] and watch["n_compared"]
+        )
+        expected = replay(watched.policy, watched.same)
+        assert (content["holds"], content["says"], content["routers"]) == (True, "is valid", 1)
+        assert content["policy_id"] == policy_id
+        assert content["cost"][0] == pytest.approx(expected.costs.mean())
+        correct = expected.predictions == watched.same.labels
+        for place, stage in enumerate(content["stages"]):
+            of_stage = expected.stages == place
+            assert (stage["n"], stage["n_labelled"]) == (of_stage.sum(), of_stage.sum())
+            assert stage["accepted_accuracy"][0] == pytest.approx(correct[of_stage].mean())
+            assert stage["n_compared"] <= (0 if place == 2 else of_stage.sum())
 
-    try:
-        message = feedback_of(service, watched.ids["same"][:5])
-        cauc_ray.set_policy(watched.changed, url=service.url)
-        content = watch_until(service, lambda watch: watch["policy_id"] != policy_id)
-        assert (content["holds"], content["n"], content["n_labelled"]) == (True, 0, 0)
-        status, late = call(service, "feedback", {**message, "label": [0] * 5})
-        assert (status, late["counted"], late["rows"]) == (200, 0, 5)
-        assert f"policy {watched.changed.id} is active" in late["says"]
-        cauc_ray.set_policy(url=service.url, threshold=0.5)
-        content = watch_until(service, lambda watch: watch["holds"] is None)
-        assert "no reference to compare" in content["says"]
-    finally:
-        cauc_ray.set_policy(watched.policy, url=service.url)
+        try:
+            before, _ = watched.send(service, range(5), labelled=False)
+            cauc_ray.set_policy(watched.changed, url=service.url)
+            content = watch_until(service, lambda watch: watch["policy_id"] != policy_id)
+            assert (content["holds"], content["n"], content["n_labelled"]) == (True, 0, 0)
+            late = send_labels(service.url, "six", before, [0] * 5)
+            assert (late["counted"], late["rows"]) == (0, 5)
+            assert f"policy {watched.changed.id} is active" in late["says"]
+            cauc_ray.set_policy(url=service.url, threshold=0.5)
+            content = watch_until(service, lambda watch: watch["holds"] is None)
+            assert "no reference to compare" in content["says"]
+        finally:
+            cauc_ray.set_policy(watched.policy, url=service.url)
 
-    send_traffic(watched, service, watched.ids["changed"])
-    content = watch_until(service, lambda watch: watch["holds"] is False)
-    assert content["n"] <= N_OTHER
-    assert content["says"].startswith("has drifted: ")
+        watched.send_rows(service, N_SAME, N_SAME + N_OTHER)
+        content = watch_until(service, lambda watch: watch["holds"] is False)
+        assert content["n"] <= N_OTHER
+        assert content["says"].startswith("has drifted: ")
 
 
 @pytest.mark.soak("faults")
 def test_a_raised_alarm_outlives_the_routers_and_ends_with_the_policy(watched, ray_session):
-    with cauc_ray.serve(watched.pool, watched.policy, port=0, name="six") as service:
-        send_traffic(watched, service, watched.ids["changed"])
+    with watched.served(local=False) as service:
+        watched.send_rows(service, N_SAME, N_SAME + N_OTHER)
         raised = watch_until(service, lambda watch: watch["holds"] is False)
         killed = set(replicas_of("Router"))
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
         until(lambda: len(set(replicas_of("Router")) - killed) == 2)
-        until(lambda: call(service, "watch")[0] == 200)
+        until(lambda: watch(service)[0] == 200)
         content = watch_until(service, lambda watch: watch["routers"] == 2)
         assert (content["holds"], content["n"]) == (False, 0)
         assert content["says"].startswith("has drifted: ")

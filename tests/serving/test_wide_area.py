@@ -6,16 +6,14 @@ import signal
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
 import numpy as np
 import pytest
 import synthetic
-from asking import Command, infer, outputs_of, until
+from asking import Command, clients, infer, outputs_of, require_replay, until, until_answered
 from link import Link
 from runs import python_model, saved_model, write_pool
 
@@ -32,20 +30,7 @@ LINK = {"delay_s": 0.2, "bytes_per_s": 125_000, "stall_share": 0.15, "reset_shar
 # Requests before, between and after cuts.
 N_CLIENTS, PAUSE_S, N_ROWS, N_BETWEEN = 4, 0.25, 3, 150
 SEED = 20
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A request's rows, when it was sent, and the answer."""
-
-    rows: np.ndarray
-    sent_at_s: float
-    status: int
-    content: dict
-
-    @property
-    def degraded(self):
-        return self.content["parameters"]["degraded"]
+OUTPUTS = ("prediction", "stage", "confidence", "degraded")
 
 
 class Deployment:
@@ -92,37 +77,18 @@ class Deployment:
             return Command(folder, "--port", "0", *arguments, errors=log)
 
 
-class Clients:
-    """Ask a service steadily, each client its next rows a moment after it has its answer."""
+def asks_of(url, ids):
+    """Return what asks for the next rows, a moment after the answer before: when, which, and what came."""
+    next_rows, lock = iter(np.arange(len(ids)).reshape(-1, N_ROWS)), threading.Lock()
 
-    def __init__(self, url, ids):
-        self.answers = []
-        self._url, self._ids, self._ends = url, ids, threading.Event()
-        self._rows, self._lock = iter(np.arange(len(ids)).reshape(-1, N_ROWS)), threading.Lock()
-        self._threads = ThreadPoolExecutor(N_CLIENTS)
+    def asks(rng):
+        time.sleep(PAUSE_S)
+        with lock:
+            rows = next(next_rows)
+        sent_at_s = time.monotonic()
+        return sent_at_s, rows, *infer(url, "edge", {"example_id": ids[rows].tolist()}, OUTPUTS)
 
-    def __enter__(self):
-        self._running = [self._threads.submit(self._run) for _ in range(N_CLIENTS)]
-        return self
-
-    def __exit__(self, *error):
-        self._ends.set()
-        self._threads.shutdown()
-        for client in self._running:
-            client.result()
-
-    def _run(self):
-        while not self._ends.wait(PAUSE_S):
-            with self._lock:
-                rows = next(self._rows)
-            sent_at_s = time.monotonic()
-            columns = {"example_id": self._ids[rows].tolist()}
-            status, content = infer(self._url, "edge", columns, ("prediction", "stage", "confidence", "degraded"))
-            self.answers.append(Answer(rows, sent_at_s, status, content))
-
-    def until_answered(self, n):
-        n += len(self.answers)
-        until(lambda: len(self.answers) >= n)
+    return asks
 
 
 @pytest.mark.soak("links")
@@ -135,8 +101,8 @@ def test_whatever_the_link_does_every_row_is_answered_once_and_right(tmp_path, s
     def cloud_answers(after_s):
         """Say whether a request that was sent after a time needed the cloud and had it."""
         return any(
-            answer.sent_at_s > after_s and (expected.stages[answer.rows] == 2).any() and not answer.degraded
-            for answer in list(clients.answers)
+            sent_at_s > after_s and (expected.stages[rows] == 2).any() and not content["parameters"]["degraded"]
+            for sent_at_s, rows, _, content in list(answers)
         )
 
     with ExitStack() as ending:
@@ -146,14 +112,14 @@ def test_whatever_the_link_does_every_row_is_answered_once_and_right(tmp_path, s
         with Link(port, **LINK, seed=SEED) as link:
             edge = deployed.edge(link.url)
             ending.callback(edge.close)
-            with Clients(edge.url, deployed.ids) as clients:
+            with clients(asks_of(edge.url, deployed.ids), N_CLIENTS) as answers:
                 for _ in range(N_CUTS):
-                    clients.until_answered(N_BETWEEN)
+                    until_answered(answers, N_BETWEEN)
                     link.cut()
                     time.sleep(CUT_S)
                     link.restore()
                     until(partial(cloud_answers, time.monotonic()))
-                clients.until_answered(N_BETWEEN)
+                until_answered(answers, N_BETWEEN)
         assert edge.process.poll() is None
         code, *_ = edge.ended(signal.SIGTERM)
     assert code == 0
@@ -162,19 +128,14 @@ def test_whatever_the_link_does_every_row_is_answered_once_and_right(tmp_path, s
     assert "drifted" not in log  # an outage is none
 
     # Every row is answered, as the replay does or as the edge without its cloud.
-    assert {answer.status for answer in clients.answers} == {200}
-    rows = np.concatenate([answer.rows for answer in clients.answers])
-    answers = {
-        name: np.concatenate([outputs_of(answer.content)[name] for answer in clients.answers])
-        for name in ("prediction", "stage", "confidence", "degraded")
-    }
-    degraded = answers["degraded"].astype(bool)
+    assert {status for _, _, status, _ in answers} == {200}
+    rows = np.concatenate([rows for _, rows, *_ in answers])
+    outputs = {name: np.concatenate([outputs_of(content)[name] for *_, content in answers]) for name in OUTPUTS}
+    degraded = outputs["degraded"].astype(bool)
     whole = rows[~degraded]
-    assert np.array_equal(answers["prediction"][~degraded], expected.predictions[whole])
-    assert np.array_equal(answers["stage"][~degraded], expected.stages[whole])
-    assert np.array_equal(answers["confidence"][~degraded], expected.confidences[whole].astype(np.float32))
+    require_replay({name: values[~degraded] for name, values in outputs.items()}, expected, whole)
     assert (expected.stages[rows[degraded]] == 2).all()
-    assert (answers["stage"][degraded] == 1).all()
-    assert np.array_equal(answers["prediction"][degraded], deployed.without_cloud[rows[degraded]])
+    assert (outputs["stage"][degraded] == 1).all()
+    assert np.array_equal(outputs["prediction"][degraded], deployed.without_cloud[rows[degraded]])
     computed = Counter(row for line in deployed.computed.read_text().splitlines() for row in json.loads(line))
     assert set(deployed.ids[whole[expected.stages[whole] == 2]]) <= set(computed)

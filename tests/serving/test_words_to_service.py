@@ -3,12 +3,12 @@
 import csv
 
 import numpy as np
-import openai
 import pyarrow.parquet as pq
 import pytest
 import sums
 import yaml
-from asking import infer, outputs_of
+from asking import answered, outputs_of
+from synthetic import SPLITS
 from user_models import adder
 
 import cauc_ray
@@ -36,13 +36,9 @@ def test_the_service_answers_as_the_run_and_the_replay_of_the_collected_answers(
     cauc_ray.run(pool, policy, tmp_path / "new.csv", tmp_path / "out", columns={"example_id": "id"})
     rows = {row["example_id"]: row for row in pq.read_table(tmp_path / "out" / "predictions").to_pylist()}
     assert {row["stage"] for row in rows.values()} == {0, 1}
-    with (
-        cauc_ray.serve(pool, policy, port=0, name="sums", local=True) as service,
-        openai.OpenAI(base_url=f"{service.url}/v1", api_key="any", max_retries=0) as client,
-    ):
+    with sums.client_of(pool, policy) as (_, client):
         for row in range(0, 120, 8):
-            message = [{"role": "user", "content": questions[row]}]
-            answer, offline = client.chat.completions.create(model="sums", messages=message), rows[str(row)]
+            answer, offline = sums.asked(client, questions[row]), rows[str(row)]
             assert answer.choices[0].message.content == offline["answer"]
             assert answer.cauc["source"] == offline["source"]
             assert answer.cauc["confidence"] == pytest.approx(offline["confidence"], abs=1e-6)
@@ -62,14 +58,9 @@ def edge_pool(folder, url, *confidences):
 
 def test_a_cascade_elsewhere_is_a_stage_whose_answers_confidences_and_costs_are_passed_on(tmp_path):
     questions, right = sums.questions(300, seed=3)
-    table, outputs, splits = (
-        tmp_path / "ANSWERS",
-        ("answer", "confidence", "cost"),
-        ("calibration", "validation", "test"),
-    )
+    table, outputs = tmp_path / "ANSWERS", ("answer", "confidence", "cost")
     with cauc_ray.serve(sums.pool(tmp_path), sums.policy(tmp_path), port=0, name="sums", local=True) as cloud:
-        status, content = infer(cloud.url, "sums", {"question": questions}, outputs, {})
-        assert status == 200, content
+        content = answered(cloud.url, "sums", {"question": questions}, outputs)
         texts, confidences, costs = (outputs_of(content)[name] for name in outputs)
         assert len(set(costs)) == 2
         path = edge_pool(tmp_path, cloud.url, "confidence")
@@ -83,21 +74,17 @@ def test_a_cascade_elsewhere_is_a_stage_whose_answers_confidences_and_costs_are_
         model_answers["cloud"] = answers.texts, {"confidence": answers.logits[:, 4]}, answers.costs
         for model, (model_texts, by_name, paid) in model_answers.items():
             correct = [f"{total}." in text for text, total in zip(model_texts, right, strict=True)]
-            for start, split in enumerate(splits):
+            for start, split in enumerate(SPLITS):
                 rows = slice(start, None, 3)
                 ids = [f"{row:03d}" for row in range(start, 300, 3)]
                 sure = {name: values[rows] for name, values in by_name.items()}
-                facts = {"cost": 0.001, "cost_unit": "USD", "rule": "number"}
-                write_answers(
-                    table, model, split, ids, model_texts[rows], sure, correct[rows], np.array(paid[rows]), **facts
-                )
+                columns = ids, model_texts[rows], sure, correct[rows], np.array(paid[rows])
+                write_answers(table, model, split, *columns, cost=0.001, cost_unit="USD", rule="number")
         policy = cauc_ray.fit(table, models=["small", "cloud"], threshold=0.8)
         replayed = cauc_ray.evaluate(table, policy, split="test").predictions.to_arrow()
         with cauc_ray.serve(path, policy, port=0, name="edge", local=True) as edge:
             outputs = ("prediction", "stage", "confidence", "cost", "answer", "source")
-            status, content = infer(edge.url, "edge", {"question": questions[2::3]}, outputs, {})
-            assert status == 200, content
-    live = outputs_of(content)
+            live = outputs_of(answered(edge.url, "edge", {"question": questions[2::3]}, outputs))
     for name in outputs[:4]:
         np.testing.assert_allclose(live[name], replayed[name].to_numpy(), rtol=1e-5)
     deferred = [row for row in range(100) if live["stage"][row] == 1]

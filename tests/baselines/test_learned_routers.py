@@ -20,17 +20,13 @@ from cauc_ray.policies.features import Scaler, unit_rows
 from cauc_ray.policies.method import METHODS
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
 def walk(validation_loss, schedule, **how):
     """Train one weight from 0 towards 1, a tenth a step, and return it with the validation losses."""
     network = torch.nn.Module()
     network.weight = torch.nn.Parameter(torch.zeros(1))
     optimiser = torch.optim.SGD(network.parameters(), lr=0.1)
     losses = (lambda rows: -network.weight.sum()), (lambda: validation_loss(network.weight))
-    checked = train(network, optimiser, *losses, 10, schedule, generator(), **how)
+    checked = train(network, optimiser, *losses, 10, schedule, torch.Generator().manual_seed(0), **how)
     assert not network.training
     return network.weight.item(), checked
 
@@ -62,11 +58,8 @@ def test_equal_losses_a_warm_up_and_a_gradient_norm(loss, schedule, options, exp
 def test_embeddings_have_length_one_whatever_their_encoder_gives():
     fitting, test = problem(0, n=50, n_test=50)
     router = METHODS["routellm-sw"].family(fitting)
-    np.testing.assert_allclose(vectors_of(router, test), test.embeddings, rtol=1e-5)
-    np.testing.assert_allclose(
-        vectors_of(router, replace(test, embeddings=40 * test.embeddings)), test.embeddings, rtol=1e-5
-    )
-    assert vectors_of(router, test).dtype == np.float32
+    longer = replace(test, embeddings=40 * test.embeddings)
+    np.testing.assert_allclose(vectors_of(router, longer), test.embeddings, rtol=1e-5)
     assert (unit_rows(np.array([[0.0, 0.0], [3.0, 4.0]])) == [[0.0, 0.0], [0.6, 0.8]]).all()
 
 
