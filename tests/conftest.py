@@ -52,8 +52,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.envir
 LONGEST = (
     *("test_faults", "test_cluster", "test_examples", "test_wide_area", "test_bench", "test_vllm"),
     *("test_object_store", "test_plan", "test_run", "test_collect", "test_methods", "test_published_methods"),
-    *("test_submitted", "test_wheel", "test_snippets", "test_certified_methods", "test_shards", "test_comparing"),
-    *("test_labelling", "test_learned_routers", "test_tabular", "test_openai", "test_stopping", "test_poison"),
+    *("test_submitted", "test_snippets", "test_certified_methods", "test_shards", "test_comparing"),
+    *("test_labelling", "test_learned_routers", "test_openai", "test_stopping", "test_poison"),
 )
 
 # Ray's processes get it also where a test that starts the session has changed it.

@@ -66,22 +66,6 @@ def notes_its_end(path):
     return Model()
 
 
-def notes_logits(file, **settings):
-    """Answer as a torchvision model with these settings does, and append each row's id and logits to a file."""
-    from cauc_ray.models.torchvision import TorchvisionSpec
-
-    model = TorchvisionSpec(kind="torchvision", **settings).load()
-
-    def answer(batch):
-        answers = model(batch)
-        with open(file, "a") as notes:
-            for row in zip(batch["example_id"], answers.logits.tolist(), strict=True):
-                notes.write(json.dumps(row) + "\n")
-        return answers
-
-    return answer
-
-
 def before(factory):
     """Make a factory of a function of a batch and options: its model does that, and then answers as another's does."""
 
@@ -319,17 +303,6 @@ def gives_up_on(batch, example):
         raise ExecutionError("the model's server is down")
 
 
-def empties_its_batch():
-    """Answer, and leave nothing of the batch, which is the model's own."""
-
-    def answer(batch):
-        logits = by_x()(batch)
-        batch.clear()
-        return logits
-
-    return answer
-
-
 def writes_to_its_input():
     """Answer after writing to the batch, which is the model's own."""
 
@@ -376,16 +349,6 @@ def always_dies():
     return lambda batch: os.kill(os.getpid(), signal.SIGKILL)
 
 
-def one_too_many_on(question):
-    """Answer as longest does, with a logit too many for one question."""
-
-    def answer(batch):
-        rows = longest()(batch)
-        return [row + [0.0] * (asked == question) for row, asked in zip(rows, batch["question"], strict=True)]
-
-    return answer
-
-
 POISON = {666: "raises", 667: "exits", 668: "nan", 669: "shape", 670: "kills", 671: "hangs", 672: "slow"}
 
 
@@ -408,18 +371,6 @@ def poisonable(column=0):
         logits = np.stack([x, np.zeros_like(x)], axis=1)
         logits[[kind == "nan" for kind in kinds]] = np.nan
         return logits[1:] if "shape" in kinds else logits
-
-    return answer
-
-
-def fails_in_one_process(path):
-    """Answer by x's first number, but raise on everything in the first process that loads the model."""
-    fails = is_first(path)
-
-    def answer(batch):
-        if fails:
-            raise RuntimeError("no such device")
-        return poisonable()(batch)
 
     return answer
 
@@ -493,22 +444,6 @@ def longest_noted(batch, log):
     """Answer as longest does, and note each batch's size."""
     with open(log, "a") as file:
         file.write(f"{len(batch['choices'])}\n")
-
-
-@before(brightness)
-def slow_brightness(batch, seconds, log):
-    """Answer as brightness does, after some seconds, and note the process that does."""
-    with open(log, "a") as file:
-        file.write(f"{os.getpid()}\n")
-    time.sleep(seconds)
-
-
-@before(brightness)
-def killed_once_on(batch, values, folder):
-    """Answer as brightness does, but be killed by the first batch that holds an image of each of some values."""
-    for value in {image[0] for image in batch["image"]} & set(values):
-        if is_first(os.path.join(folder, f"killed-{value}")):
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @before(brightness)

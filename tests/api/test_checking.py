@@ -2,8 +2,6 @@
 
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from synthetic import write_table
 
@@ -36,9 +34,6 @@ def test_a_policy_holds_on_new_rows_and_not_where_models_have_changed(cauc):
         assert figures == cauc_ray.check(table, cauc_ray.Policy.load("p.json")).as_json()
         assert figures == cauc_ray.check(table, "p.json").as_json()
         assert figures["holds"] == (code == 0)
-
-
-def test_figures_are_those_of_an_evaluation(cauc):
     measures = cauc_ray.evaluate("same", "p.json").measures
     figures = cauc_ray.check("same", "p.json").as_json()
     assert figures["cost"][0] == pytest.approx(measures.cost)
@@ -46,16 +41,3 @@ def test_figures_are_those_of_an_evaluation(cauc):
         share = expected.accepted_accuracy
         assert stage["n"] == expected.answered
         assert stage["accepted_accuracy"] == pytest.approx([share.value, share.low, share.high])
-
-
-def test_rows_without_labels_are_watched_for_what_needs_none(cauc, tables, tmp_path):
-    for file in (tables / "other").rglob("*.parquet"):
-        table, target = pq.read_table(file), tmp_path / "blind" / file.relative_to(tables / "other")
-        target.parent.mkdir(parents=True)
-        pq.write_table(table.set_column(1, "label", pa.nulls(len(table), pa.int32())), target)
-    code, out, _ = cauc("check", "blind", "--policy", "p.json", "--json")
-    figures = json.loads(out)
-    assert (code, figures["n"], figures["n_labelled"]) == (3, 1500, 0)
-    features = {feature["name"]: feature for feature in figures["features"]}
-    assert features["accuracy"]["evidence"] is None
-    assert not features["confidence"]["holds"]

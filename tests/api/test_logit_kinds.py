@@ -96,7 +96,6 @@ def test_kinds_may_differ_from_model_to_model(tmp_path, chains):
     [
         ("probabilities", r"model 'm0', example 'calibration-.*probabilities"),
         ({"m7": "raw"}, "m7"),
-        ({"m0": "softmax"}, "Available"),
     ],
 )
 def test_declarations_that_cannot_be_are_refused(tmp_path, chains, kind, words):
@@ -104,41 +103,15 @@ def test_declarations_that_cannot_be_are_refused(tmp_path, chains, kind, words):
         cauc_ray.fit(write_chains(tmp_path / "LOGITS", chains, lambda z: z), models=MODELS, logit_kind=kind)
 
 
-FITS = {
-    "base": {},
-    "rf": {"method": "rf", "budget": 3.0},
-    "isotonic": {"calibrator": "isotonic"},
-    "search": {"method": "rf", "budget": 3.0, "search": True},
-    "certify": {"certify": "risk<=0.4@0.9"},
-}
-
-
-# What trains takes long, and sees of logits no more than the others.
-COMPARED = ["single", "base", "rf", "duo", "margin", "max-probability", "routellm-sw", "benchmark-routing"]
-
-
-def results_of(table):
-    """Return what each verb gives of a table."""
-    comparison = cauc_ray.compare(table, models=MODELS, methods=COMPARED)
-    rows = [{name: value for name, value in row.items() if not name.startswith("setup_")} for row in comparison.rows]
-    results = {"compare": (rows, comparison.curves)}
-    for name, options in FITS.items():
-        policy = cauc_ray.fit(table, models=MODELS, **options)
-        results[name] = policy.to_json()
-        if name in ("base", "rf"):
-            evaluation = cauc_ray.evaluate(table, policy)
-            results |= {f"evaluate {name}": evaluation.as_json(), f"rows {name}": evaluation.to_arrow()}
-            results[f"check {name}"] = cauc_ray.check(table, policy).as_json()
-    return results
-
-
 def test_a_masked_table_gives_what_the_same_table_with_missing_options_gives(tmp_path, ragged):
-    expected = None
+    results = []
     for mask in (-np.inf, -1e4, float(np.finfo(np.float32).min)):
-        results = results_of(write_masked(tmp_path, ragged, mask))
-        expected = expected or results
-        assert results == expected, mask
-    assert json.loads(expected["rf"])["stages"][0]["diagnostics"]["status"] == "converged"
+        table = write_masked(tmp_path, ragged, mask)
+        policy = cauc_ray.fit(table, models=MODELS, method="rf", budget=3.0)
+        evaluation, checked = cauc_ray.evaluate(table, policy), cauc_ray.check(table, policy)
+        results.append((policy.to_json(), evaluation.as_json(), evaluation.to_arrow(), checked.as_json()))
+    assert results[0] == results[1] == results[2]
+    assert policy.stages[0].diagnostics.status == "converged"
 
 
 @pytest.mark.parametrize("mask", [-np.inf, *MASKS])

@@ -43,11 +43,6 @@ def test_defaults_are_those_of_the_signature_and_every_option_is_described(funct
         assert field.is_required() or field.default == parameters[name].default
 
 
-def test_numbers_may_come_as_texts():
-    with pytest.raises(cauc_ray.errors.CaucError, match="absent"):
-        cauc_ray.plan("absent", "absent", "5")
-
-
 def test_checked_options_reach_other_processes():
     options = options_of(cauc_ray.fit).of({"models": ["a", "b"], "method": "rf", "budget": 3})
     copied = pickle.loads(pickle.dumps(options))

@@ -91,20 +91,16 @@ def service_of(home):
         yield service
 
 
-def assert_served(service, predictions, n=150):
-    """Ask for rows, alone and together, and compare the answers with predictions."""
-    outputs = ("prediction", "stage", "cost", "confidence")
-    for rows in (slice(0, 1), slice(1, n)):
+@others_soak([*QUICK, ("frugalgpt", None), ("post-hoc-embed", None), ("routellm-mf", "enc"), ("margin", None)])
+def test_a_service_answers_as_the_replay(home, policies, service_of, method, embedding):
+    """Asked for rows alone and together."""
+    policy, outputs = policies(method, embedding), ("prediction", "stage", "cost", "confidence")
+    service, predictions = service_of(policy), cauc_ray.evaluate(home / "LOGITS", policy).predictions
+    for rows in (slice(0, 1), slice(1, 150)):
         status, content = infer(service.url, "test", {"example_id": list(predictions.example_ids[rows])}, outputs)
         assert status == 200, content
         for name, values in outputs_of(content).items():
             np.testing.assert_allclose(values, getattr(predictions, name)[rows], rtol=1e-6, atol=0)
-
-
-@others_soak([*QUICK, ("frugalgpt", None), ("post-hoc-embed", None), ("routellm-mf", "enc"), ("margin", None)])
-def test_a_service_answers_as_the_replay(home, policies, service_of, method, embedding):
-    policy = policies(method, embedding)
-    assert_served(service_of(policy), cauc_ray.evaluate(home / "LOGITS", policy).predictions)
 
 
 def test_a_router_in_a_service_without_the_chosen_stage_has_no_answer(policies, service_of):

@@ -14,27 +14,20 @@ from cauc_ray.policies.policy import Policy
 from cauc_ray.schemas import schema_path
 
 MODELS = ["m0", "m1", "m2"]
-CHAIN = ["--models", "m0,m1,m2"]
 POOL = [*MODELS, "m3"]
 LIMIT = "risk<=0.1@0.9"
+TYPES = {"prediction": pa.int32(), "confidence": pa.float32(), "stage": pa.int8(), "cost": pa.float32()}
+PREDICTIONS = pa.schema({"example_id": pa.string(), **TYPES, "label": pa.int32()})
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Return tables: enough examples for a certificate, so few that guards warn, of other options, and of a pool."""
+    """Return tables: enough examples for a certificate, so few that guards warn, and of a pool."""
     folder = tmp_path_factory.mktemp("home")
     write_table(folder / "LOGITS", n=1500)
     write_table(folder / "FEW", n=90)
-    write_table(folder / "RAGGED", n=60, ragged=True)
     write_table(folder / "POOL", n=250, strengths=(0.8, 1.4, 1.5, 2.4))
     return folder
-
-
-@pytest.fixture
-def cauc(home, tmp_path, command):
-    for table in home.iterdir():
-        (tmp_path / table.name).symlink_to(table)
-    return command
 
 
 @pytest.mark.parametrize(
@@ -65,8 +58,13 @@ def test_the_command_writes_and_shows_what_python_fits(cauc, table, options, wor
     assert {key: figures[key] for key in content} == content
     jsonschema.validate(content, json.loads(schema_path("policy").read_text()))
     assert words in " ".join(cauc("show", "p.json")[1].split())
-    evaluate = ["evaluate", table, "--policy", "p.json"]
-    assert json.loads(cauc(*evaluate, "--json")[1])["policy_id"] == policy.id
+    evaluate, evaluation = ["evaluate", table, "--policy", "p.json"], cauc_ray.evaluate(table, "p.json")
+    code, out, _ = cauc(*evaluate, "--predictions", "p.parquet", "--json")
+    assert code == 0
+    assert json.loads(out).items() >= json.loads(json.dumps(evaluation.as_json())).items()
+    predictions = pq.ParquetFile("p.parquet").read()
+    assert predictions.schema == PREDICTIONS
+    assert predictions.equals(evaluation.to_arrow())
     assert ("certified at most 10" in cauc(*evaluate)[1]) == ("certify" in options)
 
 

@@ -14,16 +14,8 @@ import cauc_ray
 from cauc_ray.cli.command import main, spellings_of
 from cauc_ray.cli.verbs import VERBS
 
-# Codes besides 2, bad input.
-DOCUMENTED = {
-    "check": {0, 3},
-    "fit": {0, 3},
-    "collect": set(),
-    "run": set(),
-    "serve": set(),
-    "demo": set(),
-    "policy set": {4},  # nobody listens
-}
+# Codes besides 2, bad input, and 0 of what is not refused.
+DOCUMENTED = {"check": {0, 3}, "fit": {0, 3}, "policy set": {4}}  # nobody listens there
 # Each of these starts Ray, waits for a network, or has its own tests with real parts.
 NOT_DRAWN = {"address": "a cluster", "shards": "a cluster", "input": "a cluster", "texts": "text routers"}
 FILES = ("logits", "policy.json", "text.txt", "rows.parquet", "absent", "memory://absent/x", "")
@@ -53,19 +45,22 @@ VALUES = {
     "folder": (".", "logits", "absent", "text.txt"),
     "dataset": ("rows.parquet", "absent", "hub:../..", "mmlu", "logits"),
 }
-# What a verb needs next to what is drawn, so that most combinations reach its work.
+# What a verb has next to what is drawn, so that most combinations reach its work.
 GIVEN = {
-    "compare": ("--methods=base,rf",),
-    "plan": ("--rate=10",),
-    **dict.fromkeys(("fit", "evaluate", "check"), ("logits",)),
-    "policy set": ("--url=http://127.0.0.1:9",),
+    "fit": ("logits",),
+    "compare": ("logits", "--methods=base,rf"),
+    "evaluate": ("logits", "--policy=policy.json"),
+    "check": ("logits", "--policy=policy.json"),
+    "show": ("policy.json",),
+    "report": (".",),
+    "policy set": ("policy.json", "--url=http://127.0.0.1:9"),
 }
-# A verb that would start Ray has one of these, by position or name.
+# A verb that would start Ray has one of these.
 REFUSED = {
     "collect": (("absent", "--dataset=rows.parquet"), ("pool.yaml", "--dataset=absent"), ("text.txt", "--dataset=x")),
     "run": (("pool.yaml", "--policy=absent", "--input=rows.parquet"), ("absent", "--policy=policy.json", "--input=x")),
     "serve": (("pool.yaml", "--policy=absent"), ("text.txt", "--policy=policy.json"), ("logits", "--policy=text.txt")),
-    "plan": (("pool.yaml", "--policy=absent"), ("absent", "--policy=policy.json"), ("text.txt", "--policy=text.txt")),
+    "plan": (("pool.yaml", "--policy=absent", "--rate=10"), ("absent", "--policy=policy.json", "--rate=10")),
     "demo": (("--output=logits",), ("--output=text.txt",)),
 }
 
@@ -117,7 +112,7 @@ def problem(verb, code, out, err, before, after):
     errors = [line for line in err.splitlines() if not line.startswith("cauc: warning: ")]
     if "Traceback" in err or "internal error" in err:
         return f"internal error: {err[-300:]}"
-    if code not in DOCUMENTED.get(verb, {0}) | {2}:
+    if code != 2 and (verb in REFUSED or code not in DOCUMENTED.get(verb, {0})):
         return f"exit code {code}: {err[-300:]}"
     if code == 2 and (out or len(errors) != 1 or not errors[0].startswith("cauc")):
         return f"an error of {len(errors)} lines: {err[-300:]}"
@@ -128,68 +123,47 @@ def problem(verb, code, out, err, before, after):
     return f"left {sorted(map(str, partial))}" if partial else None
 
 
-def flags_of(verb):
-    """Return the values to draw for each option that the verb has a flag for, and how a value is given."""
+def values_of(name, field):
+    """Return the values to draw for an option; None for a flag without one."""
+    if name in VALUES:
+        return VALUES[name]
+    text = str(field.annotation)
+    if field.annotation is bool:
+        return (None,)
+    if "Literal" in text:
+        return ("accuracy", "macro-f1", "temperature", "offsets", "isotonic", "x")
+    if name in ("output", "predictions"):
+        return OUTPUTS
+    if "Path" in text:
+        return FILES
+    return next((values for kind, values in NUMBERS.items() if kind.__name__ in text), TEXTS)
+
+
+def words_of(verb):
+    """Return the words to draw for each option that the verb has on the command line."""
     for name, field in VERBS[verb].options.model_fields.items():
-        text = str(field.annotation)
-        if name in NOT_DRAWN or not spellings_of(name, field):
-            continue
-        if name in VALUES:
-            yield name, VALUES[name]
-        elif field.annotation is bool:
-            yield name, (None,)
-        elif "Literal" in text:
-            yield name, ("accuracy", "macro-f1", "temperature", "offsets", "isotonic", "x")
-        elif name in ("output", "predictions"):
-            yield name, OUTPUTS
-        elif "Path" in text:
-            yield name, FILES
-        else:
-            kind = next((kind for kind in NUMBERS if kind.__name__ in text), None)
-            yield name, TEXTS if kind is None else NUMBERS[kind]
+        if name not in NOT_DRAWN and (spellings := spellings_of(name, field)):
+            flag = next((f"{spelling}=" for spelling in spellings if spelling.startswith("--")), "")
+            yield [flag.rstrip("=") if value is None else f"{flag}{value}" for value in values_of(name, field)]
 
 
-def spelled(verb, options):
-    """Return the words of a command for options; of those that are given in any case only what is not drawn."""
-    rng = random.Random(str(options))
-    named = {word.partition("=")[0] for word in ("--output", "-o")}
-    words = []
-    positional = [name for name in options if name in ("logits", "pool", "file", "folder")]
-    for name, value in options.items():
-        flag = "--slo-p99" if name == "slo_p99_s" else f"--{name.replace('_', '-')}"
-        if name not in positional:
-            words.append(flag if value is None else f"{flag}={value}")
-            named.add(flag)
-    required = list(GIVEN.get(verb, ()))
+def command_of(verb, drawn, rng):
+    """Return the words of a command; what it is given in any case comes last where it must be refused."""
+    flags = [word for word in drawn if word.startswith("--")]
     if verb in REFUSED:
-        return [*words, *rng.choice(REFUSED[verb])]
-    if verb == "compare":
-        required.append("logits")
-    if verb in ("evaluate", "check"):
-        required.append("--policy=policy.json")
-    if verb == "show":
-        required.append("policy.json")
-    if positional:
-        required = [word for word in required if word.startswith("-")] + [str(options[positional[0]])]
-    return [*[word for word in required if word.partition("=")[0] not in named], *words]
-
-
-def draws(verb, n):
-    """Return n combinations of options: half of them one value, the others two to four."""
-    values = {name: of_option for name, of_option in flags_of(verb) if of_option}
-    rng = random.Random(verb)
-    single = [{name: value} for name in values for value in values[name]]
-    rng.shuffle(single)
-    several = []
-    for _ in range(n - n // 2):
-        names = rng.sample(sorted(values), min(rng.randint(2, 4), len(values)))
-        several.append({name: rng.choice(values[name]) for name in names})
-    return single[: max(n // 2, 1)] + several
+        return [*flags, *rng.choice(REFUSED[verb])]
+    first = next((word for word in drawn if not word.startswith("--")), GIVEN[verb][0])
+    return [first, *GIVEN[verb][1:], *flags]
 
 
 def broken(cauc, verb, n):
-    for options in draws(verb, n):
-        words = spelled(verb, options)
+    """Run n commands: half of them with one option, the others with two to four."""
+    options, rng = list(words_of(verb)), random.Random(verb)
+    single = [[word] for words in options for word in words]
+    rng.shuffle(single)
+    for number in range(n):
+        several = [rng.choice(words) for words in rng.sample(options, min(rng.randint(2, 4), len(options)))]
+        words = command_of(verb, single[number] if number < min(n // 2, len(single)) else several, rng)
         _, wrong = cauc(verb, words)
         if wrong is not None:
             yield f"cauc {verb} {' '.join(words)}\n  {wrong}"

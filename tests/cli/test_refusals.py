@@ -16,7 +16,6 @@ import yaml
 from earlier_runs import call, write_run
 from job_cases import SWEEP, write_config
 from reported import fitted
-from reported import write_run as write_reported_run
 from runs import MODELS, python_pool, saved_model, two_model_policy
 from synthetic import write_table
 
@@ -73,7 +72,6 @@ BOTH_DOORS = [
     ("fit", {"price": 0.1, "search": True}, "a search chooses a chain by its best threshold", ConfigError),
     ("fit", {"search": True, "budget": 0.5}, "below the cost of the cheapest chain, 1 GFLOPs", BudgetError),
     ("fit", {"calibrator": "isotonic"}, "for method base with one or two models", ConfigError),
-    ("fit", {"logits": "RAGGED", "calibrator": "offsets"}, "lacks some of the 5 options of model 'm0'", CaucError),
     # What a method cannot do.
     ("fit", {"method": "oracle"}, "needs the labels", ConfigError),
     ("fit", {"method": "routellm-bert"}, "reads the queries' texts", ConfigError),
@@ -85,7 +83,6 @@ BOTH_DOORS = [
     ("fit", {"method": "stacked", "search": True, "budget": "9@0.95"}, "for stacked without", ConfigError),
     ("fit", {"method": "margin", "safe": True}, "safe is for methods base and rf, not", ConfigError),
     ("fit", {"method": "margin", "search": True}, "search is for methods base, rf and stacked, not", ConfigError),
-    ("fit", {"method": "margin", "calibrator": "offsets"}, "calibrator is for methods base and rf, not", ConfigError),
     ("fit", {"method": "frugalgpt", "price": 0.01}, "price", ConfigError),
     ("fit", {"method": "duo", "certify": LIMIT}, "answers nothing before the last model", ConfigError),
     ("compare", {"texts": "nowhere.parquet"}, "nowhere.parquet does not exist", DataError),
@@ -136,7 +133,6 @@ BOTH_DOORS = [
             ("labels", "'no' (1)", DataError),
             ("column", "needs a column 'txt'", DataError),
             ("bert", "is not a complete causal language model: it was saved as BertModel", ConfigError),
-            ("vllm", "not a complete causal language model", ConfigError),
             ("cuda", "stages.0: its model needs 1 GPU, not 0", ConfigError),
             ("parallel", "its model needs 4 GPUs, not 2: set num_gpus", ConfigError),
         )
@@ -151,7 +147,6 @@ BOTH_DOORS = [
     ("report", {"folder": "empty"}, "has no policy.json", DataError),
     ("report", {"folder": "several"}, "holds 2 policies (several/policies/first.json, several/pol", ConfigError),
     ("report", {"folder": "other-logits"}, "model 'm1'", DataError),
-    ("report", {"run": "stages"}, "not the summary of a run", DataError),
     ("report", {"run": "none"}, "summary.json", DataError),
     ("report", {"split": "calibration"}, "was fitted or chosen on", ConfigError),
     ("report", {"output": "report/LOGITS/report.html"}, "is, or lies in, the input", ConfigError),
@@ -169,7 +164,6 @@ COMMAND = [
     (f"fit LOGITS -o {'x' * 300}", "File name too long"),
     ("fit LOGITS -o LOGITS/pool.json", "LOGITS"),
     ("evaluate LOGITS --policy policy.json --predictions LOGITS/model=m0/split=test/part-0.parquet", "LOGITS"),
-    ("evaluate LOGITS --policy policy.json --predictions policy.json", "policy.json"),
     ("collect good.yaml -o L", "dataset is required"),
     ("collect good.yaml --dataset in.parquet --columns image -o L", "columns: "),
     ("plan saved.yaml --policy policy.json", "rate"),
@@ -178,10 +172,11 @@ COMMAND = [
     (f"serve x.yaml --policy two.json --host {'x' * 300}", "cannot listen at"),
     ("show absent", "absent"),
     ("demo -o report", "not an empty folder"),
+    *((f"demo -o {uri}", "a folder of this machine") for uri in ("http://host/demo", "memory://demo")),
 ]
 # A verb, what differs of its config file, and the words of the line.
 CONFIGS = [
-    *((verb, {"outptu": "x"}, "unknown key 'outptu'; did you mean 'output'") for verb in ("compare", "fit")),
+    ("fit", {"outptu": "x"}, "unknown key 'outptu'; did you mean 'output'"),
     ("fit", {"output": 3}, "output: "),
     ("compare", {"output": "sets"}, "exists and is not an empty folder"),
     ("compare", {"output": "_ray_pkg_0123456789abcdef/out"}, "give an absolute path"),
@@ -203,7 +198,7 @@ CONFIG = {
 def language_pool(model=CHOICE, num_gpus=0, **more):
     stage = {"name": "s", "model": {**CHOICE, **model}, "resources": {"num_gpus": num_gpus} if num_gpus else {}}
     pool = {"name": "p", "task": "classification", "labels": ["yes", "no"], "prompt": "{{ text }}", "stages": [stage]}
-    return {name: value for name, value in {**pool, **more}.items() if value is not None}
+    return {**pool, **more}
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +206,6 @@ def home(tmp_path_factory):
     """Return a folder that holds what the cases name."""
     folder = tmp_path_factory.mktemp("refusals")
     write_table(folder / "LOGITS", n=120)
-    write_table(folder / "RAGGED", n=60, ragged=True)
     split = planted.problem(3, n=40, n_test=40, m=2)[0]
     planted.write_table(folder / "EMBEDDED", {"calibration": split.calibration, "validation": split.validation})
     policy = cauc_ray.fit(folder / "LOGITS", models=MODELS, method="rf", budget=9.0)
@@ -260,7 +254,6 @@ def write_pools(folder):
         "labels": language_pool(labels=["yes", "nope"]),
         "column": language_pool({"model": "org/name"}, prompt="{{ txt }}"),
         "bert": language_pool(),
-        "vllm": language_pool({"kind": "vllm"}),
         "cuda": language_pool({"device": "cuda"}),
         "parallel": language_pool({"kind": "vllm", "engine": {"tensor_parallel_size": 4}}, num_gpus=2),
     }
@@ -279,9 +272,6 @@ def write_reports(folder, policy):
         folder / "other-logits" / "LOGITS" / f"model={m}" / "split=calibration" / "part-0.parquet" for m in ("m2", "m1")
     ]
     parts[1].write_bytes(parts[0].read_bytes())
-    write_reported_run(folder / "stages", policy)
-    summary = folder / "stages" / "summary.json"
-    summary.write_text(json.dumps({**json.loads(summary.read_text()), "stages": [{}]}))
 
 
 @pytest.fixture

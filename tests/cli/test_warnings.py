@@ -1,5 +1,6 @@
 """When and where warnings reach people: on standard error as they arise, and as Python's own from the library."""
 
+import io
 import json
 import sys
 import threading
@@ -8,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from asking import until
 from job_cases import SWEEP, write_config
 from runs import numbered_input, python_pool, two_model_policy
-from synthetic import chain, write_table
+from synthetic import chain, write_chains, write_table
 
 import cauc_ray
 from cauc_ray import CaucWarning
 from cauc_ray.api import live
 from cauc_ray.cli.command import main
-from cauc_ray.data.writing import write_logits
-from cauc_ray.errors import BudgetError, GuardError
+from cauc_ray.errors import GuardError
 
 MODELS = ["m0", "m1", "m2"]
 FALLING = ["--models", "m0,m1", "--costs", "3,2"]
@@ -30,19 +31,8 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("warned")
     write_table(folder / "LOGITS", n=90)
     write_table(folder / "two", n=1500, strengths=(1.0, 2.5))
-    harder = chain(8, 1500, 5, (0.3, 2.5))
-    for place, model in enumerate(("m0", "m1")):
-        ids = [f"harder-{row}" for row in range(1500)]
-        logits = list(harder.logits[place])
-        write_logits(folder / "two", model, "harder", example_ids=ids, labels=harder.labels, logits=logits)
+    write_chains(folder / "two", {"harder": chain(8, 1500, 5, (0.3, 2.5))}, logit_kind="raw")
     return folder
-
-
-@pytest.fixture
-def cauc(home, tmp_path, command):
-    for name in ("LOGITS", "two"):
-        (tmp_path / name).symlink_to(home / name)
-    return command
 
 
 def fired(guards):
@@ -95,39 +85,11 @@ def test_the_command_warns_on_standard_error_each_message_once(cauc):
     assert messages[-len(guards) :] == [f"cauc: warning: {guard['name']}: {guard['says']}" for guard in guards]
     code, out, strict = cauc("fit", "LOGITS", *FALLING, "--strict", "-o", "strict.json")
     assert (code, out, Path("strict.json").exists()) == (3, "", False)
+    assert strict.splitlines()[0] == messages[0]
     assert strict.splitlines()[-1].startswith(f"cauc: error: {guards[0]['name']}: ")
     code, out, err = cauc("compare", "LOGITS", *FALLING, "--methods", "single,base,rf,margin", "--json")
     assert (code, json.loads(out)["models"]) == (0, ["m0", "m1"])
     assert [line for line in err.splitlines() if SAID_OF_FALLING in line] == [messages[0]]
-
-
-def test_what_fails_afterwards_has_warned(cauc, home):
-    code, out, err = cauc("fit", "LOGITS", *FALLING, "--budget", "0.1", "-o", "p.json")
-    assert (code, out) == (2, "")
-    warned, *_, error = err.splitlines()
-    assert SAID_OF_FALLING in warned
-    assert error.startswith("cauc: error: budget 0.1")
-    with pytest.warns(CaucWarning, match=SAID_OF_FALLING), pytest.raises(BudgetError):
-        cauc_ray.fit(home / "LOGITS", models=["m0", "m1"], costs=[3, 2], budget=0.1)
-
-
-class Listener:
-    """Standard error, and what tells when a text has come there."""
-
-    def __init__(self, awaited):
-        self.awaited, self.text, self.matched = awaited, "", threading.Event()
-
-    def write(self, text):
-        self.text += text
-        if self.awaited in self.text and self.text.endswith("\n"):
-            self.matched.set()
-        return len(text)
-
-    def flush(self):
-        pass
-
-    def isatty(self):
-        return False
 
 
 def test_a_run_warns_while_it_is_still_going_on(tmp_path, ray_session, monkeypatch, capsys):
@@ -136,8 +98,8 @@ def test_a_run_warns_while_it_is_still_going_on(tmp_path, ray_session, monkeypat
     pool = python_pool(tmp_path, [("by_x_once", {"path": str(gate)}), ("by_x", {})], cost={"gflops": 2})
     two_model_policy().save(tmp_path / "p.json")
     words = ["run", pool, "--policy", tmp_path / "p.json", "--input", numbered_input(tmp_path), "-o", tmp_path / "out"]
-    listener, ended = Listener("'small' a cost of 2"), []
-    monkeypatch.setattr(sys, "stderr", listener)
+    stderr, ended = io.StringIO(), []
+    monkeypatch.setattr(sys, "stderr", stderr)
 
     def run():
         try:
@@ -148,14 +110,14 @@ def test_a_run_warns_while_it_is_still_going_on(tmp_path, ray_session, monkeypat
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        matched = listener.matched.wait(30)
+        until(lambda: "'small' a cost of 2" in stderr.getvalue(), 30)
         still_running = not (tmp_path / "out" / "summary.json").exists()
     finally:
         gate.touch()
         thread.join(120)
-    assert (matched, still_running, ended) == (True, True, [0])
+    assert (still_running, ended) == (True, [0])
     assert json.loads(capsys.readouterr().out)["n"] == 40
-    assert listener.text.splitlines()[0].startswith("cauc: warning: the pool gives 'small' a cost of 2")
+    assert stderr.getvalue().splitlines()[0].startswith("cauc: warning: the pool gives 'small' a cost of 2")
 
 
 def test_a_progress_bar_leaves_warnings_whole(cauc, monkeypatch):

@@ -1,12 +1,10 @@
-"""Comparisons over budgets, seeds and chains, of tables and arrays in files, and the files that they write."""
+"""Comparisons over budgets, seeds and chains, and the files that they write."""
 
 import csv
 import json
-from dataclasses import replace
 from statistics import mean, stdev
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,11 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import SPLITS, chain, write_table
 
-import cauc_ray
 from cauc_ray.comparison.comparing import compare
 from cauc_ray.comparison.differences import AREA_DIFFERENCE, DIFFERENCE, pooled_difference
 from cauc_ray.comparison.redrawing import redraw
-from cauc_ray.data.writing import write_logits
 from cauc_ray.policies.trace import Examples
 
 METHODS = ("single", "base", "rf", "duo", "margin", "oracle", "random")
@@ -26,7 +22,6 @@ CHAIN = ("m0", "m1", "m2")
 CHAINS = [CHAIN, ("m0", "m2")]
 BUDGETS = (2.0, 6.0, 18.0)
 FIGURES = ("accuracy", "macro_f1", "cost", "relative_cost", "avoided", "status", "setting", "gain", "difference_p")
-NEVER_REDRAWN = {"seeds": [0, 1], "redrawn": []}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +77,7 @@ def test_the_area_is_the_mean_over_budgets_that_all_methods_meet(table):
 
 def test_equal_answers_to_several_seeds_are_no_more_evidence_than_to_one(table):
     settings = {"models": CHAIN, "methods": ["single", "rf", "margin"], "budgets": [3.0, 8.0]}
-    one, two = compare(table, **settings), compare(table, **settings, **NEVER_REDRAWN)
+    one, two = compare(table, **settings), compare(table, **settings, seeds=[0, 1], redrawn=[])
     for row in one.rows:
         same = two.row(row["method"], budget=row["budget"])
         for name in (*DIFFERENCE, *AREA_DIFFERENCE[:2]):
@@ -99,23 +94,6 @@ def test_a_pooled_difference_is_the_mean_with_its_bootstrap_interval_and_honest_
     assert [pooled.low, pooled.high] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.03)
     z = abs(totals.sum()) / np.sqrt((totals**2).sum())
     assert (pooled.p_value < 0.05) == (z > 1.96) or abs(z - 1.96) < 0.3
-
-
-def test_a_seed_fits_on_the_splits_that_it_draws(table, tmp_path):
-    chains = {name: chain(7, 200, shift=place) for place, name in enumerate(SPLITS)}
-    table_splits = {
-        name: Examples(replace(rows, example_ids=tuple(f"{name}-{example}" for example in rows.example_ids)))
-        for name, rows in chains.items()
-    }
-    redrawn = ["calibration", "validation"]
-    for split, rows in redraw(table_splits, redrawn, 5).items():
-        drawn = {"example_ids": rows.chain.example_ids, "labels": rows.chain.labels}
-        for model, logits in zip(CHAIN, rows.chain.logits, strict=True):
-            write_logits(tmp_path / "hand", model, split, **drawn, logits=list(logits))
-    settings = {"methods": ["base", "margin", "random"], "models": CHAIN, "budgets": BUDGETS, "seed": 5}
-    by_hand = compare(tmp_path / "hand", costs=[1.0, 4.0, 15.0], **settings)
-    for row, same in zip(compare(table, redrawn=redrawn, **settings).rows, by_hand.rows, strict=True):
-        assert {key: row[key] for key in FIGURES} == pytest.approx({key: same[key] for key in FIGURES})
 
 
 @given(
@@ -178,107 +156,6 @@ def test_a_method_whose_fit_fails_is_named_and_the_others_are_measured(table, tm
     code, out, _ = command("compare", table, "--methods", "rf,embedding", "--json")
     (absent,) = json.loads(out)["not_run"]
     assert (code, absent["method"], "give their encoder" in absent["why"]) == (0, "embedding", True)
-
-
-@pytest.fixture(scope="module")
-def arrays(tmp_path_factory):
-    """Return a folder with arrays of two models and labels in files of all kinds, and the arrays."""
-    folder, data = tmp_path_factory.mktemp("arrays"), chain(11, n=400)
-    logits = {model: data.logits[index].astype(np.float64) for index, model in ((0, "small"), (2, "large"))}
-    for model, z in logits.items():
-        np.save(folder / f"{model}.npy", z)
-        np.savetxt(folder / f"{model}.csv", z, delimiter=",", header="a,b,c,d,e", comments="", fmt="%.17g")
-        pd.DataFrame(z).to_csv(folder / f"{model}-numbered.csv", index=False, lineterminator="\r\n")
-        pd.DataFrame(z).to_csv(folder / f"{model}-indexed.csv")
-    np.save(folder / "y.npy", data.labels)
-    np.savetxt(folder / "y.csv", data.labels, fmt="%d")
-    np.savez(folder / "both.npz", labels=data.labels, **logits)
-    np.savez(folder / "capital.npz", Labels=data.labels, **logits)
-    np.save(folder / "letters.npy", np.array(list("abcde"))[data.labels])
-    np.save(folder / "short.npy", np.zeros((40, 5)))
-    np.save(folder / "objects.npy", np.array([None, {}]), allow_pickle=True)
-    (folder / "words.csv").write_text("a,b\n1,x\n")
-    return folder, logits, data.labels
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "small=small.npy large=large.npy --labels y.npy",
-        "small=small.csv large=large.csv --labels y.csv",
-        "small=small-numbered.csv large=large-numbered.csv --labels y.csv",
-        "both.npz",
-    ],
-)
-def test_arrays_in_files_are_the_arrays(arrays, command, monkeypatch, words):
-    folder, logits, labels = arrays
-    monkeypatch.chdir(folder)
-    settings = ["--costs", "small=1,large=10", "--validation", "0.5"]
-    code, out, _ = command("compare", *words.split(), *settings, "--methods", "rf,margin", "--points", "3", "--json")
-    options = {"costs": {"small": 1, "large": 10}, "validation": 0.5}
-    same = compare(logits, labels, methods=["rf", "margin"], points=3, **options)
-    assert (code, len(same.rows)) == (0, 6)
-    assert [row["accuracy"] for row in json.loads(out)["rows"]] == [row["accuracy"] for row in same.rows]
-    assert command("fit", *words.split(), *settings, "-o", "p.json")[0] == 0
-    assert (folder / "p.json").read_text() == cauc_ray.fit(logits, labels, **options).to_json()
-    code, out, _ = command("evaluate", *words.split(), "--policy", "p.json", "--json")
-    assert (
-        json.loads(out)["accuracy"]
-        == cauc_ray.evaluate(logits, folder / "p.json", labels=labels).measures.accuracy.value
-    )
-    assert checked_by(command, *words.split(), "--policy", "p.json") == figures_of(
-        cauc_ray.check(logits, folder / "p.json", labels=labels)
-    )
-
-
-def checked_by(command, *words):
-    """Return what the command finds in a check."""
-    code, out, _ = command("check", *words, "--json")
-    printed = json.loads(out)
-    assert code == (0 if printed["holds"] else 3)
-    return printed
-
-
-def figures_of(checked):
-    """Return a check as JSON has it."""
-    return json.loads(json.dumps(checked.as_json()))
-
-
-def test_arrays_in_files_are_checked_without_labels_as_well(arrays, command, tmp_path):
-    folder, logits, labels = arrays
-    policy = cauc_ray.fit(logits, labels, costs={"small": 1, "large": 10}, validation=0.5)
-    policy.save(tmp_path / "p.json")
-    words = [f"{model}={folder / model}.npy" for model in logits]
-    printed = checked_by(command, *words, "--policy", str(tmp_path / "p.json"))
-    assert printed == figures_of(cauc_ray.check(logits, policy))
-    assert (printed["n"], printed["n_labelled"]) == (400, 0)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("small=small.npy large=short.npy --labels y.npy", "(40, 5)"),
-        ("small=small.npy large=objects.npy --labels y.npy", "objects.npy does not hold an array"),
-        ("small=small.npy large=words.csv --labels y.npy", "words.csv"),
-        ("small=small.npy large=absent.npy --labels y.npy", "absent.npy"),
-        ("small.npy large.npy --labels y.npy", "small=small.npy"),
-        ("small=small.npy large=large.npy", "need labels"),
-        ("small=small.npy large=large.npy --labels y.npy --address local", "leave address out"),
-        ("small.npy --labels y.npy", "as small=small.npy"),
-        ("small=small.npy both.npz --labels y.npy", "got 'both.npz'"),
-        ("small= large=large.npy --labels y.npy", "got 'small='"),
-        ("small=small-indexed.csv large=large-indexed.csv --labels y.csv", "small-indexed.csv"),
-        ("small=small.npy large=large.npy --labels letters.npy", "indices of options (-1 where unknown), got '"),
-        ("small=small.npy large=large.npy --labels large.npy", "(400, 5)"),
-        ("capital.npz", "capital.npz has "),
-        ("both.npz --budget 0.5", "below the cheapest"),
-    ],
-)
-def test_arrays_that_do_not_fit_are_refused_in_one_line(arrays, command, monkeypatch, words, message):
-    monkeypatch.chdir(arrays[0])
-    code, out, error = command("compare", *words.split(), "--costs", "1,10", "--methods", "rf,margin")
-    assert (code, out, error.count("\n")) == (2, "", 1)
-    assert message in error
 
 
 def test_results_are_written_by_suffix_or_all_into_a_folder_that_keeps_cells(compared, table, tmp_path):

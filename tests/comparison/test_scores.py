@@ -66,25 +66,29 @@ def test_routers_and_controls_run_on_texts_and_others_are_named_with_the_reason(
     assert figures(comparison, "single:large")[0] == pytest.approx(by_model["large"], abs=0.06)
 
 
-def test_numbers_categories_and_booleans_stand_for_their_texts(tmp_path):
-    texts = [
-        row | {"query": str(row["query"]), "split": str(number // 3 % 3), "embedding": [float(number // 3 % 7), 1.0]}
-        for number, row in enumerate(scores(90))
-    ]
-    columns = pa.Table.from_pylist(texts)
-    numbers = columns.set_column(0, "query", pa.array([1000 + number // 3 for number in range(270)]))
-    as_texts = columns.set_column(0, "query", numbers.column("query").cast(pa.string()))
+def test_splits_and_embeddings_are_used_and_numbers_categories_and_booleans_stand_for_their_texts(tmp_path):
+    rows, noise = scores(400), np.random.default_rng(0).normal(size=400)
+    for number, row in enumerate(rows):
+        query = number // 3
+        row |= {"split": str(query % 3), "embedding": [float("plus" in row["query"]), noise[query]]}
+        row["query"] = str(1000 + query)
+    texts = pa.Table.from_pylist(rows)
+    numbers = texts.set_column(0, "query", texts.column("query").cast(pa.int64()))
     numbers = numbers.set_column(1, "model", numbers.column("model").combine_chunks().dictionary_encode())
     numbers = numbers.set_column(2, "score", numbers.column("score").cast(pa.bool_()))
     numbers = numbers.set_column(4, "split", numbers.column("split").cast(pa.int64()))
     comparisons = []
-    for name, table in (("texts", as_texts), ("numbers", numbers)):
+    for name, table in (("texts", texts), ("numbers", numbers)):
         write_parquet(tmp_path / f"{name}.parquet", table)
         splits = {"calibration_split": "0", "validation_split": "1", "split": "2"}
-        options = {"methods": ["single", "benchmark-routing", "oracle"], "budget": 6.0}
-        comparisons.append(cauc_ray.compare(tmp_path / f"{name}.parquet", **options, **splits))
+        comparisons.append(cauc_ray.compare(tmp_path / f"{name}.parquet", methods=QUICK, budget=6.0, **splits))
     for method in ("single:small", "benchmark-routing", "oracle"):
         assert figures(comparisons[1], method) == figures(comparisons[0], method)
+    right = [row["score"] for row in rows if row["split"] == "2" and row["model"] == "small"]
+    assert {row["n"] for row in comparisons[0].rows} == {len(right)}
+    assert figures(comparisons[0], "single:small")[0] == pytest.approx(np.mean(right))
+    routed = comparisons[0].row("benchmark-routing")
+    assert routed["accuracy"] > routed["random_mix"] + 0.05
 
 
 def test_parquet_csv_and_the_command_agree_whatever_the_order_of_rows(tmp_path, capsys):
@@ -97,24 +101,6 @@ def test_parquet_csv_and_the_command_agree_whatever_the_order_of_rows(tmp_path, 
     names = ("method", "budget", "accuracy", "cost", "setting")
     for one, two, three in zip(parquet.rows, csv.rows, printed, strict=True):
         assert [one[name] for name in names] == [two[name] for name in names] == [three[name] for name in names]
-
-
-def test_splits_and_embeddings_of_the_file_are_used(tmp_path):
-    rng, rows = np.random.default_rng(0), scores(400)
-    by_query = {}
-    for row in rows:
-        facts = {
-            "split": str(rng.choice(["calibration", "validation", "test"])),
-            "embedding": [float("plus" in row["query"]), float(rng.normal())],
-        }
-        row |= by_query.setdefault(row["query"], facts)
-    file = written(tmp_path / "t.parquet", rows)
-    comparison = cauc_ray.compare(file, methods=QUICK, budget=6.0)
-    n_test = sum(facts["split"] == "test" for facts in by_query.values())
-    assert {row["n"] for row in comparison.rows} == {n_test}
-    right = [row["score"] for row in rows if row["split"] == "test" and row["model"] == "small"]
-    assert figures(comparison, "single:small")[0] == pytest.approx(np.mean(right))
-    assert figures(comparison, "benchmark-routing")[0] > comparison.row("benchmark-routing")["random_mix"] + 0.05
 
 
 def test_a_file_without_costs_takes_them_from_the_options_and_fractions_are_warned_of(tmp_path):
@@ -151,16 +137,12 @@ def test_what_is_no_such_table_is_refused_in_one_line_that_names_the_place(tmp_p
     assert "\n" not in str(refused.value)
 
 
-def test_options_that_need_logits_are_refused(tmp_path):
+def test_fits_and_options_that_need_logits_are_refused(tmp_path):
     file = written(tmp_path / "t.parquet", scores(40))
     for options in ({}, {"budget": 6.0, "objective": "macro-f1"}, {"budget": 6.0, "embedding": "minilm"}):
         with pytest.raises(ConfigError, match="no logits"):
             cauc_ray.compare(file, methods=["random"], **options)
     with pytest.raises(ConfigError, match="logits"):
         cauc_ray.compare(file, methods=["base"], budget=6.0)
-
-
-def test_no_policy_is_fitted_to_scores(tmp_path):
-    file = written(tmp_path / "scores.csv", scores(200))
-    with pytest.raises(ConfigError, match="compare"):
+    with pytest.raises(ConfigError, match="`cauc compare` reads scores"):
         cauc_ray.fit(file)

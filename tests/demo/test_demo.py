@@ -8,10 +8,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from runs import by_example, read_all
-
-import cauc_ray
-from cauc_ray.cli.command import main
 
 pytest.importorskip("sklearn", reason="the demo's images come with scikit-learn")
 
@@ -61,41 +57,3 @@ def test_its_table_has_every_row_and_is_true(demo):
     assert set(pq.read_table(folder / "comparison" / "curves.parquet")["method"].to_pylist()) > {"base", "rf", "margin"}
     parts = [pq.read_table(file)["example_id"].to_pylist() for file in (folder / "inputs").iterdir()]
     assert len({example for part in parts for example in part}) == sum(map(len, parts)) == 1078
-
-
-@pytest.mark.soak("pages")
-@pytest.mark.usefixtures("ray_session")
-def test_its_folder_works_and_is_reported_where_it_was_moved(demo, tmp_path, capsys):
-    folder, _ = demo
-
-    def cauc(*words):
-        with pytest.raises(SystemExit) as exit_:
-            main([*map(str, words), "--json"])
-        printed = capsys.readouterr()
-        assert exit_.value.code == 0, printed.err
-        return json.loads(printed.out)
-
-    logits, policy, out = tmp_path / "logits", tmp_path / "policy.json", tmp_path / "out"
-    cauc("collect", folder / "pool.yaml", "--dataset", folder / "inputs", "-o", logits)
-    cauc("fit", logits, "--method", "base", "-o", policy)
-    assert cauc_ray.Policy.load(policy).models == MODELS
-    test = folder / "inputs" / "test.parquet"
-    assert cauc("run", folder / "pool.yaml", "--policy", policy, "--input", test, "-o", out)["n"] == 539
-    replayed = by_example(cauc_ray.evaluate(folder / "logits", folder / "policies" / "base.json").to_arrow())
-    live = by_example(read_all(out / "predictions"))
-    predictions = ({one: row["prediction"] for one, row in rows.items()} for rows in (live, replayed))
-    assert next(predictions) == next(predictions)
-    report = cauc_ray.report(folder, output=tmp_path / "report.html")
-    figures = report.as_json()
-    assert (figures["policy"], figures["run"]) == (str(folder / "policies" / "rf-20.json"), str(folder / "run"))
-    answered = {stage["name"]: stage["answered"] for stage in figures["stages"]}
-    _, run = report.run
-    assert {stage["name"]: stage["answered"] for stage in run["stages"]} == answered
-
-
-@pytest.mark.parametrize("uri", ["http://host/demo", "memory://demo"])
-def test_a_folder_elsewhere_is_refused(command, tmp_path, uri):
-    code, out, error = command("demo", "-o", uri)
-    assert (code, out, error.count("\n")) == (2, "", 1), error
-    assert "a folder of this machine" in error
-    assert not any(tmp_path.iterdir())

@@ -6,7 +6,7 @@ import sys
 import types
 
 import pytest
-from pages import BLOCK, ROOT
+from pages import ROOT, snippets
 
 PAGE = ROOT / "docs" / "how-to" / "exit-codes.md"
 # By the exit codes of tries: how many there are, and the last code.
@@ -14,7 +14,7 @@ TRIES = [([0], 1, 0), ([2, 0], 1, 2), ([4, 4, 5, 0], 3, 5), ([4, 1, 0], 2, 1), (
 
 
 def code_of(language):
-    return next(text for _, _, name, text in BLOCK.findall(PAGE.read_text()) if name == language)
+    return next(snippet.text for snippet in snippets(PAGE) if snippet.language == language)
 
 
 @pytest.mark.parametrize(("codes", "n_tries", "last"), TRIES)

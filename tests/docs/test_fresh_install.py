@@ -11,24 +11,50 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import BLOCK, ROOT
+from pages import ROOT, snippets
+
+from cauc_ray.cli.command import VERBS
+from jobs.bench.processes import free_port
 
 UV = Path(sys.executable).parent / "uv"
 CORE = "demo,sklearn,serve,grpc,remote,openai,onnx"
+# Without extras.
+PLAIN = """
+from cauc_ray import *
+
+assert "CascadeClassifier" not in globals()
+table = sample_logits()
+policy = fit(table, method="rf", budget=4.0)
+print(evaluate(table, policy), check(table, policy), compare(table))
+"""
 SMOKE = """
+from importlib.util import find_spec
 import cauc_ray
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.tree import DecisionTreeClassifier
 
-table = cauc_ray.sample_logits()
-policy = cauc_ray.fit(table, method="rf", budget=4.0)
-assert cauc_ray.evaluate(table, policy).measures.accuracy.value > 0.9
-assert cauc_ray.compare(table, methods=["single", "base", "rf", "margin"]).row("rf")["accuracy"] > 0.9
-cauc_ray.report(policy=policy, logits=table, output="page.html")
+assert find_spec("jobs") is None  # of a checkout
 members = [("small", DecisionTreeClassifier(max_depth=3)), ("large", LogisticRegression(max_iter=2000))]
 X, y = load_digits(return_X_y=True)
 assert cauc_ray.CascadeClassifier(members, costs=[1, 20], cv=0.5).fit(X, y).score(X, y) > 0.9
+"""
+EVERY_VERB = """
+cauc demo -o made && mv made demo
+cauc collect demo/pool.yaml --dataset demo/inputs --models small,large -o logits
+cauc fit logits --method rf --budget 2 -o policy.json
+cauc evaluate logits --policy policy.json --predictions answers.parquet
+cauc check logits --policy policy.json || [ $? = 3 ]
+cauc compare logits --methods single,base,rf,margin -o comparison
+cauc run demo/pool.yaml --policy policy.json --input demo/inputs/test.parquet -o run
+cauc plan demo/pool.yaml --policy policy.json --rate 5 --ledger run
+cauc report demo -o report.html
+cauc show .
+cauc serve demo/pool.yaml --policy demo/policies/rf-20.json --local --port PORT &
+trap 'kill $!' EXIT
+until curl -sf http://127.0.0.1:PORT/v2/health/ready; do sleep 1; done
+curl -sf http://127.0.0.1:PORT/v2/models/digits/infer -d @demo/request.json
+cauc policy set demo/policies/rf-10.json --url http://127.0.0.1:PORT
 """
 
 
@@ -49,43 +75,24 @@ def environment_of(folder, requirements, *options, python=sys.executable):
     return folder
 
 
-def blocks(page):
-    """Return how each block of a page is marked, its language and its text."""
-    return [
-        (how, language, re.sub(rf"^{indent}", "", text, flags=re.MULTILINE))
-        for how, indent, language, text in BLOCK.findall((ROOT / page).read_text())
-    ]
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory):
-    """Return a copy of the repository's tracked files."""
-    folder = tmp_path_factory.mktemp("checkout") / "cauc-ray"
+@pytest.mark.soak("pages")
+@pytest.mark.timeout(1500)
+def test_the_readmes_snippets_run_in_a_new_environment(tmp_path):
+    """In a copy of the repository's tracked files."""
+    checkout = tmp_path / "cauc-ray"
+    environment = checkout / ".venv"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def installed(checkout):
-    """Return the environment that the README's first command makes."""
-    language, text = blocks("README.md")[0][1:]
-    assert language == "sh"
-    shell(text, checkout, checkout / ".venv", timeout=1200)
-    return checkout / ".venv"
-
-
-@pytest.mark.soak("pages")
-@pytest.mark.timeout(1500)
-def test_the_readmes_snippets_run_in_a_new_environment(installed, checkout):
-    later = blocks("README.md")[1:]
-    python, commands = (next(text for _, kind, text in later if kind == language) for language in ("python", "sh"))
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, checkout / name)
+    install, *later = snippets(ROOT / "README.md")
+    assert install.language == "sh"
+    shell(install.text, checkout, environment, timeout=1200)
+    python, commands = (next(of.text for of in later if of.language == language) for language in ("python", "sh"))
     (checkout / "snippet.py").write_text(python)
-    assert "cascade  94.3 %" in shell("python snippet.py", checkout, installed)
-    shell(commands, checkout, installed, timeout=1200)
+    assert "cascade  94.3 %" in shell("python snippet.py", checkout, environment)
+    shell(commands, checkout, environment, timeout=1200)
     assert (checkout / "cauc-demo" / "out" / "summary.json").exists()
 
 
@@ -100,16 +107,16 @@ def test_the_tutorial_runs_in_a_new_environment(tmp_path):
     variables = {**os.environ, "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     variables.pop("PYTHONPATH", None)
     try:
-        for how, language, text in blocks("docs/tutorial.md"):
-            titled = re.match(r"# (\S+\.(?:py|yaml))\n", text)
+        for snippet in snippets(ROOT / "docs" / "tutorial.md"):
+            titled = re.match(r"# (\S+\.(?:py|yaml))\n", snippet.text)
             if titled:
-                (folder / titled[1]).write_text(text)
-            elif how == "background":
-                service = subprocess.Popen(["bash", "-c", f"exec {text}"], cwd=folder, env=variables)
+                (folder / titled[1]).write_text(snippet.text)
+            elif snippet.how == "background":
+                service = subprocess.Popen(["bash", "-c", f"exec {snippet.text}"], cwd=folder, env=variables)
                 wait = "until curl -sf http://127.0.0.1:8000/v2/health/ready; do sleep 1; done"
                 shell(wait, folder, environment, timeout=120)
-            elif language == "sh" and not how:
-                printed += shell(text, folder, environment)
+            elif snippet.language == "sh" and not snippet.how:
+                printed += shell(snippet.text, folder, environment)
     finally:
         if service is not None:
             service.terminate()
@@ -136,8 +143,11 @@ CASES = [("lowest-direct", *case) for case in pythons(11, 12)] + [("highest", *c
 def test_the_package_works_with_the_lowest_and_highest_dependencies(tmp_path, resolution, version, python):
     if python is None:
         pytest.skip(f"Python {version} is not installed here")
-    requirements = [f"{ROOT}[{CORE}]"]
-    environment = environment_of(tmp_path / "venv", requirements, "--resolution", resolution, python=python)
-    (tmp_path / "smoke.py").write_text(SMOKE)
-    shell("python smoke.py && cauc --version && cauc demo -o demo", tmp_path, environment)
-    assert (tmp_path / "demo" / "run" / "summary.json").exists()
+    assert all(f"cauc {verb} " in EVERY_VERB for verb in VERBS)
+    commands = EVERY_VERB.replace("PORT", str(free_port()))
+    for name, extras, code, then in (("plain", "", PLAIN, ""), ("whole", f"[{CORE}]", SMOKE, commands)):
+        package = [f"{ROOT}{extras}"]
+        environment = environment_of(tmp_path / name, package, "--resolution", resolution, python=python)
+        (tmp_path / f"{name}.py").write_text(code)
+        shell(f"python {name}.py\n{then}", tmp_path, environment, timeout=1200)
+    assert (tmp_path / "report.html").exists()

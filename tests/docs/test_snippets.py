@@ -15,9 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import urlopen
@@ -26,8 +24,9 @@ import jsonschema
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from asking import until
 from local_head import local_head
-from pages import BLOCK, PAGES, ROOT
+from pages import BLOCK, PAGES, ROOT, snippets
 from ray.serve.schema import ServeDeploySchema
 
 import cauc_ray
@@ -48,23 +47,6 @@ stages:
 """
 
 
-@dataclass(frozen=True)
-class Snippet:
-    language: str
-    text: str
-    how: str
-
-    @property
-    def runs(self):
-        return self.how != "not run"
-
-
-def snippets(page):
-    for how, indent, language, text in BLOCK.findall(page.read_text()):
-        lines = [line.removeprefix(indent) for line in text.splitlines()]
-        yield Snippet(language, "\n".join(lines), "not run" if page.name == "README.md" else how)
-
-
 def path_of(page):
     return str(page.relative_to(ROOT))
 
@@ -81,13 +63,9 @@ def prepared(tmp_path_factory):
 
 
 @pytest.fixture
-def folder(request, prepared, tmp_path, monkeypatch):
-    """Go to a folder of the page's own; who reads the tutorial has nothing yet."""
-    place = tmp_path / "page"
-    if request.node.callspec.params["page"].name == "tutorial.md":
-        place.mkdir()
-    else:
-        shutil.copytree(prepared, place)
+def folder(prepared, tmp_path, monkeypatch):
+    """Go to a folder of the page's own."""
+    place = shutil.copytree(prepared, tmp_path / "page")
     monkeypatch.chdir(place)
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(place), str(place / "installed")]))
@@ -99,15 +77,16 @@ def folder(request, prepared, tmp_path, monkeypatch):
     return place
 
 
-NOT_RUN = (ROOT / "docs" / "reference", ROOT / "deployments")
+# The README and the tutorial run in new environments (test_fresh_install).
+NOT_RUN = (ROOT / "README.md", ROOT / "docs" / "reference", ROOT / "docs" / "tutorial.md", ROOT / "deployments")
 RUN = [
     page
     for page in PAGES
-    if not page.is_relative_to(NOT_RUN[0]) and not page.is_relative_to(NOT_RUN[1])
-    if any(snippet.runs and snippet.language in ("python", "sh") for snippet in snippets(page))
+    if not any(map(page.is_relative_to, NOT_RUN))
+    if any(snippet.how != "not run" and snippet.language in ("python", "sh") for snippet in snippets(page))
 ]
 # Jobs with a config, and sweeps by tasks, are shown nowhere else as a user runs them.
-IN_SOAK = ("tutorial.md", "comparing.md", "sweeps.md", "your-method.md", "exit-codes.md", "edge.md")
+IN_SOAK = ("comparing.md", "sweeps.md", "your-method.md", "exit-codes.md", "edge.md")
 IN_SOAK += tuple(page.name for page in (ROOT / "docs" / "roads").glob("*.md"))
 MARKS = {name: [pytest.mark.soak("pages"), pytest.mark.timeout(1200)] for name in IN_SOAK}
 MARKS["jobs.md"] = pytest.mark.slow
@@ -142,17 +121,19 @@ def test_snippets_run_in_order(page, folder, request, monkeypatch):
                 (folder / titled[1]).write_text(text)
             elif snippet.how == "background":
                 services.enter_context(served(text, port))
-            elif snippet.runs and snippet.language == "text":
+            elif snippet.how == "not run":
+                continue
+            elif snippet.language == "text":
                 require_output(text, out)
-            elif snippet.runs and snippet.language == "python":
+            elif snippet.language == "python":
                 with redirect_stdout(io.StringIO()) as written:
                     exec(compile(text, path_of(page), "exec"), names)
                 out = written.getvalue()
-            elif snippet.runs and snippet.language == "sh" and not needs_ray and is_all_cauc(text):
+            elif snippet.language == "sh" and not needs_ray and is_all_cauc(text):
                 with redirect_stdout(io.StringIO()) as written:
                     run_here(text)
                 out = written.getvalue()
-            elif snippet.runs and snippet.language == "sh":
+            elif snippet.language == "sh":
                 done = subprocess.run([*SHELL, text], capture_output=True, text=True, timeout=600)
                 assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
                 out = done.stdout
@@ -215,15 +196,12 @@ def run_here(text):
 
 @contextmanager
 def served(command, port):
-    """Keep a service while the block runs, from when it answers; it ends in order."""
+    """Keep a service while the block runs, from when it answers; it ends in order, and not before."""
     with subprocess.Popen([*SHELL, f"exec {command}"], stdout=subprocess.DEVNULL) as service:
         try:
-            deadline = time.monotonic() + 100
-            while not answers(port):
-                assert service.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
+            until(lambda: service.poll() is not None or answers(port), 100)
             yield
+            assert service.poll() is None
         finally:
             service.terminate()
     assert service.returncode == 0

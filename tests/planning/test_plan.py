@@ -1,8 +1,6 @@
 """`cauc plan`: figures that add up, a ledger's seconds, and what is said where the pool falls short."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -97,13 +95,9 @@ def test_a_plan_has_for_each_stage_what_reaches_it_and_what_it_takes(planned, ho
     alone = planned["dearest_alone"]
     assert (alone["name"], alone["replicas"]) == ("m2", -(-RATE * (0.5 / 16 + 0.2) // 0.8))
     assert planned["stages"][1]["labels"] == {"tier": "gpu"}
-
-
-def test_the_range_of_a_pool_is_what_its_bottleneck_carries(planned):
-    carried = planned["range"]
     seconds = {stage["name"]: stage["reach"] * stage["batch_s"] / 16 / MOST for stage in planned["stages"]}
-    assert carried["bottleneck"] == max(seconds, key=seconds.get)
-    assert carried["max_rate"] == pytest.approx(0.8 / max(seconds.values()))
+    assert planned["range"]["bottleneck"] == max(seconds, key=seconds.get)
+    assert planned["range"]["max_rate"] == pytest.approx(0.8 / max(seconds.values()))
 
 
 def test_too_few_replicas_and_a_goal_out_of_reach_are_named(planned, home):
@@ -155,8 +149,3 @@ def test_a_stage_whose_cost_is_its_seconds_is_planned_by_them(home, tmp_path):
     stages = cauc_ray.plan(tmp_path / "pool.yaml", home / "policy.json", RATE)["stages"]
     assert [stage["seconds"]["source"] for stage in stages] == ["cost", "cost", "saved"]
     assert [stage["batch_s"] for stage in stages] == pytest.approx([0.16, 0.64, 0.5 + 16 * 0.2])
-
-
-def test_a_plan_needs_no_ray():
-    code = "import sys, cauc_ray.planning.plan; sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

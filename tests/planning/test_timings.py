@@ -65,9 +65,6 @@ def test_a_plan_says_where_its_fit_is_off_or_does_not_reach():
     # A few outliers leave the fit as it is; calls that wait at a provider do not depend on their rows.
     outliers = fit_seconds(rows, 0.2 + 0.05 * rows + np.where(np.arange(400) % 50 == 0, 2.0, 0.0))
     assert not warnings_of(outliers, 8)
-    erratic = fit_seconds(rows, rng.exponential(1.0, 400))
-    assert erratic.error > 0.2
-    assert [f"off by {erratic.error:.0%}" in text for text in warnings_of(erratic, 8)] == [True]
     of_one_size = Timing(0.0, 0.1, "ledger", 0.0, 9, 8, 8)
     assert ["smaller" in text for text in warnings_of(of_one_size, 8)] == [True]
 

@@ -5,16 +5,16 @@ import os
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from markdown_it import MarkdownIt
 from reported import MODELS, at_budget, fitted, require_evaluated, write_run
-from synthetic import write_table
+from synthetic import write_chains, write_table
 
 import cauc_ray
-from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import CaucError, CaucWarning, DataError
 from cauc_ray.policies.policy import Policy
 
@@ -141,11 +141,11 @@ def moved_table(folder, chain, change):
     """Write the table of a folder anew as another prompt's may be, of the same models and as many examples."""
     table = folder.with_name(f"{folder.name}-{change}")
     shutil.copytree(folder / "LOGITS", table)
-    labels = (chain.labels + 1) % 5 if change == "labels" else chain.labels
-    ids = [f"test-{example}" for example in chain.example_ids]
-    for model, logits in zip(MODELS, chain.logits, strict=True):
-        moved = logits[:, ::-1].copy() if change == "logits" and model == "m1" else logits
-        write_logits(table, model, "test", example_ids=ids, labels=labels, logits=moved)
+    if change == "labels":
+        chain = replace(chain, labels=(chain.labels + 1) % 5)
+    elif change == "logits":
+        chain = replace(chain, logits=(chain.logits[0], chain.logits[1][:, ::-1], chain.logits[2]))
+    write_chains(table, {"test": chain}, logit_kind="raw")
     return table
 
 
@@ -191,19 +191,14 @@ def test_what_is_no_summary_of_a_run_is_refused(homes, command, tmp_path, change
 
 
 def test_only_unlabelled_test_examples_are_refused(tmp_path):
-    chains = fitted(tmp_path, table={"n": 120})
-    for split in ("calibration", "validation"):
-        labels = np.where(np.arange(120) < 20, -1, chains[split].labels)
-        for model, logits in zip(MODELS, chains[split].logits, strict=True):
-            ids = [f"{split}-{example}" for example in chains[split].example_ids]
-            write_logits(tmp_path / "LOGITS", model, split, example_ids=ids, labels=labels, logits=logits)
+    chains, few = fitted(tmp_path, table={"n": 120}), np.arange(120) < 20
+    fitting = {split: chains[split] for split in ("calibration", "validation")}
+    gappy = {split: replace(chain, labels=np.where(few, -1, chain.labels)) for split, chain in fitting.items()}
+    write_chains(tmp_path / "LOGITS", gappy, logit_kind="raw")
     with pytest.warns(CaucWarning, match="20 of 120 examples have no label"):
         cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, budget=9.0).save(tmp_path / "policy.json")
     assert cauc_ray.report(tmp_path).page.is_file()
-    chain = chains["test"]
-    for model, logits in zip(MODELS, chain.logits, strict=True):
-        ids = [f"test-{example}" for example in chain.example_ids]
-        write_logits(tmp_path / "LOGITS", model, "test", example_ids=ids, labels=None, logits=logits)
+    write_chains(tmp_path / "LOGITS", {"test": replace(chains["test"], labels=np.full(120, -1))}, logit_kind="raw")
     with pytest.raises(DataError, match="has no label; a report needs labels"):
         cauc_ray.report(tmp_path)
 
