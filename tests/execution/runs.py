@@ -34,8 +34,8 @@ def cauc(*words, **options):
 
 def python(*arguments, timeout=580):
     """Run Python in a process of its own. Returns its last line of output."""
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parents[1]), str(here), os.environ["PYTHONPATH"]])
+    folder = Path(__file__).parent
+    path = os.pathsep.join([str(folder.parents[1]), str(folder), os.environ["PYTHONPATH"]])
     process = subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True, text=True, timeout=timeout, env={**os.environ, "PYTHONPATH": path},
