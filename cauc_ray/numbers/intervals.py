@@ -330,12 +330,9 @@ def ranking(confidences: Floats, correct: Bools) -> float | None:
     >>> ranking(np.array([0.9, 0.8, 0.7, 0.6]), np.array([True, True, False, False]))
     1.0
     """
-    n, n_right = len(correct), int(correct.sum())
-    if n_right in (0, n):
+    right, wrong = np.sort(confidences[correct]), np.sort(confidences[~correct])
+    if not (n_pairs := len(right) * len(wrong)):
         return None
-    order = np.argsort(confidences)
-    ranked = confidences[order]
-    starts = np.flatnonzero(np.append(True, ranked[1:] != ranked[:-1]))
-    mid_ranks = starts + (np.diff(np.append(starts, n)) + 1) / 2
-    rank_sum = float((mid_ranks * np.add.reduceat(correct[order].astype(np.int64), starts)).sum())
-    return (rank_sum - n_right * (n_right + 1) / 2) / (n_right * (n - n_right))
+    # Sorting values and looking those of one side up in the other takes a third of the time of sorting positions.
+    below, not_above = (int(np.searchsorted(right, wrong, side).sum()) for side in ("left", "right"))
+    return (n_pairs - (below + not_above) / 2) / n_pairs

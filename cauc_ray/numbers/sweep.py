@@ -285,13 +285,11 @@ class Events:
 
     def of_rows(self, rows: Ints) -> Events:
         """Return the moves of some examples, ascending int (n,), without another sort."""
-        ranks = np.full(self.rises.shape[1], -1)
-        ranks[rows] = np.arange(len(rows))
-        stages, of_all = np.divmod(self.positions, len(ranks))
-        of_some = ranks[of_all]
-        chosen = of_some >= 0
-        positions = stages[chosen] * len(rows) + of_some[chosen]
-        return Events(self.values[chosen], positions, self.rises.take(rows, axis=1))
+        places = np.full(self.rises.shape, -1)
+        places[:, rows] = np.arange(len(self.rises) * len(rows)).reshape(-1, len(rows))
+        positions = places.ravel()[self.positions]
+        chosen = positions >= 0
+        return Events(self.values[chosen], positions[chosen], self.rises.take(rows, axis=1))
 
     @property
     def ends(self) -> Ints:
