@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.bench.part import by_turns
+from jobs.bench.part import PARTS, by_turns
+from jobs.bench.ratios import SPECS
 from jobs.bench.stages import stages
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +67,7 @@ def test_a_part_whose_time_is_over_keeps_its_first_turn_and_names_what_is_left_o
 
 
 def test_figures_that_something_is_asked_of_are_right_and_kept_for_each_commit(tmp_path):
+    assert {spec["part"] for spec in SPECS} <= PARTS.keys()
     words = ["--save", tmp_path / "kept", "numbers", "--rows", 300, "--options", 20, "--repeats", 1]
     figures = bench(*words)
     assert figures["numbers"]["temperature"]["apart_from_sklearn"] < 1e-3
