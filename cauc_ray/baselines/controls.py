@@ -34,6 +34,7 @@ class RandomPolicy(ChoosingPolicy):
 
     by_id: ClassVar[bool] = True
     spends_budget: ClassVar[bool] = True
+    searched: ClassVar[bool] = True
     OWN: ClassVar[tuple[str, ...]] = ("seed",)
 
     method: Literal["random"] = "random"

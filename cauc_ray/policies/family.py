@@ -274,7 +274,7 @@ class Family:
         policy = policy.model_copy(update={"budget": rule.budget})
         chains = chain_of(policy, calibration), chain_of(policy, self.validation)
         policy = choose_threshold(policy, *chains, rule, reference)
-        if len(self.members) > 1 and policy.on_selection is not None:
+        if (len(self.members) > 1 or policy.searched) and policy.on_selection is not None:
             held_out = self._held_out(policy.on_selection.cost, rule.objective)
             policy = policy.model_copy(update={"expected": without_optimism(policy.on_selection, held_out)})
         return policy
@@ -282,7 +282,7 @@ class Family:
     def _held_out(self, budget: float, objective: Objective = "accuracy") -> Bools:
         """Return whether each validation row's answer is right by what the other half chooses, bool (N,).
 
-        Members whose own numbers validation has searched are fitted anew on each half.
+        Members that validation has searched are fitted anew on each half.
 
         Args:
             budget: Mean cost per example of what all of validation chooses.
@@ -292,7 +292,7 @@ class Family:
         halves = random_halves(len(right))
         for rows, rest in zip(halves, halves[::-1], strict=True):
             half, later = (self.validation.of_rows(part) for part in (rows, rest))
-            if solutions_of(self.members[0]) and self.refit is not None:
+            if self.refit is not None and self._policy(0).searched:
                 family = self.refit(half)
                 answered = family.answers
             else:
@@ -300,11 +300,12 @@ class Family:
                 vars(family)["traces"] = [self._trace_of_rows(rows, index) for index in range(len(self.members))]
                 answered = partial(family._answers, trace_of=partial(self._trace_of_rows, rest))
             points = family._points_by(objective)
+            cheapest = float(points.settings[points.cost.argmin()])
             try:
-                point = points.index_of_best(budget)
+                setting = family.setting(budget, points)
             except BudgetError:
-                point = int(points.cost.argmin())
-            setting = float(points.settings[point])
+                setting = None
+            setting = cheapest if setting is None else setting
             right[rest] = answered(later, setting).predictions == later.chain.labels
         return right
 

@@ -194,6 +194,7 @@ class Policy(Shown, FrozenModel):
         fuses: Whether answers may be others than those of its models.
         by_id: Whether a row's first stage depends on its id.
         spends_budget: Whether a budget is for the most expensive point within it, not the best.
+        searched: Whether validation chose more of it than a threshold.
         format: Name, version.
         method: Method that fitted it.
         cost_unit: Unit of all costs.
@@ -227,6 +228,7 @@ class Policy(Shown, FrozenModel):
     by_id: ClassVar[bool] = False
     lowest_threshold: ClassVar[float] = 0.0
     spends_budget: ClassVar[bool] = False
+    searched: ClassVar[bool] = False
 
     format: Literal["cauc-policy/1"] = FORMAT
     method: str

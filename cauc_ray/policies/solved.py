@@ -20,6 +20,7 @@ class SolvedPolicy(MethodPolicy):
     """
 
     NEEDS_ARRAYS: ClassVar[bool] = True
+    searched: ClassVar[bool] = True
     solutions: tuple[tuple[float, ...], ...]
 
     @property

@@ -10,8 +10,8 @@ from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 
-# A threshold, and several members; the soak has solutions that validation searches, too.
-QUICK = ("rf", "best-pair")
+# A threshold, several members, and a hull of models; the soak has solutions that validation searches, too.
+QUICK = ("rf", "best-pair", "random")
 N_DRAWS, BUDGET = 16, 20.0
 
 
