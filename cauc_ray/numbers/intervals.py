@@ -333,6 +333,6 @@ def ranking(confidences: Floats, correct: Bools) -> float | None:
     right, wrong = np.sort(confidences[correct]), np.sort(confidences[~correct])
     if not (n_pairs := len(right) * len(wrong)):
         return None
-    # Sorting values and looking those of one side up in the other takes a third of the time of sorting positions.
+    # Quicker than the ranks of all: sorting values is cheaper than sorting positions.
     below, not_above = (int(np.searchsorted(right, wrong, side).sum()) for side in ("left", "right"))
     return (n_pairs - (below + not_above) / 2) / n_pairs
