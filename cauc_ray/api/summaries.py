@@ -84,7 +84,7 @@ class RunSummary(Figures):
             yield "; ".join(f"{what}: {n:,}" for what, n in trouble.items() if n)
         for guard in self["guards"]:
             if guard["fired"]:
-                yield f"warning: {guard['name']}: {guard['says']}"
+                yield f"warning: {guard['name']}: {guard['message']}"
 
     def _details(self) -> Iterator[str]:
         waiting_s, compute_s = (sum(stage[key] for stage in self["stages"]) for key in ("waiting_s", "compute_s"))

@@ -31,6 +31,7 @@ from cauc_ray.files.paths import AnyPath, hive_values, path_of
 from cauc_ray.numbers.answer_keys import AnswerFormat
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, UNNAMED_UNIT, ChainExamples, ChainLogits, ChainPart, Costs
 from cauc_ray.numbers.logits import LOGIT_KINDS, LogitKind, widened
+from cauc_ray.numbers.rows import in_columns
 from cauc_ray.numbers.types import Floats, Ints
 
 # LOGITS/failed/model=<name>/split=<split>/*.parquet: rows that a model could not answer, with reasons.
@@ -182,7 +183,7 @@ class LogitTable:
         """
         chain = self.read_chain_heads(models, split, costs=costs, with_logits=True)
         width = max(head.logits.shape[1] for head in chain.heads)
-        logits = tuple(widened(head.logits, width) for head in chain.heads)
+        logits = tuple(in_columns(widened(head.logits, width)) for head in chain.heads)
         part = ChainPart(logits, chain.labels, np.arange(len(chain)))
         gaps = any(np.isneginf(model_logits).any() for model_logits in logits)
         require_fit_rows(chain, [unfit_row(models, [head.n_options for head in chain.heads], part, gaps=gaps)])

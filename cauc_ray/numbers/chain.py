@@ -13,8 +13,8 @@ import numpy as np
 
 from cauc_ray.errors import DataError, warn
 from cauc_ray.numbers.ids import lines_of, rows_of
-from cauc_ray.numbers.logits import ANSWERS, VECTOR_KINDS, LogitKind, kind_of, real_options
-from cauc_ray.numbers.rows import in_columns, row_dot, rows_at
+from cauc_ray.numbers.logits import ANSWERS, LogitKind, kind_of
+from cauc_ray.numbers.rows import row_dot, rows_at
 from cauc_ray.numbers.threads import in_threads
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
@@ -255,15 +255,10 @@ class ChainLogits(Chain):
     """A chain with its logits in memory.
 
     Attributes:
-        logits: M arrays, float (N, K); -inf, or a mask, where an example has no such option.
+        logits: M arrays, float (N, K); -inf where an example has no such option, or a mask, which each pass then finds.
     """
 
     logits: tuple[Floats, ...]
-
-    def __post_init__(self) -> None:
-        pairs = zip(self.logits, self.logit_kinds, strict=True)
-        real = (rows if kind in VECTOR_KINDS else in_columns(real_options(rows, kind)) for rows, kind in pairs)
-        object.__setattr__(self, "logits", tuple(real))
 
     def each(self, ask: Callable[[ChainPart], T]) -> list[T]:
         """Ask the only part."""

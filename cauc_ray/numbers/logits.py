@@ -178,7 +178,7 @@ class SumsToOne(Summed):
         n_near: Of these, rows whose sum is one in half precision.
         n_exact: Of these, rows whose sum is one in float32.
         n_between: Of these, rows whose largest value is below 1; rows of zeros and a single one may be logits.
-        n_negative: Rows with a value below 0, which no probability has; if there are any, nothing else is counted.
+        n_negative: Values below 0, which no probability is; if there are any, nothing else is counted.
     """
 
     n: int = 0
@@ -191,8 +191,7 @@ class SumsToOne(Summed):
     def of(cls, logits: Floats) -> SumsToOne:
         """Count rows, float (n, K), -inf where a row has no such option."""
         for some in (logits[:_FIRST_ROWS], logits[_FIRST_ROWS:]):
-            negative = (some < 0) & (some > -np.inf)
-            n_negative = int(np.count_nonzero(np.logical_or.reduce(negative, axis=1)))
+            n_negative = int(np.count_nonzero((some < 0) & (some > -np.inf)))
             if n_negative:
                 return cls(n_negative=n_negative)
         real = np.isfinite(logits)

@@ -80,7 +80,7 @@ def _block_alone(stages: tuple[Stage, ...], part: ChainPart, rows: slice) -> tup
 
 def _guard(name: GuardName, stage: str | None, fired: bool, text: str, **figures: float) -> Guard:
     numbers = {key: float(number) for key, number in figures.items()}
-    return Guard(name=name, stage=stage, fired=fired, says=text, figures=numbers)
+    return Guard(name=name, stage=stage, fired=fired, message=text, figures=numbers)
 
 
 def _few_examples(policy: Policy) -> Guard:
@@ -181,7 +181,7 @@ def warn_of(guards: Iterable[Guard]) -> None:
     """Issue a GuardWarning for each guard that fires."""
     for guard in guards:
         if guard.fired:
-            warn(f"{guard.name}: {guard.says}", GuardWarning)
+            warn(f"{guard.name}: {guard.message}", GuardWarning)
 
 
 def require_quiet(guards: Sequence[Guard]) -> None:
@@ -189,4 +189,4 @@ def require_quiet(guards: Sequence[Guard]) -> None:
     fired = tuple(guard for guard in guards if guard.fired)
     if fired:
         names = "".join(f"; and {guard.name}" for guard in fired[1:])
-        raise GuardError(f"{fired[0].name}: {fired[0].says}{names}", fired)
+        raise GuardError(f"{fired[0].name}: {fired[0].message}{names}", fired)

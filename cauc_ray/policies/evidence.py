@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from cauc_ray.numbers.calibration import FitStatus
@@ -211,6 +211,10 @@ class OfflineAccuracy(FrozenModel):
     degraded: float = Field(ge=0, le=1)
 
 
+# Files of earlier versions have it under another key.
+Message: TypeAlias = Annotated[str, Field(validation_alias=AliasChoices("message", "says"))]
+
+
 class SafeChoice(FrozenModel):
     """What --safe changed in a policy (policies.fitting).
 
@@ -218,13 +222,13 @@ class SafeChoice(FrozenModel):
         models: The chain before the changes.
         unfused: Stages of the chain whose fusion was rejected.
         limit: Largest allowed mean cost per example on validation.
-        says: Description in one line.
+        message: Description in one line.
     """
 
     models: tuple[str, ...]
     unfused: tuple[str, ...]
     limit: float = Field(ge=0)
-    says: str
+    message: Message
 
 
 GuardName: TypeAlias = Literal[
@@ -244,14 +248,14 @@ class Guard(FrozenModel):
         name: Name of the check (docs/how-to/guards.md); files of earlier versions have others.
         stage: Stage that it concerns, null for the policy.
         fired: Whether it warns.
-        says: Description in one line.
+        message: Description in one line.
         figures: Its numbers, by name.
     """
 
     name: str
     stage: str | None
     fired: bool
-    says: str
+    message: Message
     figures: dict[str, float]
 
 

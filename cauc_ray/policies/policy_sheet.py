@@ -84,7 +84,7 @@ def _warnings(policy: Policy) -> Iterator[str]:
         warned = f"{len(fired)} warning{'s' if len(fired) > 1 else ''}" if fired else "no warnings"
         yield f"guards: {len(policy.guards)} checked, {warned}"
     for guard in fired:
-        yield f"warning: {guard.name}: {guard.says}"
+        yield f"warning: {guard.name}: {guard.message}"
 
 
 def _fits(policy: Policy) -> Grid:
@@ -153,7 +153,7 @@ def _detail_lines(policy: Policy) -> Iterator[str | Grid]:
         points = f"{len(policy.curve)} point{'s' if end else ''}"
         yield f"curve of {points}: {quality} {percent(first.quality)} at {number(first.cost)} {unit}{end}"
     if policy.safe is not None:
-        yield f"safe: {policy.safe.says}"
+        yield f"safe: {policy.safe.message}"
     if policy.noise is not None:
         moved = ", ".join(f"{name} {number(size)}" for name, size in policy.noise.logits.items())
         yield (

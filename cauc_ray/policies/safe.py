@@ -70,7 +70,7 @@ def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: Thres
         single_index = [calibration.models.index(single.name)]
         policy = fit(calibration.of_models(single_index), validation.of_models(single_index), rule, safe=True)
     choice = SafeChoice(
-        models=calibration.models, unfused=unfused, limit=limit, says="; ".join(changes) or "no change was needed"
+        models=calibration.models, unfused=unfused, limit=limit, message="; ".join(changes) or "no change was needed"
     )
     return policy.model_copy(update={"safe": choice})
 

@@ -55,7 +55,7 @@ def test_rows_that_cost_other_than_predicted_fire_a_guard(tmp_path):
         (guard,) = summary["guards"]
         assert (guard["name"], guard["fired"]) == ("data-shift", name == "all deferred")
         printed = str(RunSummary({"run_id": "r", **summary, "run_s": 1.0, "elapsed_s": 2.0})).split()
-        assert (guard["says"] in " ".join(printed)) == guard["fired"]
+        assert (guard["message"] in " ".join(printed)) == guard["fired"]
         cost = COST["small"] + n_deferred / 2000 * COST["large"]
         assert guard["figures"]["cost"] == pytest.approx(cost, rel=1e-6)
         assert summary["saving"] == pytest.approx(1 - cost / COST["large"])

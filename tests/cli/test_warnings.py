@@ -36,7 +36,7 @@ def home(tmp_path_factory):
 
 
 def fired(guards):
-    return [f"{guard.name}: {guard.says}" for guard in guards if guard.fired]
+    return [f"{guard.name}: {guard.message}" for guard in guards if guard.fired]
 
 
 def caught(call):
@@ -82,7 +82,7 @@ def test_the_command_warns_on_standard_error_each_message_once(cauc):
     assert len(set(messages)) == len(messages)
     assert SAID_OF_FALLING in messages[0]
     guards = [guard for guard in json.loads(out)["guards"] if guard["fired"]]
-    assert messages[-len(guards) :] == [f"cauc: warning: {guard['name']}: {guard['says']}" for guard in guards]
+    assert messages[-len(guards) :] == [f"cauc: warning: {guard['name']}: {guard['message']}" for guard in guards]
     code, out, strict = cauc("fit", "LOGITS", *FALLING, "--strict", "-o", "strict.json")
     assert (code, out, Path("strict.json").exists()) == (3, "", False)
     assert strict.splitlines()[0] == messages[0]

@@ -63,6 +63,13 @@ def test_a_policy_comes_back_from_its_file_to_the_bit_and_satisfies_the_publishe
         jsonschema.validate(content, schema)
 
 
+def test_a_guard_of_an_earlier_version_is_read_with_its_message(policies):
+    content = json.loads(policies["rf"].to_json())
+    for guard in content["guards"]:
+        guard["says"] = guard.pop("message")
+    assert content["guards"] and Policy.of(content) == policies["rf"]
+
+
 def curve(*points):
     return {"curve": [dict(zip(("threshold", "cost", "quality"), point, strict=True)) for point in points]}
 
