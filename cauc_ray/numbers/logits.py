@@ -332,6 +332,8 @@ def same_width(scores: Floats, state: Floats, names: tuple[str, str]) -> tuple[F
     names: of their stages, for the message of the DataError that is raised otherwise.
     """
     k, width = sorted((scores.shape[1], state.shape[1]))
+    if k == width:
+        return scores, state
     more = np.flatnonzero(np.isfinite((scores if scores.shape[1] > k else state)[:, k:]).any(axis=1))
     if len(more):
         raise DataError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -81,7 +80,7 @@ class BasePolicy(Policy):
         numbers = self.stages[stage]
         scores = numbers.scores(logits)
         predictions, confidences = numbers.calibrator.answers(scores)
-        return Step(predictions, confidences, confidences >= self.threshold, np.zeros_like(scores[:, :0]), scores)
+        return Step(predictions, confidences, confidences >= self.threshold, np.empty((len(scores), 0)), scores)
 
     def fuse(self, stage: int, unfused: Step, state: Floats | None) -> Step:
         """Return a stage's step: its unfused answer with the new state; at the last stage, the fused answer.
@@ -107,7 +106,8 @@ class BasePolicy(Policy):
             weight, total = weight + p, standardised
         if stage < len(self.stages) - 1:
             rescaled = numbers.calibrator.rescaled(scores, unfused.predictions)
-            return replace(unfused, state=np.concatenate([weight, total], axis=1), scores=rescaled)
+            state = np.concatenate([weight, total], axis=1)
+            return Step(unfused.predictions, unfused.confidences, unfused.accepted, state, rescaled)
 
         fused = total / weight
         on_last_scale = fused * (numbers.std + EPSILON) + numbers.mean
