@@ -124,6 +124,9 @@ def _read(path: AnyPath) -> Any:
         try:
             columns = np.loadtxt(rows, delimiter=",", ndmin=2)
         except ValueError:
+            parts = rows[0].replace(b",", b".").split(b";")
+            if len(parts) > 1 and _numbers(parts):
+                raise ValueError("its columns are separated by semicolons; write it with commas between them") from None
             if len(titles) > 1:
                 raise
             return np.array([row.decode().strip(" \"'") for row in rows])  # words, which make segments
@@ -148,8 +151,13 @@ def _explained(path: AnyPath) -> Iterator[None]:
 
 def _is_header(titles: list[bytes]) -> bool:
     """Return whether the first line names columns: by words, or by numbers as pandas does where they have no names."""
+    numbers = _numbers(titles)
+    return not numbers or (len(numbers) > 2 and numbers == list(range(len(numbers))))
+
+
+def _numbers(titles: list[bytes]) -> list[float]:
+    """Return the titles of a line as numbers; none if one of them is a word."""
     try:
-        numbers = [float(title) for title in titles]
+        return [float(title) for title in titles]
     except ValueError:
-        return True
-    return len(numbers) > 2 and numbers == list(range(len(numbers)))
+        return []

@@ -67,6 +67,7 @@ def test_every_verb_reads_arrays(arrays, tmp_path, command, words):
 
 
 NO_ARRAYS = {"empty.csv": "", "titles.csv": "a,b,c\n", "indexed.csv": ",a\n0,1\n", "ragged.csv": "1,2\n1\n"}
+SEMICOLONS = ("a;b\n0.1;0.2\n0.3;0.4\n", "0,1;0,2\n0,3;0,4\n")
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,7 @@ NO_ARRAYS = {"empty.csv": "", "titles.csv": "a,b,c\n", "indexed.csv": ",a\n0,1\n
             (f"small={name} large=large.npy --labels labels.npy", f"{name} does not hold an array")
             for name in (*NO_ARRAYS, "objects.npy")
         ),
+        *((f"small=semicolons{number}.csv large=large.npy --labels labels.npy", "semicolons;") for number in (0, 1)),
         ("small=small.npy large=absent.npy --labels labels.npy", "absent.npy"),
         ("small.npy large.npy --labels labels.npy", "as small=small.npy"),
         ("small=small.npy arrays.npz --labels labels.npy", "got 'arrays.npz'"),
@@ -87,6 +89,8 @@ NO_ARRAYS = {"empty.csv": "", "titles.csv": "a,b,c\n", "indexed.csv": ",a\n0,1\n
 def test_files_that_hold_no_such_arrays_are_refused_in_one_line(arrays, tmp_path, command, words, message):
     for name, content in NO_ARRAYS.items():
         (tmp_path / name).write_text(content)
+    for number, content in enumerate(SEMICOLONS):
+        (tmp_path / f"semicolons{number}.csv").write_text(content)
     np.save("objects.npy", np.array([None, {}]), allow_pickle=True)
     np.savez("capital.npz", small=arrays["small"], Labels=arrays["labels"])
     code, out, error = command("compare", *words.split(), "--costs", "1,10", "--methods", "rf,margin")
