@@ -38,7 +38,6 @@ from cauc_ray.numbers.arrays import array_chain
 from cauc_ray.numbers.chain import UNNAMED_UNIT, Chain, ChainExamples, ChainLogits, Costs
 from cauc_ray.numbers.ids import NumberIds, ids_of, number_order, text_order
 from cauc_ray.numbers.logits import ANSWERS, LogitKind
-from cauc_ray.numbers.rows import ascending
 from cauc_ray.numbers.segments import Segments
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.method import Reads
@@ -98,7 +97,7 @@ class LogitArrays:
         return list(self._splits)
 
     def read_chain(self, models: Sequence[str], split: str, *, costs: CallCosts = None) -> ChainLogits:
-        """Return a chain on a split, in the order of example ids, as a table has it. Raises as LogitTable."""
+        """Return a chain on a split, in the order of its rows. Raises as LogitTable."""
         if split not in self._splits:
             raise ConfigError(
                 f"the arrays have no split {split!r}: give validation and test each as a share of the arrays, "
@@ -111,13 +110,9 @@ class LogitArrays:
         if self.has_answers:
             columns = answer_columns_of(arrays, models, source, self._rules)
             paid = self._costs(costs, [of.costs for of in columns.values()])
-            chain = answer_chain(columns, labels, costs=paid, example_ids=example_ids, source=source)
-        else:
-            paid = self._costs(costs, [None])
-            chain = array_chain(
-                arrays, models, labels, costs=paid, kinds=self.kinds, example_ids=example_ids, source=source
-            )
-        return chain.of_rows(text_order(chain.example_ids))
+            return answer_chain(columns, labels, costs=paid, example_ids=example_ids, source=source)
+        paid = self._costs(costs, [None])
+        return array_chain(arrays, models, labels, costs=paid, kinds=self.kinds, example_ids=example_ids, source=source)
 
     def _costs(self, costs: CallCosts, reported: Sequence[Floats | None]) -> Costs:
         """Return the costs of calls: as given, else as columns of answers have them."""
@@ -300,10 +295,20 @@ class Source:
             if split not in shares and (split != validation or split in self._source.splits(models[0]))
         }
         require_disjoint(str(self.path), chains)
+        parts: dict[str, tuple[ChainLogits, Ints | None]] = {split: (chain, None) for split, chain in chains.items()}
         if shares:
-            whole = {calibration: 1 - sum(shares.values())}
-            chains |= _cut(chains[calibration], {**whole, **shares}, self._options.seed)
-        return chains
+            whole, chain = {calibration: 1 - sum(shares.values())}, chains[calibration]
+            cut = _cut(chain, {**whole, **shares}, self._options.seed)
+            parts |= {split: (chain, rows) for split, rows in cut.items()}
+        return {split: self._in_text_order(chain, rows) for split, (chain, rows) in parts.items()}
+
+    def _in_text_order(self, chain: ChainLogits, rows: Ints | None) -> ChainLogits:
+        """Return a chain, or some rows of it, int (n,), in the order of ids as texts, as a table has them."""
+        of_arrays = isinstance(self._source, LogitArrays)
+        if rows is None:
+            return in_text_order(chain) if of_arrays else chain
+        order = text_order(chain.example_ids) if of_arrays else np.arange(len(chain))
+        return chain.of_rows(order[np.isin(order, rows)])
 
     def read_heads(self) -> list[ChainHeads]:
         """Read what a table has of calibration, and of validation where there is one, but the logits."""
@@ -427,15 +432,20 @@ def _opened(
     return open_table(str(logits) if isinstance(logits, PathLike) else logits, logit_kind, undeclared=undeclared)
 
 
-def _cut(chain: ChainLogits, shares: Mapping[str, float], seed: int) -> dict[str, ChainLogits]:
-    """Cut the examples at random into parts of some shares, whatever their order."""
+def in_text_order(chain: ChainLogits) -> ChainLogits:
+    """Return a chain in the order of its ids as texts."""
+    return chain.of_rows(text_order(chain.example_ids))
+
+
+def _cut(chain: ChainLogits, shares: Mapping[str, float], seed: int) -> dict[str, Ints]:
+    """Cut the examples at random, whatever their order, into parts of some shares. Returns the rows of each."""
     # The ids of arrays are then in the order of their rows.
     order = number_order(chain.example_ids)
     parts = split_shares(len(chain), shares, seed)
     empty = next((split for split, rows in parts.items() if not len(rows)), None)
     if empty is not None:
         raise ConfigError(f"{empty}: a share of {shares[empty]:g} of {len(chain)} examples leaves it empty")
-    return {split: chain.of_rows(ascending(order[rows], len(chain))) for split, rows in parts.items()}
+    return {split: order[rows] for split, rows in parts.items()}
 
 
 def read_policy_chain(
@@ -465,7 +475,7 @@ def read_policy_chain(
         return chain
     paid_by_call = source.has_answers and policy.costs == "per-call"
     costs: CallCosts = "per-call" if paid_by_call else [stage.cost for stage in policy.answering]
-    chain = source.read_chain(models, split, costs=costs)
+    chain = in_text_order(source.read_chain(models, split, costs=costs))
     policy.require_formats(source.answer_formats)
     if encoder is not None:
         assert isinstance(logits, Mapping)
