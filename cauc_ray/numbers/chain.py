@@ -26,6 +26,9 @@ UNKNOWN_LABEL = -1
 
 # Bytes of one block of a pass, as float64: they fit into a processor's cache.
 _BLOCK_BYTES, _WIDE_OPTIONS = 1 << 20, 64
+# glibc keeps freed memory for the next arrays, up to twice the largest array that was freed, of those up to this size;
+# more goes back to the system, and a block would wait for its arrays' pages longer than it computes.
+_LEARNT_BYTES = (1 << 25) - (1 << 13)
 
 # The odd number nearest to 2^64 / golden ratio, the usual increment of Weyl sequences.
 _STEP = 0x9E3779B97F4A7C15
@@ -138,6 +141,8 @@ class ChainPart:
     def blocks(self) -> Iterator[slice]:
         """Return the rows in slices in which a model's logits take about a megabyte."""
         size = max(1, _BLOCK_BYTES // (8 * max(1, self.logits[0].shape[1])))
+        if len(self) > size:
+            np.empty(_LEARNT_BYTES, np.uint8)
         return (slice(start, min(start + size, len(self))) for start in range(0, len(self), size))
 
     @property
