@@ -303,12 +303,10 @@ class Source:
         return {split: self._in_text_order(chain, rows) for split, (chain, rows) in parts.items()}
 
     def _in_text_order(self, chain: ChainLogits, rows: Ints | None) -> ChainLogits:
-        """Return a chain, or some rows of it, int (n,), in the order of ids as texts, as a table has them."""
-        of_arrays = isinstance(self._source, LogitArrays)
-        if rows is None:
-            return in_text_order(chain) if of_arrays else chain
-        order = text_order(chain.example_ids) if of_arrays else np.arange(len(chain))
-        return chain.of_rows(order[np.isin(order, rows)])
+        """Return a chain, or some rows of it, int (n,), in the order of its ids as texts, which tables have already."""
+        if isinstance(self._source, LogitArrays):
+            return in_text_order(chain, rows)
+        return chain if rows is None else chain.of_rows(np.sort(rows))
 
     def read_heads(self) -> list[ChainHeads]:
         """Read what a table has of calibration, and of validation where there is one, but the logits."""
@@ -432,9 +430,10 @@ def _opened(
     return open_table(str(logits) if isinstance(logits, PathLike) else logits, logit_kind, undeclared=undeclared)
 
 
-def in_text_order(chain: ChainLogits) -> ChainLogits:
-    """Return a chain in the order of its ids as texts."""
-    return chain.of_rows(text_order(chain.example_ids))
+def in_text_order(chain: ChainLogits, rows: Ints | None = None) -> ChainLogits:
+    """Return a chain, or some rows of it, int (n,), in the order of its ids as texts."""
+    order = text_order(chain.example_ids)
+    return chain.of_rows(order if rows is None else order[np.isin(order, rows)])
 
 
 def _cut(chain: ChainLogits, shares: Mapping[str, float], seed: int) -> dict[str, Ints]:

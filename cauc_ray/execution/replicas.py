@@ -293,8 +293,8 @@ class Replicas:
         at, why = self._stages[stage], self._stages[stage].why
         placing = [r for r in self.by_number.values() if r.stage == stage and r.phase == "placing"]
         if any(now - replica.since > BOOT_S for replica in placing):
-            needs = f"no node has placed one yet, which needs {self._specs[stage].resources}"
-            why = needs + (f"; before: {why}" if why else "")
+            unplaced = f"no replica is on a node yet; each needs {self._specs[stage].resources}"
+            why = unplaced + (f"; before: {why}" if why else "")
         return (0.0 if at.without_since is None else now - at.without_since), why
 
     def dies_loading(self, stage: int) -> str | None:

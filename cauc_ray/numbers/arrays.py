@@ -135,7 +135,7 @@ def array_chain(
             raise DataError(f"{place} has the columns {named[model]}, model {first_named!r} has {columns}")
         checked, sums = check_rows(place, ids, values, lengths, all_labels, labelled, kinds[model])
         require_no_probabilities(place, sums)
-        logits.append(checked)
+        logits.append(in_columns(checked))
     return ChainLogits(
         models=tuple(models),
         logits=tuple(logits),

@@ -142,7 +142,7 @@ class ChainPart:
         """Return the rows in slices in which a model's logits take about a megabyte."""
         size = max(1, _BLOCK_BYTES // (8 * max(1, self.logits[0].shape[1])))
         if len(self) > size:
-            np.empty(_LEARNT_BYTES, np.uint8)
+            np.empty(_LEARNT_BYTES, np.uint8)  # freed at once, without its pages ever having been there
         return (slice(start, min(start + size, len(self))) for start in range(0, len(self), size))
 
     @property
@@ -260,7 +260,7 @@ class ChainLogits(Chain):
     """A chain with its logits in memory.
 
     Attributes:
-        logits: M arrays, float (N, K); -inf where an example has no such option, or a mask, which each pass then finds.
+        logits: M arrays, float (N, K); -inf, or a mask, where an example has no such option.
     """
 
     logits: tuple[Floats, ...]
