@@ -22,6 +22,12 @@ _MARK = re.compile(
     "(?<=\\d)[\u00a0\u2009\u202f'\u2019](?=\\d{3}(?!\\d))|[\u00b2\u00b3\u00b9\u2070-\u209c]"
     "|\\s?([\u00bc-\u00be\u2150-\u215e])"
 )
+# A number with a decimal comma, or with its groups by points. Three digits after one comma are a group (1,234), and more
+# commas a list.
+_COMMA = re.compile(
+    r"(?<![\d.,])(?!(?:[1-9]\d{0,2},\d{3})(?!\d))"
+    r"(?:(\d+|[1-9]\d{0,2}(?:\.\d{3}){1,20}),(\d+)|([1-9]\d{0,2}(?:\.\d{3}){2,20}))(?![\d_]|[.,]\d)"
+)
 # Its sign, which no hyphen after a word or number is, its digits, and a percent sign. Groups are counted: to look for
 # their end from every digit would take minutes for a long list of numbers.
 _NUMBER = re.compile(
@@ -39,7 +45,7 @@ class AnswerRule:
     | text | normal form of an answer |
     | --- | --- |
     | `exact` | without case, repeated white space and outer punctuation |
-    | `number` | its last number |
+    | `number` | its last number, as 1,234.5 or 1.234,5 |
     | `json:FIELD` | that field of the JSON object in it |
     | `regex:PATTERN` | the first group of the pattern's last match, else the match |
     | `module:name` | what that function returns for it: a text, or None |
@@ -96,10 +102,11 @@ def exact_form(answer: str) -> str | None:
 def number_form(answer: str) -> str | None:
     """Return the last number of an answer, without grouping and trailing zeros; None where it has none.
 
-    >>> number_form("It is 1,234.50 EUR."), number_form("17 %"), number_form("none")
-    ('1234.5', '0.17', None)
+    >>> number_form("It is 1,234.50 EUR."), number_form("17,5 %"), number_form("none")
+    ('1234.5', '0.175', None)
     """
-    numbers = _NUMBER.findall(unicodedata.normalize("NFKC", _MARK.sub(_without_mark, answer)))
+    text = _COMMA.sub(_with_point, _MARK.sub(_without_mark, answer))
+    numbers = _NUMBER.findall(unicodedata.normalize("NFKC", text))
     if not numbers:
         return None
     sign, digits, percent = numbers[-1]
@@ -114,6 +121,11 @@ def number_form(answer: str) -> str | None:
 
 def _without_mark(mark: re.Match[str]) -> str:
     return "" if mark[1] is None else f"{unicodedata.numeric(mark[1]):.12f}"[1:]
+
+
+def _with_point(number: re.Match[str]) -> str:
+    whole, decimals, grouped = number.groups()
+    return grouped.replace(".", "") if grouped else f"{whole.replace('.', '')}.{decimals}"
 
 
 def _field(answer: str, field: str) -> str | None:
