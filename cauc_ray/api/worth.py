@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from cauc_ray.display import gain_text, number, percent
+from cauc_ray.display import number, percent, points_with_interval
 from cauc_ray.numbers.answer_keys import own_answer
 from cauc_ray.numbers.chain import Chain, ChainPart
 from cauc_ray.numbers.intervals import Difference, Share, paired_difference, share
@@ -94,7 +94,6 @@ def judge(measures: Measures, models: Sequence[SingleModel], unit: str) -> Verdi
     affordable = sorted((model for model in models if model.cost <= measures.cost), key=lambda model: model.cost)
     better = tuple(model for model in affordable if model.accuracy and model.accuracy.value >= accuracy.value)
     gain, saving = last.gain, None if measures.relative_cost is None else 1 - measures.relative_cost
-    tone: Tone
     if len(models) == 1:
         return Verdict("same", "One model: there is nothing to compare it with.", gain, better)
     if better:
@@ -102,11 +101,24 @@ def judge(measures: Measures, models: Sequence[SingleModel], unit: str) -> Verdi
         assert first.accuracy is not None
         text = f"{first.name} alone is as accurate ({percent(first.accuracy.value)}) and costs no more"
         return Verdict("bad", f"Not worth it: {text} ({number(first.cost)} {unit}).", gain, better)
-    against = f"at {gain_text(gain)} points of accuracy"
+    return Verdict(*against(last.name, saving, gain.value, gain.low, gain.high), gain, better)
+
+
+def against(model: str, saving: float | None, gain: float, low: float, high: float) -> tuple[Tone, str]:
+    """Return whether a way to answer is worth it against a model, in one word and in one sentence.
+
+    Args:
+        model: Name of the model.
+        saving: Share of the model's cost that is saved; None if it costs nothing.
+        gain: Difference in accuracy to the model on the same examples.
+        low: Lower end of its interval.
+        high: Upper end.
+    """
+    tone: Tone
     if saving is not None and saving > 0:
-        tone, word = ("good", "Worth it") if gain.high >= 0 else ("trade", "A trade")
-        text = f"saves {percent(saving)} of the cost of {last.name}"
+        tone, word = ("good", "Worth it") if high >= 0 else ("trade", "A trade")
+        text = f"saves {percent(saving)} of the cost of {model}"
     else:
-        tone, word = ("trade", "A trade") if gain.low > 0 else ("bad", "Not worth it")
-        text = f"costs {'as much as' if not saving else f'{percent(-saving)} more than'} {last.name}"
-    return Verdict(tone, f"{word}: {text}, {against}.", gain, better)
+        tone, word = ("trade", "A trade") if low > 0 else ("bad", "Not worth it")
+        text = f"costs {'as much as' if not saving else f'{percent(-saving)} more than'} {model}"
+    return tone, f"{word}: {text}, at {points_with_interval(gain, low, high)} points of accuracy."

@@ -196,7 +196,7 @@ class RequestPatience:
         """Ask another replica, if there is one and it may help; else give the rows up, and count against the stage."""
         costly = _is_costly(at, call, now)
         match failure:
-            case "raised" if not call.failed_on and at.replicas.n_open > 1:
+            case "raised" if not call.failed_on and at.replicas.has_other({call.replica}):
                 yield Again(call.again(now, failed_on=(call.replica,)))
             case "named" | "raised":
                 for rows in call.rows:

@@ -219,7 +219,7 @@ class Scheduler:
         if not (answered.any() or result.waiting) and (at.known_good is None or call.probe):
             reason = next(iter(result.failures.values()))
             if not call.probe:
-                self._failed(at, call, "named", reason, now)
+                self._failed(at, call, "raised" if result.raised else "named", reason, now)
             elif at.known_good is not None:
                 self._blame.broken(at, call, reason, now)
             return

@@ -17,7 +17,7 @@ from cauc_ray.api.plots import accuracy_over_cost
 from cauc_ray.comparison.differences import AREA_DIFFERENCE, DIFFERENCE
 from cauc_ray.comparison.drawing import draw_methods, draw_models
 from cauc_ray.comparison.latex import booktabs
-from cauc_ray.comparison.sheets import budget_grid, comparison_sheet
+from cauc_ray.comparison.sheets import budget_grid, comparison_sheet, difference_grid
 from cauc_ray.display import Grid, Sheet, Shown
 from cauc_ray.errors import DataError, require_packages
 from cauc_ray.files.documents import make_folder, read_json, write_bytes, write_json, write_text
@@ -117,8 +117,14 @@ class Comparison(Shown):
                 self.save(path / f"accuracy-cost.{form}")
 
     def grids(self) -> list[Grid]:
-        """Return a table for people of each chain: methods by budgets."""
-        return [budget_grid(self.about, chain, self._summary_of(chain)) for chain in self.chains]
+        """Return tables for people of each chain: accuracies at budgets, and their differences to the reference's."""
+        grids = []
+        for chain in self.chains:
+            summary = self._summary_of(chain)
+            grids.append(budget_grid(self.about, chain, summary))
+            if any(row["difference"] is not None for row in summary):
+                grids.append(difference_grid(chain, summary))
+        return grids
 
     def sheet(self) -> Sheet:
         """Return the methods side by side: at one budget their figures, else their accuracies at the budgets."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+from cauc_ray.api.worth import against
 from cauc_ray.display import Grid, Mark, Sheet, number, percent, points_with_interval, with_interval
+from cauc_ray.policies.by_method import SINGLE
 
 # A Holm-adjusted p-value below each of these is a star.
 _STARS = (0.05, 0.01, 0.001)
+# Its kind, and its size.
+_Budget: TypeAlias = tuple[str | None, float | None]
 _CALIBRATION = {"ece": "ECE", "ece_equal_mass": "equal mass", "nll": "NLL", "brier": "Brier", "z": "z"}
 
 
@@ -31,16 +35,20 @@ def comparison_sheet(result: Mapping[str, Any], grids: Sequence[Grid]) -> Sheet:
 
 
 def _best(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield which method is the most accurate, and whether it is worth it."""
-    methods = [row for row in rows if row["paradigm"] not in (None, "control", "single-model")]
-    best = max(methods, key=lambda row: (row["accuracy"], -row["cost"]), default=None)
-    if best is not None:
-        saved = None if best["relative_cost"] is None else 1 - best["relative_cost"]
-        yield (
-            f"{best['method']} is the most accurate: {percent(best['accuracy'])} at {number(best['cost'])} "
-            f"{result['cost_unit']}; against {result['models'][-1]} it saves {percent(saved)} of the cost, at "
-            f"{points_with_interval(best['gain'], *best['gain_interval'])} points of accuracy"
-        )
+    """Yield what is the most accurate within the budget, of methods and single models, and whether it is worth it."""
+    within = [row for row in rows if row["paradigm"] not in (None, "control") and row["status"] == "ok"]
+    best = max(within, key=lambda row: (row["accuracy"], -row["cost"]), default=None)
+    if best is None:
+        return
+    text = (
+        f"{best['method']} is the most accurate within the budget: {percent(best['accuracy'])} at "
+        f"{number(best['cost'])} {result['cost_unit']}."
+    )
+    last = result["models"][-1]
+    if best["method"] != f"{SINGLE}:{last}":
+        saving = None if best["relative_cost"] is None else 1 - best["relative_cost"]
+        text += f" {against(last, saving, best['gain'], *best['gain_interval'])[1]}"
+    yield text
 
 
 def _at_budget(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Grid:
@@ -48,7 +56,7 @@ def _at_budget(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
     figures = [
         {
             **row,
-            "name": row["method"] if row["steered"] else f"{row['method']} *",
+            "name": row["method"] + " *" * (not row["steered"]) + " †" * (row["status"] == "unmet"),
             "gain": points_with_interval(row["gain"], *row["gain_interval"]),
             "difference": points_with_interval(row["difference"], *(row["difference_interval"] or ())),
         }
@@ -57,8 +65,8 @@ def _at_budget(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
     columns: list[tuple[str, ...]] = [
         ("method", "text", "name"),
         ("accuracy", "share", "accuracy", "accuracy_interval"),
-        (f"less {result['models'][-1]}'s", "text", "gain"),
-        (f"less {result['reference']}'s", "text", "difference"),
+        (f"vs. {result['models'][-1]} (points)", "text", "gain"),
+        (f"vs. {result['reference']} (points)", "text", "difference"),
         (f"cost ({result['cost_unit']})", "number", "cost"),
         ("relative", "decimals", "relative_cost"),
         ("avoided", "percent", "avoided"),
@@ -67,6 +75,8 @@ def _at_budget(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
     if any(row["macro_f1"] is not None for row in rows):
         columns.append(("macro-F1", "percent", "macro_f1"))
     notes = ["* has no threshold to set; random mix: accuracy of choosing among single models at random, at that cost"]
+    if any(row["status"] == "unmet" for row in rows):
+        notes.append("† costs more than the budget on validation")
     if surrogates := [model for model, kind in result["logit_kinds"].items() if kind == "surrogate"]:
         notes.append(f"logits of {', '.join(surrogates)} are surrogates: not comparable with published results")
     return Grid.of("", figures, columns, notes=notes)
@@ -123,10 +133,8 @@ def _calibration(calibration: Mapping[str, Any]) -> Iterator[str | Grid]:
 
 def budget_grid(about: Mapping[str, Any], chain: Mapping[str, Any], summary: Sequence[Mapping[str, Any]]) -> Grid:
     """Return the table of a chain: each method's accuracy at each budget, the best in bold."""
-    budgets = list(dict.fromkeys((row["budget_kind"], row["budget"]) for row in summary))
-    by_cell = {(row["method"], row["budget_kind"], row["budget"]): row for row in summary}
+    budgets, by_cell, methods = _cells_of(summary)
     rows, marks = [], dict[tuple[int, int], Mark]()
-    methods = list(dict.fromkeys(row["method"] for row in summary))
     for method in methods:
         of_method = [by_cell[method, *budget] for budget in budgets]
         last = of_method[-1]
@@ -139,13 +147,7 @@ def budget_grid(about: Mapping[str, Any], chain: Mapping[str, Any], summary: Seq
     for column, budget in enumerate(budgets, start=1):
         values = [_comparable(by_cell[method, *budget]) for method in methods]
         marks |= {(place, column): "bold" for place, value in enumerate(values) if value == max(values) > 0}
-    unit, reference = chain.get("cost_unit", ""), chain["reference"]
-    headings = {
-        "relative": "{:g} rel.",
-        "cost": f"{{:.4g}} {unit}",
-        "base": "at base's cost",
-        None: "–",
-    }
+    reference, unit = chain["reference"], chain.get("cost_unit", "")
     spread = (
         f"the standard deviation over {len(about['seeds'])} seeds"
         if len(about["seeds"]) > 1
@@ -158,11 +160,45 @@ def budget_grid(about: Mapping[str, Any], chain: Mapping[str, Any], summary: Seq
     ]
     if len(budgets) > 1:
         n_common = next((row["area_budgets"] for row in summary if row["area_budgets"]), 0)
-        notes.append(f"Mean: over the {n_common} budgets that all methods with several operating points meet.")
-    titles = [headings[kind].format(budget) for kind, budget in budgets]
+        if n_common:
+            notes.append(f"Mean: over the {n_common} budgets that all methods with several operating points meet.")
     last_title = "mean" if len(budgets) > 1 else f"cost ({unit})"
-    title = f"{chain['set']}: {' → '.join(chain['models'])}"
-    return Grid(title, ("method", *titles, last_title), tuple(rows), tuple(notes), marks=marks)
+    headings = ("method", *_budget_titles(budgets, unit), last_title)
+    return Grid(_title(chain), headings, tuple(rows), tuple(notes), marks=marks)
+
+
+def difference_grid(chain: Mapping[str, Any], summary: Sequence[Mapping[str, Any]]) -> Grid:
+    """Return the table of a chain: how much more accurate each method is than the reference at each budget."""
+    budgets, by_cell, methods = _cells_of(summary)
+    headings = [*_budget_titles(budgets, chain.get("cost_unit", "")), *["mean"] * (len(budgets) > 1)]
+    rows = []
+    for method in methods:
+        of_method = [by_cell[method, *budget] for budget in budgets]
+        if method != chain["reference"]:
+            cells = [points_with_interval(row["difference"], *(row["difference_interval"] or ())) for row in of_method]
+            area = of_method[-1]["area_difference"], *(of_method[-1]["area_difference_interval"] or ())
+            rows.append((method, *cells, points_with_interval(*area))[: 1 + len(headings)])
+    title = f"{_title(chain)}; accuracy less that of {chain['reference']}, in percentage points"
+    note = (
+        "Paired differences on the same examples, all seeds pooled, with 95 % intervals that Holm adjusts over methods."
+    )
+    return Grid(title, ("method", *headings), tuple(rows), (note,))
+
+
+def _title(chain: Mapping[str, Any]) -> str:
+    return f"{chain['set']}: {' → '.join(chain['models'])}"
+
+
+def _cells_of(summary: Sequence[Mapping[str, Any]]) -> tuple[list[_Budget], dict[Any, Mapping[str, Any]], list[str]]:
+    """Return the budgets of a chain's summary, its rows by method and budget, and the methods."""
+    by_cell = {(row["method"], row["budget_kind"], row["budget"]): row for row in summary}
+    budgets = list(dict.fromkeys((kind, budget) for _, kind, budget in by_cell))
+    return budgets, by_cell, list(dict.fromkeys(method for method, _, _ in by_cell))
+
+
+def _budget_titles(budgets: Sequence[_Budget], unit: str) -> list[str]:
+    headings = {"relative": "{:g} rel.", "cost": f"{{:.4g}} {unit}", "base": "at base's cost", None: "–"}
+    return [headings[kind].format(budget) for kind, budget in budgets]
 
 
 def _comparable(row: Mapping[str, Any]) -> float:

@@ -22,8 +22,8 @@ _MARK = re.compile(
     "(?<=\\d)[\u00a0\u2009\u202f'\u2019](?=\\d{3}(?!\\d))|[\u00b2\u00b3\u00b9\u2070-\u209c]"
     "|\\s?([\u00bc-\u00be\u2150-\u215e])"
 )
-# A number with a decimal comma, or with its groups by points. Three digits after one comma are a group (1,234), and more
-# commas a list.
+# A number with a decimal comma, or with its groups by points. Three digits after one comma are a group (1,234); more
+# commas are a list.
 _COMMA = re.compile(
     r"(?<![\d.,])(?!(?:[1-9]\d{0,2},\d{3})(?!\d))"
     r"(?:(\d+|[1-9]\d{0,2}(?:\.\d{3}){1,20}),(\d+)|([1-9]\d{0,2}(?:\.\d{3}){2,20}))(?![\d_]|[.,]\d)"

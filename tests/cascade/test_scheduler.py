@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cauc_ray.cascade.blame import Blame
 from cauc_ray.cascade.flow import RESTARTS
-from cauc_ray.cascade.patience import CALLS_PER_REPLICA, CALLS_TO_GIVE_UP, RunPatience
+from cauc_ray.cascade.patience import CALLS_PER_REPLICA, CALLS_TO_GIVE_UP, RequestPatience, RunPatience
 from cauc_ray.cascade.rows import CallResult, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
 from cauc_ray.cascade.stage import DEATHS_TO_GIVE_UP, FAILURES_TO_REPLACE, StageLimits
@@ -349,6 +349,26 @@ def check_rows(run):
 def test_no_row_pays_for_replicas_that_turn_bad(simulation):
     """Every replica answers a few calls first; those started in place of bad ones may turn bad, too."""
     check_rows(simulation.run())
+
+
+@pytest.mark.parametrize("works", [True, False])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_service_refuses_no_row_for_nan_before_another_replica_has_given_nan_too(works, n):
+    """Neither replica has answered anything yet: whether it or the row is at fault is unknown."""
+    scheduler = Scheduler([limits(n)], RequestPatience(lambda: False), Blame("input"))
+    for replica in range(2):
+        add_replica(scheduler, 0, replica)
+    owner = submit(scheduler, n)
+    first = next_call(scheduler, 0.0)
+    assert not ended(
+        scheduler, first, result([0] * n, [False] * n, failures=dict.fromkeys(range(n), "NaN"), raised=range(n)), 0.1
+    )
+    second = next_call(scheduler, 0.1)
+    assert {first.replica, second.replica} == {0, 1}
+    nan = {} if works else dict.fromkeys(range(n), "NaN")
+    assert ended(scheduler, second, result([7] * n, [works] * n, failures=nan, raised=nan), 0.2) == [owner]
+    assert owner.predictions.tolist() == [7 if works else -1] * n
+    assert len(owner.failures) == (0 if works else n)
 
 
 @settings(max_examples=20)

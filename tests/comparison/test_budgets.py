@@ -167,7 +167,9 @@ def test_results_are_written_by_suffix_or_all_into_a_folder_that_keeps_cells(com
     assert json.loads((tmp_path / "table.json").read_text())["rows"] == json.loads(json.dumps(compared.rows))
     assert pq.read_table(tmp_path / "table.parquet")["accuracy"].to_pylist() == accuracies
     tex = (tmp_path / "table.tex").read_text()
-    assert tex.count(r"\toprule") == tex.count(r"\end{table}") == len(CHAINS)
+    assert tex.count(r"\toprule") == tex.count(r"\end{table}") == 2 * len(CHAINS)  # accuracies, and differences
+    low, high = (f"{100 * bound:+.2f}" for bound in compared.summary[-1]["difference_interval"])
+    assert f"({low} to {high})" in tex
     assert all(words in tex for words in (r"\textbf{", r"$\pm$", "Holm-adjusted"))
     for form in ("pdf", "png", "svg"):
         pytest.importorskip("matplotlib").use("Agg")
@@ -179,6 +181,19 @@ def test_results_are_written_by_suffix_or_all_into_a_folder_that_keeps_cells(com
     written = ("comparison.json", "rows.csv", "curves.parquet", "summary.parquet", "comparison.tex", "tasks")
     assert all((tmp_path / "out" / name).exists() for name in written)
     assert stored[0] in stored[2:]  # the cell of rf, as it was
+
+
+@pytest.mark.parametrize("budget", [1.2, 2.5, 6.0])
+def test_what_is_called_the_most_accurate_meets_the_budget_and_is_worth_what_its_figures_say(table, budget):
+    result = compare(table, methods=["single", "base", "margin", "duo", "oracle"], budget=budget)
+    headline = result.sheet().text().splitlines()[1]
+    within = [row for row in result.rows if row["status"] == "ok" and row["method"] != "oracle"]
+    best = result.row(headline.split()[0])
+    assert best["accuracy"] == max(row["accuracy"] for row in within)
+    assert best["cost"] == min(row["cost"] for row in within if row["accuracy"] == best["accuracy"])
+    assert any(row["status"] == "unmet" for row in result.rows) or budget == 6.0
+    saves = best["relative_cost"] < 1.0
+    assert ("saves" in headline, "Worth it" in headline) == (saves, saves and best["gain_interval"][1] >= 0)
 
 
 def test_panels_of_several_chains_show_the_objective(table):
