@@ -3,6 +3,7 @@
 CaucError               2
 ├── DataError           2  a logit table, an input or an output folder is missing, damaged or inconsistent
 ├── ConfigError         2  a pool file, an option or a name is wrong
+│   └── OptionError     2  the same of options, which each door spells in its way
 ├── PolicyError         2  a policy file is unreadable, has another version or does not fit its chain
 ├── BudgetError         2  no operating point is within the budget
 ├── RiskError           2  no threshold meets the risk limit
@@ -96,6 +97,13 @@ class DataError(CaucError):
 
 class ConfigError(CaucError):
     """A pool file, an option or a name is wrong."""
+
+
+class OptionError(ConfigError):
+    """An option is wrong, or several contradict each other; the message has names of options in braces."""
+
+    def __str__(self) -> str:
+        return re.sub(r"\{(\w+)\}", r"\1", super().__str__())
 
 
 class PolicyError(CaucError):

@@ -29,30 +29,32 @@ class Check(Shown):
     segments: tuple[SegmentCheck, ...] = ()
 
     @property
-    def holds(self) -> bool:
+    def valid(self) -> bool:
         """Return whether nothing speaks against the policy."""
-        return self.watched.holds and all(segment.holds for segment in self.segments)
+        return self.watched.valid and all(segment.valid is not False for segment in self.segments)
 
     @property
-    def says(self) -> str:
+    def verdict(self) -> str:
         """Return in one line whether it holds, and else what spoke against it first."""
-        drifted = next((segment for segment in self.segments if not segment.holds), None)
-        if drifted is None or not self.watched.holds:
-            return verdict(self.watched)
-        return f"in segment {drifted.name!r} {drifted.says}"
+        drifted = next((segment for segment in self.segments if segment.valid is False), None)
+        text = verdict(self.watched)
+        if drifted is not None and self.watched.valid:
+            text = f"in segment {drifted.name!r} {drifted.verdict}"
+        n_new = sum(segment.valid is None for segment in self.segments)
+        return text + (f"; {n_new} of {len(self.segments)} segments cannot be checked" if n_new else "")
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures, as `cauc check --json` prints them."""
         report = {"source": self.source, **watch_report(self.policy, self.watched)}
         segments = [segment.as_json() for segment in self.segments]
-        return {**report, "holds": self.holds, "says": self.says, "segments": segments}
+        return {**report, "valid": self.valid, "verdict": self.verdict, "segments": segments}
 
     def sheet(self) -> Sheet:
         """Return the verdict, each figure next to that of validation, and the evidence of a change."""
         report = self.as_json()
         cost, low, high = report["cost"]
         lines = [
-            f"the policy {self.says}",
+            f"the policy {self.verdict}",
             f"{report['n']:,} examples, {report['n_labelled']:,} labelled; cost {number(cost)} ({number(low)} – "
             f"{number(high)}) {report['cost_unit']}, {number(report['reference_cost'])} on validation",
         ]
@@ -75,7 +77,7 @@ class Check(Shown):
             report["features"],
             [("", "text", "name"), ("rows", "count", "n"), ("most", "number", "evidence")],
         )
-        lines += [f"segment {segment.name!r} ({segment.n:,} examples): {segment.says}" for segment in self.segments]
+        lines += [f"segment {segment.name!r} ({segment.n:,} examples): {segment.verdict}" for segment in self.segments]
         title = f"policy {self.policy.id} on {self.source}"
         return Sheet(title, [*lines, Grid.of("in brackets: on validation", stages, columns)], [evidence])
 

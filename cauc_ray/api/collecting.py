@@ -18,7 +18,7 @@ from cauc_ray.api.summaries import CollectSummary
 from cauc_ray.data.datasets import Dataset, DatasetSpec, open_dataset
 from cauc_ray.data.kept import keep_columns
 from cauc_ray.data.writing import PoolModel, TableInfo, read_info, write_info
-from cauc_ray.errors import ConfigError, explain, unknown_name, warn
+from cauc_ray.errors import ConfigError, OptionError, explain, unknown_name, warn
 from cauc_ray.execution.commits import Totals, add_totals
 from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.files.documents import require_folder
@@ -149,7 +149,7 @@ def _works(
     elif options.models is None:
         stages = (_encoder(pool, options.embedding),)
     else:
-        raise ConfigError("an embedding is collected for all models at once; leave the models out")
+        raise OptionError("an embedding is collected for all models at once; leave {models} out")
     about: dict[str, Any] = {"dataset": rows.name, "rule": rows.rule, "fingerprint": rows.fingerprint}
     works = {}
     for stage in stages:

@@ -46,7 +46,7 @@ from cauc_ray.api.sources import (
 from cauc_ray.data.answer_table import holds_answers, table_info
 from cauc_ray.data.logits import ChainHeads, LogitKinds
 from cauc_ray.data.writing import read_info
-from cauc_ray.errors import ConfigError, PolicyError, unknown_name, warn
+from cauc_ray.errors import ConfigError, OptionError, PolicyError, unknown_name, warn
 from cauc_ray.files.documents import require_writable
 from cauc_ray.files.paths import AnyPath, absolute, path_of
 from cauc_ray.models.resources import Resources
@@ -279,7 +279,7 @@ def fit(
         remedy = "; fit its answers in words with method answers" if source.has_answers else ""
         raise ConfigError(f"{source.path}: method {method} {LACKING[METHODS[method].reads]}{remedy}")
     if source.has_answers and objective != "accuracy":
-        raise ConfigError(f"{source.path}: answers in words have no classes: leave {{objective}} out")
+        raise OptionError(f"{source.path}: answers in words have no classes: leave {{objective}} out")
     if options.is_ours:
         require_fit(options, len(source.models))
     if options.searches:
@@ -329,7 +329,7 @@ def _fit_method(options: FitOptions, source: Source, logits: Logits) -> Policy:
     fitting = Fitting(calibration, validation, options.seed, names=options.splits)
     policy = _with_prompts(fit_method(options.method, fitting, options.threshold_rule), logits)
     if options.embedding is not None and policy.encoder is None and not options.is_ours:
-        raise ConfigError(f"method {options.method} looks at no embedding; leave embedding out")
+        raise OptionError(f"method {options.method} looks at no embedding; leave {{embedding}} out")
     names = [stage.name for stage in policy.answering]
     policy = _with_noise(policy, logits, validation.own_chain(names, encoded=policy.encoder is not None))
     if options.strict:
@@ -363,7 +363,7 @@ def _with_noise(policy: Policy, logits: Logits, chain: ChainLogits) -> Policy:
 
 def _table(logits: Logits) -> str | AnyPath:
     if isinstance(logits, Mapping):
-        raise ConfigError("shards read a logit table; arrays are in this process already: leave shards out")
+        raise OptionError("shards read a logit table; arrays are in this process already: leave {shards} out")
     return logits
 
 
@@ -648,7 +648,7 @@ def check(
     chain = read_policy_chain(logits, policy, options.split, options.logit_kind, labels, example_ids)
     if segments is None:
         if validation is not None:
-            raise ConfigError("validation is what segments are compared with: give by as well, or leave it out")
+            raise OptionError("{validation} is what segments are compared with: give {by} as well, or leave it out")
         return Check(policy, chain.source, watched_chain(policy, chain))
     chosen_on, rows = policy.validation, validation_arrays(logits, validation)
     assert chosen_on is not None
@@ -657,7 +657,7 @@ def check(
     if reference.examples_fingerprint() != chosen_on.examples_fingerprint:
         raise PolicyError(
             f"{reference.source} has other examples than the policy was chosen on, which its segments are compared "
-            "with: leave by out, or check with those examples"
+            "with: check without segments, or with those examples"
         )
     checks = check_segments(policy, chain, reference, (segments, validation_segments))
     watched = watched_chain(policy, chain, len(checks) + 1)

@@ -31,7 +31,7 @@ from pydantic import (
     create_model,
 )
 
-from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.errors import ConfigError, OptionError, unknown_name
 from cauc_ray.files.documents import Settings, read_yaml
 from cauc_ray.files.paths import AnyPath, RemotePath, path_of
 from cauc_ray.models.resources import Resources
@@ -101,10 +101,13 @@ class Door:
             message: Its text, with names of options in braces.
             about: The option that it is about, if it is one.
         """
-        names = [*([] if about is None else [about]), *re.findall(r"\{(\w+)\}", message)]
-        text = re.sub(r"\{(\w+)\}", lambda match: self._spelled(match[1]), message)
-        start = "" if self.config is None or set(names) & set(self.flagged) else f"{self.config}: "
-        return ConfigError(start + (text if about is None else f"{self._spelled(about)}{text}"))
+        braced = message if about is None else f"{{{about}}}{message}"
+        if self == PYTHON:
+            return OptionError(braced)
+        start = ""
+        if self.config is not None and not set(re.findall(r"\{(\w+)\}", braced)) & set(self.flagged):
+            start = f"{self.config}: "
+        return ConfigError(start + re.sub(r"\{(\w+)\}", lambda match: self._spelled(match[1]), braced))
 
     def _spelled(self, name: str) -> str:
         return name if self.config is not None and name not in self.flagged else self.flags.get(name, name)
@@ -139,7 +142,7 @@ class Options(Settings):
             )
             raise door.error(_reason(fault, values.get(name)), name) from error
         except ConfigError as error:
-            raise door.error(str(error)) from error
+            raise door.error(error.args[0]) from error
         return options
 
     @classmethod

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from cauc_ray.display import Grid, cost_with_interval, percent, share_text
+from cauc_ray.numbers.betting import mean_interval
 from cauc_ray.numbers.chain import Chain, ChainLogits
-from cauc_ray.numbers.intervals import ERROR_RATE, Share, share
+from cauc_ray.numbers.intervals import ERROR_RATE, Share, exact_share
 from cauc_ray.numbers.segments import Segments
 from cauc_ray.policies.monitor import Watch, Watched, reference_of, verdict, watch_report
 from cauc_ray.policies.policy import Policy
@@ -28,7 +28,7 @@ class SegmentResult:
         n: Examples.
         accuracy: Accuracy over the labelled examples; None without any.
         cost: Mean cost per example.
-        cost_interval: Interval of the mean cost, by its normal limit.
+        cost_interval: Interval of the mean cost.
         early: Share of the examples answered before the last stage.
         risk: Share of wrong answers among labelled ones of these; None without any.
     """
@@ -60,13 +60,12 @@ def segment_results(answers: Answered, chain: Chain, segments: Segments) -> tupl
     """Measure answers to a chain's examples in each segment."""
     by_name = segments.rows(chain.example_ids)
     error_rate = ERROR_RATE / len(by_name)  # Bonferroni: they hold together
-    z, last = NormalDist().inv_cdf(1 - error_rate / 2), len(chain.models) - 1
+    last, lowest, highest = len(chain.models) - 1, float(chain.costs.per_call.min()), _highest_cost(answers, chain)
     results = []
     for name, rows in by_name.items():
         costs, early_mask, labelled = answers.costs[rows], answers.stages[rows] < last, chain.labelled[rows]
         right = answers.predictions[rows] == chain.labels[rows]
         of_early = labelled & early_mask
-        half = z * float(costs.std()) / len(rows) ** 0.5
         results.append(
             SegmentResult(
                 column=segments.column,
@@ -74,7 +73,7 @@ def segment_results(answers: Answered, chain: Chain, segments: Segments) -> tupl
                 n=len(rows),
                 accuracy=_share(int((right & labelled).sum()), int(labelled.sum()), error_rate),
                 cost=float(costs.mean()),
-                cost_interval=(max(0.0, float(costs.mean()) - half), float(costs.mean()) + half),
+                cost_interval=mean_interval(costs, lowest, highest, error_rate),
                 early=float(early_mask.mean()),
                 risk=_share(int((~right & of_early).sum()), int(of_early.sum()), error_rate),
             )
@@ -83,7 +82,12 @@ def segment_results(answers: Answered, chain: Chain, segments: Segments) -> tupl
 
 
 def _share(n_hits: int, n: int, error_rate: float) -> Share | None:
-    return share(n_hits, n, error_rate) if n else None
+    return exact_share(n_hits, n, error_rate) if n else None
+
+
+def _highest_cost(answers: Answered, chain: Chain) -> float:
+    """Return the most that an example may cost: all calls, or what was called besides."""
+    return max(float(chain.costs.per_call.sum(axis=-1).max()), float(answers.costs.max()))
 
 
 def results_grid(results: Sequence[SegmentResult], unit: str) -> Grid:
@@ -117,19 +121,19 @@ class SegmentCheck:
     watched: Watched | None = None
 
     @property
-    def holds(self) -> bool:
-        """Return whether nothing speaks against the policy in the segment."""
-        return self.watched is None or self.watched.holds
+    def valid(self) -> bool | None:
+        """Return whether nothing speaks against the policy in the segment; None where it cannot be checked."""
+        return None if self.watched is None else self.watched.valid
 
     @property
-    def says(self) -> str:
+    def verdict(self) -> str:
         """Return in one line whether the policy holds in the segment."""
         return "cannot be checked: validation has none of it" if self.watched is None else verdict(self.watched)
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures, as those of a whole split."""
         figures = {} if self.policy is None or self.watched is None else watch_report(self.policy, self.watched)
-        return {"n": self.n, "holds": self.holds, "says": self.says, **figures, "name": self.name}
+        return {"n": self.n, "valid": self.valid, "verdict": self.verdict, **figures, "name": self.name}
 
 
 def watched_chain(policy: Policy, chain: ChainLogits, n_watches: int = 1) -> Watched:

@@ -30,7 +30,7 @@ from cauc_ray.data.logits import (
 from cauc_ray.data.scores import ScoreTable, is_score_file
 from cauc_ray.data.splits import split_shares
 from cauc_ray.data.writing import read_info
-from cauc_ray.errors import ConfigError, DataError, unknown_name, warn
+from cauc_ray.errors import ConfigError, DataError, OptionError, unknown_name, warn
 from cauc_ray.files.paths import AnyPath, RemotePath, hive_values
 from cauc_ray.numbers.answer_arrays import ANSWER, answer_chain, answer_columns_of, holds_columns, texts_of
 from cauc_ray.numbers.answer_keys import AnswerFormat, agreement_keys
@@ -76,7 +76,7 @@ class LogitArrays:
         if not self.models or not all(isinstance(model, str) for model in self.models):
             raise ConfigError(f"{self.path}: models have names, as {{'small': (N, K)}}, got {self.models}")
         if self.has_answers and logit_kind is not None:
-            raise ConfigError("the models answer in words: leave the kind of logits out")
+            raise OptionError("the models answer in words: leave {logit_kind} out")
         declared = dict.fromkeys(self.models, ANSWERS) if self.has_answers else undeclared
         self.kinds = model_kinds(self.path, self.models, logit_kind, declared)
         self._rules = dict(rules)
@@ -269,10 +269,12 @@ class Source:
         if not isinstance(costs, tuple):
             return costs
         if models is None and not isinstance(self._source, LogitArrays):
-            raise ConfigError("costs in a list are in the order of models; name the models, or give {model: cost}")
+            raise OptionError(
+                "{costs} in a list are in the order of {models}: give these, too, or each cost by its model's name"
+            )
         models = models or tuple(self._source.models)
         if len(costs) != len(models):
-            raise ConfigError(f"{len(costs)} costs for {len(models)} models: give one for each, in their order")
+            raise OptionError(f"{{costs}}: {len(costs)} for {len(models)} models: give one for each, in their order")
         return dict(zip(models, costs, strict=True))
 
     def read(self, models: Sequence[str], costs: ModelCosts) -> tuple[ChainLogits, ChainLogits | None]:
@@ -401,7 +403,9 @@ def _in_order(costs: ModelCosts, models: Sequence[str]) -> CallCosts:
         return costs
     missing = next((model for model in models if model not in costs), None)
     if missing is not None:
-        raise ConfigError(f"costs: {unknown_name('model', missing, costs)}")
+        surplus = next((name for name in costs if name not in models), None)
+        why = f"no cost of model {missing!r}" if surplus is None else unknown_name("model", surplus, models)
+        raise OptionError(f"{{costs}}: {why}")
     return [costs[model] for model in models]
 
 
@@ -526,7 +530,7 @@ def validation_arrays(logits: Logits, validation: Any) -> tuple[Logits, Any, Any
 def read_policy_heads(logits: str | AnyPath, policy: Policy, split: str, logit_kind: LogitKinds = None) -> ChainHeads:
     """Read a policy's models on a split of a table as read_policy_chain does, but the logits."""
     if policy.encoder is not None:
-        raise ConfigError(f"shards hold no embeddings, which policy {policy.id} reads: leave shards out")
+        raise OptionError(f"shards hold no embeddings, which policy {policy.id} reads: leave {{shards}} out")
     table = LogitTable(logits, logit_kind, undeclared=policy.kinds_by_model)
     return table.read_chain_heads(policy.models, split, costs=_costs_of(policy))
 

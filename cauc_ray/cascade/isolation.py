@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -70,6 +70,8 @@ def answer_isolated(
     except BaseException as error:  # a model may raise what it likes
         reason = reason_of(error)
     else:
+        if answers.not_finite:
+            answers = _asked_again(answers, ask, batch())
         if len(answers.failures) < len(answers.logits) or good_row is None or _answers(ask, good_row):
             return Isolated(answers, raised=answers.not_finite)
         return Isolated(None, next(iter(answers.failures.values())), "replica")
@@ -79,8 +81,8 @@ def answer_isolated(
     answered, raised = _divided(ask, rows, stopped, batch_size(rows) if good_row is not None else MOST_IN_VAIN)
     if stopped() or not (answered or good_row is not None):
         return Isolated(None, reason)
-    not_finite = [int(part[row]) for part, answers in answered for row in answers.not_finite]
-    return Isolated(_joined(batch_size(rows), answered, raised), raised=frozenset([*raised, *not_finite]))
+    joined = _joined(batch_size(rows), answered, raised)
+    return Isolated(joined, raised=joined.not_finite.union(raised))
 
 
 def reason_of(error: BaseException) -> str:
@@ -104,6 +106,20 @@ def _answers(ask: Ask, good_row: Batch) -> bool:
         raise
     except BaseException:
         return False
+
+
+def _asked_again(answers: Answers, ask: Ask, batch: Batch) -> Answers:
+    """Ask a second time for rows without finite numbers: a model may have failed by chance."""
+    rows = np.array(sorted(answers.not_finite))
+    try:
+        again = ask({name: column[rows] for name, column in batch.items()})
+    except (ConfigError, ExecutionError):
+        raise
+    except BaseException:
+        return answers
+    failures = {row: why for row, why in answers.failures.items() if row not in answers.not_finite}
+    whole = replace(answers, failures=failures, not_finite=frozenset())
+    return _joined(len(answers.logits), [(np.arange(len(answers.logits)), whole), (rows, again)], {})
 
 
 def _divided(
@@ -172,4 +188,5 @@ def _joined(n: int, answered: Sequence[tuple[Ints, Answers]], raised: Mapping[in
         texts=texts,
         tokens=tokens,
         waiting=frozenset(int(rows[place]) for rows, answers in answered for place in answers.waiting),
+        not_finite=frozenset(int(rows[place]) for rows, answers in answered for place in answers.not_finite),
     )

@@ -14,12 +14,13 @@ import textwrap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from cauc_ray import __version__
 from cauc_ray.cli.supervising import leave_on_signals, supervise
-from cauc_ray.errors import CaucError, masked, own_warnings
+from cauc_ray.errors import CaucError, OptionError, masked, own_warnings
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -107,8 +108,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _run(options: argparse.Namespace, *, is_process: bool) -> int:
     """Check a verb's options, do its work, and return the exit code."""
+    from cauc_ray.api.options import Door
+
     verb = _verb(options.verb)
-    checked = dict(_checked(verb, options))
+    fields = verb.options.model_fields
+    flag_values = {name: value for name, value in vars(options).items() if name in fields}
+    flags = {name: spelled[-1] for name, field in fields.items() if (spelled := spellings_of(name, field))}
+    door = Door(flags, flag_values, None if (config := options.config) is None else Path(config))
+    read = verb.options.of(flag_values, door) if config is None else verb.options.read(config, flag_values, flags)
+    checked = dict(read)
     if options.verb == "serve" and is_process and sys.platform == "linux":
         # Before anything takes long: from here on a signal ends it in an orderly way.
         if checked["local"]:
@@ -128,19 +136,10 @@ def _run(options: argparse.Namespace, *, is_process: bool) -> int:
 
     # Ray writes to standard output when it starts, when it ends and when a process dies; that is for the answer alone.
     with warnings_on_stderr("cauc"), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        return verb.work(present, **checked) or 0
-
-
-def _checked(verb: Verb, words: argparse.Namespace) -> Options:
-    """Return a verb's options as flags and a config file give them."""
-    from cauc_ray.api.options import Door
-
-    fields = verb.options.model_fields
-    flag_values = {name: value for name, value in vars(words).items() if name in fields}
-    flags = {name: spelled[-1] for name, field in fields.items() if (spelled := spellings_of(name, field))}
-    if words.config is None:
-        return verb.options.of(flag_values, Door(flags, flag_values))
-    return verb.options.read(words.config, flag_values, flags)
+        try:
+            return verb.work(present, **checked) or 0
+        except OptionError as error:
+            raise door.error(error.args[0]) from error
 
 
 def _verb(name: str) -> Verb:

@@ -159,7 +159,7 @@ def check(
     with live.progress("checking"):
         checked = offline.check(source, loaded, labels=known_labels, **options)
     present(checked)
-    return 0 if checked.holds else NOT_VALID
+    return 0 if checked.valid else NOT_VALID
 
 
 def compare(

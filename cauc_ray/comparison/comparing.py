@@ -44,7 +44,7 @@ from cauc_ray.comparison.selection import choose_methods, require_trainable
 from cauc_ray.comparison.tasks import require_comparison_folder, run_stored
 from cauc_ray.data.logits import LogitTable, encoders
 from cauc_ray.data.scores import ScoreTable, is_score_file
-from cauc_ray.errors import BudgetError, ConfigError, DataError, require_packages, unknown_name
+from cauc_ray.errors import BudgetError, ConfigError, DataError, OptionError, require_packages, unknown_name
 from cauc_ray.execution.outcomes import Outcome, Task
 from cauc_ray.files.paths import AnyPath, absolute, content_digest, path_of
 from cauc_ray.numbers.metrics import aiq, upper_hull
@@ -240,7 +240,7 @@ def _benches(
                 located = absolute(source.scores.path)
                 name = compared.name if compared else located.stem
             elif options.address is not None:
-                raise ConfigError("arrays are compared in this process: leave address out, or write a logit table")
+                raise OptionError("arrays are compared in this process: leave {address} out, or write a logit table")
             trainable = options.checkpoints or () if options.texts is not None or source.scores is not None else ()
             chosen, absent = choose_methods(
                 options.methods, source.models, trainable, encoder, source.hidden, gives=source.gives
@@ -259,13 +259,13 @@ def _benches(
 def _require_enough(options: CompareOptions, path: str, gives: Reads) -> None:
     """Raise ConfigError for options of a comparison that need logits."""
     if not (options.all_budgets or options.relative_budgets or options.points):
-        raise ConfigError(
+        raise OptionError(
             f"{path} has no logits: Base cannot give the budget; give {{budget}}, {{budgets}}, "
             "{relative_budgets} or {points}"
         )
     reads_embedding = options.embedding is not None and gives == "neither"
     if options.objective != "accuracy" or options.texts is not None or reads_embedding:
-        raise ConfigError(f"{path} has no logits: leave {{objective}}, {{texts}}, {{embedding}} out")
+        raise OptionError(f"{path} has no logits: leave {{objective}}, {{texts}}, {{embedding}} out")
 
 
 def _require_splits(table: LogitTable, options: CompareOptions, encoder: str | None) -> None:

@@ -7,7 +7,7 @@ Labels that became known later are in LOGITS/labels/*.parquet, for rows whose ow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias, cast
@@ -25,7 +25,7 @@ from cauc_ray.data.model_rows import (
     unfit_row,
 )
 from cauc_ray.data.writing import LABELS, LOGGED, read_info
-from cauc_ray.errors import ConfigError, DataError, unknown_name, warn
+from cauc_ray.errors import ConfigError, DataError, OptionError, unknown_name, warn
 from cauc_ray.files.parquet import parquet_below, parquet_files, read_parquet
 from cauc_ray.files.paths import AnyPath, hive_values, path_of
 from cauc_ray.numbers.answer_keys import AnswerFormat
@@ -280,7 +280,7 @@ def model_kinds(
         if model not in models:
             raise ConfigError(f"{source}: {unknown_name('model', model, models)}")
         if kind not in LOGIT_KINDS:
-            raise ConfigError(unknown_name("logit kind", kind, LOGIT_KINDS))
+            raise OptionError(f"{{logit_kind}}: {unknown_name('kind', kind, LOGIT_KINDS)}")
     return {model: cast("LogitKind", kinds.get(model) or declared.get(model, "raw")) for model in models}
 
 
@@ -307,16 +307,30 @@ def read_embeddings(logits: AnyPath, encoder: str, split: str, example_ids: Sequ
     ids, lists = _embeddings(logits, encoder, split)
     source = f"{logits}: encoder {encoder!r}, split {split!r}"
     vectors = lists.take(_positions(ids, example_ids, source)).combine_chunks()
+    return vectors_of(vectors, source, lambda row: f"example {example_ids[row]!r}")
+
+
+def vectors_of(vectors: pa.Array, source: str, place: Callable[[int], str]) -> Floats:
+    """Return lists of numbers as an array, float32 (N, d).
+
+    Args:
+        vectors: Large lists of float32.
+        source: Source of the lists, for errors.
+        place: Names a row.
+
+    Raises:
+        DataError: A list is missing, of another length than the others, or not finite.
+    """
     lengths = pc.list_value_length(vectors).fill_null(0).to_numpy(zero_copy_only=False)
     odd = (lengths != lengths[0]) | (lengths == 0)
     if odd.any():
         row = int(odd.argmax())
-        counts = f"{example_ids[row]!r} has {lengths[row]} numbers, {example_ids[0]!r} {lengths[0]}"
-        raise DataError(f"{source}: example {counts}")
+        counts = f"{place(row)} has {lengths[row]} numbers, {place(0)} {lengths[0]}"
+        raise DataError(f"{source}: the embedding of {counts}")
     values: Floats = vectors.flatten().to_numpy(zero_copy_only=False).reshape(len(vectors), lengths[0])
     finite = np.isfinite(values).all(axis=1)
     if not finite.all():
-        raise DataError(f"{source}: the embedding of example {example_ids[int(finite.argmin())]!r} is not finite")
+        raise DataError(f"{source}: the embedding of {place(int(finite.argmin()))} is not finite")
     return values
 
 

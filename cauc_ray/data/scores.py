@@ -12,14 +12,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.logits import CallCosts
+from cauc_ray.data.logits import CallCosts, vectors_of
 from cauc_ray.data.model_rows import typed_column
 from cauc_ray.data.sources import open_folder
 from cauc_ray.errors import ConfigError, DataError, require_packages, unknown_name, warn
 from cauc_ray.files.paths import AnyPath, RemotePath, path_of
 from cauc_ray.numbers.chain import LARGEST, UNNAMED_UNIT, ChainLogits, Costs
 from cauc_ray.numbers.logits import LogitKind
-from cauc_ray.numbers.types import Floats
+from cauc_ray.numbers.types import Bools, Floats, Ints
 
 SUFFIXES = (".parquet", ".csv")
 # A score from here on counts as a right answer.
@@ -111,15 +111,19 @@ class ScoreTable:
         partial = int(((scores > 0) & (scores < 1)).sum())
         if partial:
             warn(f"{path}: {partial:,} of {len(table):,} scores lie between 0 and 1; those from {RIGHT:g} on are right")
-        of_query = pa.array(np.unique(rows, return_index=True)[1])
-        split_of = text["split"].take(of_query).to_numpy(zero_copy_only=False) if "split" in names else None
+        of_query = np.unique(rows, return_index=True)[1]
+        split_of = text["split"].to_numpy(zero_copy_only=False) if "split" in names else None
         embeddings = None
         if "embedding" in names:
-            vectors = table.column("embedding").take(of_query).to_pylist()
-            if len(set(map(len, vectors))) != 1:
-                raise DataError(f"{path}: embeddings of some queries are longer than those of others")
-            embeddings = np.array(vectors, dtype=np.float32)
-        return cls(path, queries, models, scores, costs, split_of, embeddings)
+            if path.suffix == ".csv":
+                raise DataError(f"{path}: a CSV file holds no lists of numbers; write embeddings to Parquet")
+            lists = typed_column(table, "embedding", pa.large_list(pa.float32()), str(path))
+            embeddings = vectors_of(lists, str(path), place)
+        for name, values in (("split", split_of), ("embedding", embeddings)):
+            if values is not None and (differs := _differing(values, of_query[rows])).any():
+                raise DataError(f"{place(int(differs.argmax()))} has another {name} than the query's first row")
+        first = [None if values is None else values[of_query] for values in (split_of, embeddings)]
+        return cls(path, queries, models, scores, costs, *first)
 
     @property
     def kinds(self) -> dict[str, LogitKind]:
@@ -190,3 +194,9 @@ class ScoreTable:
         reduced = TruncatedSVD(max(1, min(N_FEATURES, *(size - 1 for size in counts.shape))), random_state=0)
         reduced.fit(counts)
         return [reduced.transform(words.transform(queries)).astype(np.float32) for queries in splits]
+
+
+def _differing(values: npt.NDArray[Any], reference: Ints) -> Bools:
+    """Return which values, (n,) or (n, d), differ from those of their reference rows, int (n,)."""
+    differs: Bools = (values != values[reference]).reshape(len(values), -1).any(axis=1)
+    return differs

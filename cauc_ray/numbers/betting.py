@@ -43,3 +43,35 @@ def is_mean_below(values: Floats, limit: float, highest: float, confidence: floa
     """
     on_side = log_average(log_capital((limit - values) / max(limit, highest - limit)))[0]
     return bool(on_side >= -math.log1p(-confidence))
+
+
+def mean_interval(values: Floats, lowest: float, highest: float, error_rate: float) -> tuple[float, float]:
+    """Return an interval of the mean of values in [lowest, highest], for any number of them.
+
+    Args:
+        values: Float64 (n,).
+        lowest: The lowest value that there can be.
+        highest: The highest one.
+        error_rate: Probability at most that the interval does not hold the mean.
+
+    >>> low, high = mean_interval(np.repeat([1.0, 11.0], [700, 300]), 1.0, 11.0, 0.05)
+    >>> round(low, 1), round(high, 1)
+    (3.5, 4.5)
+    """
+    if lowest == highest:
+        return lowest, highest
+    distinct, counts = np.unique(values, return_counts=True)
+    shown = math.log(2 / error_rate)
+
+    def bound(side: int, inside: float, outside: float) -> float:
+        while abs(outside - inside) > 1e-6 * (highest - lowest):
+            middle = (inside + outside) / 2
+            steps = np.log1p(_BETS[:, None] * side * (distinct - middle) / (highest - lowest))
+            if log_average(steps @ counts) >= shown:
+                outside = middle
+            else:
+                inside = middle
+        return outside
+
+    mean = float(values.mean())
+    return bound(1, mean, lowest), bound(-1, mean, highest)

@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from cauc_ray.errors import ConfigError, DataError, RiskError
+from cauc_ray.errors import ConfigError, DataError, OptionError, RiskError
 from cauc_ray.numbers.chain import Costs
 from cauc_ray.numbers.intervals import binomial_tail, least_accepted, risk_upper_bound
 from cauc_ray.numbers.metrics import EDGES, CalibrationSums, bins_of
@@ -149,7 +149,9 @@ class RiskLimit:
         """
         matched = _SPELLING.fullmatch(text)
         if matched is None:
-            raise ConfigError(f"{text!r} is not of the form risk<=RISK@CONFIDENCE, such as risk<=0.05@0.95")
+            raise OptionError(
+                f"{{certify}}: {text!r} is not of the form risk<=RISK@CONFIDENCE, such as risk<=0.05@0.95"
+            )
         return cls(float(matched[1]), float(matched[2]))
 
 

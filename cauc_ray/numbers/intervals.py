@@ -96,6 +96,17 @@ def risk_upper_bound(n_wrong: int, n: int, confidence: float) -> float:
     return 1.0 if n_wrong == n else float(betainccinv(n_wrong + 1, n - n_wrong, 1 - confidence))
 
 
+def exact_share(n_hits: int, n: int, error_rate: float) -> Share:
+    """Return n_hits / n with its exact interval (Clopper and Pearson, 1934).   error_rate: of the interval.
+
+    >>> exact_share(9, 10, 0.05)
+    Share(value=0.9, low=0.554..., high=0.997..., n=10)
+    """
+    confidence = 1 - error_rate / 2
+    low, high = 1 - risk_upper_bound(n - n_hits, n, confidence), risk_upper_bound(n_hits, n, confidence)
+    return Share(n_hits / n, low, high, n)
+
+
 def least_accepted(risk: float, confidence: float) -> int:
     """Return the smallest number of rows, all of them right, whose risk bound is at most the given risk.
 

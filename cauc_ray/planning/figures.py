@@ -40,7 +40,7 @@ def plan_figures(chain: PlannedChain, sizing: Sizing, earlier: EarlierRun | None
     return {
         "rate": trials.rate,
         "slo_p99_s": chain.slo_p99_s,
-        "holds": sizing.holds(chain.slo_p99_s),
+        "meets_slo": sizing.meets(chain.slo_p99_s),
         "out_of_reach": sizing.out_of_reach,
         "most_load": MOST_LOAD,
         "range": range_figures(chain),

@@ -24,7 +24,7 @@ class Plan(Figures):
 
     def _goal(self) -> Iterator[str]:
         goal = f"p99 within {self['slo_p99_s']:g} s" if self["slo_p99_s"] else "the rate"
-        yield f"{goal} {'holds' if self['holds'] else 'does not hold'}: {_latency(self['latency_s'])}"
+        yield f"{goal} {'holds' if self['meets_slo'] else 'does not hold'}: {_latency(self['latency_s'])}"
         if self["out_of_reach"]:
             yield self["out_of_reach"]
         carried = self["range"]

@@ -47,7 +47,7 @@ class Sizing:
         """Return the latency, None where queues grow without bound."""
         return None if self.simulation.grows else self.simulation.latency
 
-    def holds(self, slo_p99_s: float | None) -> bool:
+    def meets(self, slo_p99_s: float | None) -> bool:
         """Return whether these replicas sustain the rate, within the goal if there is one."""
         p99_s = math.inf if self.latency is None else self.latency.p99
         return not self.simulation.grows and (slo_p99_s is None or p99_s <= slo_p99_s)
@@ -96,12 +96,12 @@ def sized(trials: Trials, slo_p99_s: float | None) -> Sizing:
     Where no number meets the goal, those that sustain the rate, and why.
     """
     sizing = least = trials.at_load(MOST_LOAD)
-    if slo_p99_s is None or least.holds(slo_p99_s):
+    if slo_p99_s is None or least.meets(slo_p99_s):
         return least
-    if not (spare := trials.at_load(SPARE_LOAD)).holds(slo_p99_s):
+    if not (spare := trials.at_load(SPARE_LOAD)).meets(slo_p99_s):
         return replace(least, out_of_reach=_out_of_reach(spare, slo_p99_s))
     load = MOST_LOAD
-    while not sizing.holds(slo_p99_s):
+    while not sizing.meets(slo_p99_s):
         load = max(SPARE_LOAD, load / STEP)
         sizing = trials.at_load(load)
     return _trimmed(trials, sizing, least.counts, slo_p99_s)
@@ -121,7 +121,7 @@ def _trimmed(trials: Trials, sizing: Sizing, least: Sequence[int], slo_p99_s: fl
         while low < high:
             middle = (low + high) // 2
             trial = trials.of([*sizing.counts[:place], middle, *sizing.counts[place + 1 :]])
-            if trial.holds(slo_p99_s):
+            if trial.meets(slo_p99_s):
                 sizing, high = trial, middle
             else:
                 low = middle + 1

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from cauc_ray.errors import BudgetError, ConfigError
+from cauc_ray.errors import BudgetError, ConfigError, OptionError
 from cauc_ray.numbers.chain import Chain, ChainLogits, ChainPart
 from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.numbers.metrics import macro_f1
@@ -327,7 +327,7 @@ class Family:
     def _choose_solution(self, method: str, calibration: Examples, rule: ThresholdRule) -> Policy:
         """Return the policy of a solution; others of its member are on its curve, unless its risk is certified."""
         if rule.objective != "accuracy":
-            raise ConfigError(f"method {method} chooses by accuracy alone; leave objective out")
+            raise OptionError(f"method {method} chooses by accuracy alone; leave {{objective}} out")
         points = replace(self.points, settings=self.points.cost)
         split = self.validation_name
         if rule.certify is not None:
@@ -398,7 +398,7 @@ class Family:
         if len(self.members) == 1 or (is_given and not self._has_chains):
             return 0
         if rule.price is not None:
-            raise ConfigError("this method chooses among chains, which have other prices: give a budget or a threshold")
+            raise OptionError("this method chooses among chains, which have other prices: give {budget} or {threshold}")
         if rule.threshold is not None:
             chain = self.validation.chain
             at_threshold = [trace.frontier(chain).at(rule.threshold) for trace in self.traces]

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from typing import Literal, TypeAlias, get_args
 
-from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.errors import ConfigError, OptionError, unknown_name
 from cauc_ray.files.entry_points import loaded, registered
 from cauc_ray.numbers.calibrators import KINDS, CalibratorKind
 from cauc_ray.policies.family import Family, Member
@@ -113,10 +113,10 @@ class Method:
         if kind not in KINDS:
             raise ConfigError(unknown_name("calibrator", kind, KINDS))
         if kind != "temperature" and not self.calibrators:
-            raise ConfigError(f"method {self.name} recalibrates models itself: leave the calibrator {kind} out")
+            raise OptionError(f"method {self.name} recalibrates models itself: leave {{calibrator}} {kind} out")
         if (kind == "isotonic" and n_models > MOST_ISOTONIC) or kind not in (*self.calibrators, "temperature"):
-            raise ConfigError(
-                f"the calibrator isotonic is for method base with one or two models, got {self.name} with {n_models}; "
+            raise OptionError(
+                f"{{calibrator}} isotonic is for method base with one or two models, got {self.name} with {n_models}; "
                 "use temperature or offsets"
             )
 

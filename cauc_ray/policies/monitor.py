@@ -174,7 +174,7 @@ class DriftEvidence:
     since: int | None = None
 
     @property
-    def holds(self) -> bool:
+    def valid(self) -> bool:
         """Return whether the feature has raised no alarm."""
         return self.at is None
 
@@ -192,9 +192,9 @@ class Watched:
     evidence: Mapping[str, DriftEvidence]
 
     @property
-    def holds(self) -> bool:
+    def valid(self) -> bool:
         """Return whether no feature raises an alarm."""
-        return all(one.holds for one in self.evidence.values())
+        return all(one.valid for one in self.evidence.values())
 
     @classmethod
     def merged(cls, watched: Iterable[Watched]) -> Watched:
@@ -319,8 +319,8 @@ def watch_report(policy: Policy, watched: Watched) -> dict[str, Any]:
     costs = ((stage.cost or 0.0) * sum(stage.confidences) for stage in reference.stages)
     return {
         "policy_id": policy.id,
-        "holds": watched.holds,
-        "says": verdict(watched),
+        "valid": watched.valid,
+        "verdict": verdict(watched),
         "false_alarm_rate": FALSE_ALARM_RATE,
         "needed": NEEDED,
         "n": total.n,
@@ -332,7 +332,7 @@ def watch_report(policy: Policy, watched: Watched) -> dict[str, Any]:
         "features": [
             {
                 "name": name,
-                "holds": one.holds,
+                "valid": one.valid,
                 "n": one.n,
                 "evidence": one.log10 if one.n else None,
                 "after": one.at,
@@ -378,9 +378,9 @@ def _interval(of: Share) -> list[float] | None:
 
 def verdict(watched: Watched) -> str:
     """Return in one line whether a policy is valid, and if not, which feature raised an alarm first."""
-    if watched.holds:
+    if watched.valid:
         return "is valid"
-    alarms = {name: one for name, one in watched.evidence.items() if not one.holds}
+    alarms = {name: one for name, one in watched.evidence.items() if not one.valid}
     # Features count their own rows; the one with the fewest rows at its alarm was first.
     name = min(alarms, key=lambda feature: alarms[feature].at or 0)
     first, (_, what) = alarms.pop(name), FEATURES[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cauc_ray.errors import BudgetError, ConfigError
+from cauc_ray.errors import BudgetError, ConfigError, OptionError
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.metrics import accuracy, macro_f1
 from cauc_ray.numbers.sweep import most_within
@@ -78,9 +78,11 @@ def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: Thres
 def require_safe_rule(rule: ThresholdRule) -> None:
     """Raise ConfigError unless a safe policy can choose its threshold by the rule."""
     if rule.price is not None:
-        raise ConfigError("a price decides a threshold that a safe policy may have to move; leave safe or price out")
+        raise OptionError(
+            "a price decides a threshold that a safe policy may have to move; leave {safe} or {price} out"
+        )
     if rule.certify is not None:
-        raise ConfigError("--safe and --certify cannot be combined: both need validation; leave one of them out")
+        raise OptionError("{safe} and {certify} cannot be combined: both need validation; leave one of them out")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from cauc_ray.errors import BudgetError, ConfigError, DataError
+from cauc_ray.errors import BudgetError, ConfigError, DataError, OptionError
 from cauc_ray.numbers.betting import is_mean_below
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.gains import Gains
@@ -79,9 +79,9 @@ class ThresholdRule:
 
     def __post_init__(self) -> None:
         if self.threshold is not None and self.budget is not None:
-            raise ConfigError("give a budget or a threshold, not both: a budget chooses the threshold")
+            raise OptionError("give {budget} or {threshold}, not both: a budget chooses the threshold")
         if sum(rule is not None for rule in (self.certify, self.budget, self.threshold, self.price)) > 1:
-            raise ConfigError("give one of a risk to certify, a budget, a threshold and a price: each decides it alone")
+            raise OptionError("give one of {certify}, {budget}, {threshold} and {price}: each decides it alone")
         if self.threshold is not None:
             check_number("threshold", self.threshold)
         if self.budget is not None:
@@ -418,7 +418,7 @@ def _certify(
         )
     on_validation = _early(trace, validation)
     if not on_validation.n_accepted.any():
-        raise ConfigError(f"method {policy.method} answers nothing before the last model; leave certify out")
+        raise OptionError(f"method {policy.method} answers nothing before the last model; leave {{certify}} out")
     on_calibration = trace_policy(policy, calibration)
     segments: dict[str, tuple[EarlyAnswers, EarlyAnswers]] = {}
     if rule.segments:

@@ -395,7 +395,7 @@ class Service(ABC):
         self.metrics.count("policy_changes", "taken")
         note = None if n_replicas is not None else "a replica has not confirmed it, but will adopt it before it answers"
         content = {"policy_id": after.id, "previous": before.id, "version": after.version, "shares": after.shares}
-        return {**content, "replicas": n_replicas, "says": note}, self.etag(after)
+        return {**content, "replicas": n_replicas, "note": note}, self.etag(after)
 
     async def watched(self) -> WatchedHere:
         """Evaluate and return this replica's monitoring of the active policy."""
@@ -436,7 +436,7 @@ class Service(ABC):
             note = "; ".join(reasons) or None
             for outcome, rows in {"counted": n_counted, "cut_short": n_cut, "repeated": n_repeated}.items():
                 self.metrics.count("feedback_rows", outcome, n=rows)
-        return {"policy_id": in_force.id, "rows": n, "counted": n_counted, "says": note}
+        return {"policy_id": in_force.id, "rows": n, "counted": n_counted, "note": note}
 
     async def _decide(self, decision: Decision, why: str, in_force: InForce) -> None:
         """Promote the candidate or roll it back, for this very version: of all routers one decides."""

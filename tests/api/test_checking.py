@@ -33,7 +33,7 @@ def test_a_policy_holds_on_new_rows_and_not_where_models_have_changed(cauc):
         figures = json.loads(cauc("check", table, "--policy", "p.json", "--json")[1])
         assert figures == cauc_ray.check(table, cauc_ray.Policy.load("p.json")).as_json()
         assert figures == cauc_ray.check(table, "p.json").as_json()
-        assert figures["holds"] == (code == 0)
+        assert figures["valid"] == (code == 0)
     measures = cauc_ray.evaluate("same", "p.json").measures
     figures = cauc_ray.check("same", "p.json").as_json()
     assert figures["cost"][0] == pytest.approx(measures.cost)

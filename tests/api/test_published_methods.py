@@ -133,15 +133,15 @@ def test_checks_hold_on_rows_like_those_of_the_fit_and_not_on_others(home, polic
     """Of the others every answer is wrong that was right, or all were answered by the last model."""
     policy, table = policies(method, embedding), home / "LOGITS"
     on_validation = cauc_ray.check(table, policy, split="validation")
-    assert on_validation.holds
+    assert on_validation.valid
     assert on_validation.as_json()["n"] == 250
     assert on_validation.as_json()["cost"][0] == pytest.approx((policy.on_selection or policy.expected).cost)
-    assert cauc_ray.check(table, policy).holds
+    assert cauc_ray.check(table, policy).valid
     evaluation = cauc_ray.evaluate(table, policy)
     chain, labels = evaluation.chain, (evaluation.chain.labels + 1) % 2
     arrays = dict(zip(chain.models, chain.logits, strict=True))
     relabelled = cauc_ray.check(arrays, policy, labels=labels)
-    assert not relabelled.holds
+    assert not relabelled.valid
     assert relabelled.watched.evidence["accuracy"].at is not None
     late = np.resize(np.flatnonzero(evaluation.replay.stages == len(policy.stages) - 1), len(labels))
     harder = {name: logits[late] for name, logits in arrays.items()}

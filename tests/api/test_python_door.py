@@ -126,7 +126,7 @@ def test_an_evaluation_is_the_same_through_both_doors(data, tmp_path):
     predicted = policy.predict(logits)
     np.testing.assert_array_equal(predicted.prediction, from_arrays.predictions.prediction)
     np.testing.assert_array_equal(predicted.confidence, from_arrays.predictions.confidence)
-    assert cauc_ray.check(logits, policy, labels=labels).holds == cauc_ray.check(folder, policy).holds
+    assert cauc_ray.check(logits, policy, labels=labels).valid == cauc_ray.check(folder, policy).valid
     assert cauc_ray.evaluate(logits, policy).measures.accuracy is None
 
 

@@ -11,7 +11,7 @@ from synthetic import chain
 
 from cauc_ray.cascade.bundles import Bundle, Part
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import Answers, ModelFacts
+from cauc_ray.models.answers import Answers, ModelFacts, as_answers
 from cauc_ray.numbers.logits import stacked
 from cauc_ray.policies.methods.base import fit_base
 from cauc_ray.policies.methods.rf import fit_rf
@@ -156,3 +156,24 @@ def test_a_row_that_waits_still_waits_where_the_model_raises_on_another_of_its_c
 
     result, _ = worker_of(answer, 0, POLICIES).decide([Part(0, np.arange(4), "rf")], [Bundle({"row": np.arange(4)})])
     assert (result.failures, result.waiting) == ({1: "asked"}, {1})
+
+
+@given(struck=st.sets(st.integers(0, 8), min_size=1, max_size=8), times=st.integers(1, 2), n=st.integers(1, 9))
+def test_a_row_is_refused_for_nan_only_if_the_model_gives_nan_for_it_twice(struck, times, n):
+    rows, n_struck = np.arange(n), np.zeros(9, int)
+
+    def answer(batch):
+        logits = np.array(DATA.logits[0][batch["row"]], np.float32)
+        for place, row in enumerate(batch["row"].tolist()):
+            if row in struck and n_struck[row] < times:
+                n_struck[row] += 1
+                logits[place, 0] = np.nan
+        return as_answers(logits, len(logits))
+
+    step = POLICIES["rf"].step(0, DATA.logits[0][rows], None)
+    result, _ = worker_of(answer, 0, POLICIES).decide([Part(0, rows, "rf")], [Bundle({"row": rows})])
+    refused = struck & set(rows.tolist()) if times == 2 else set()
+    assert set(result.failures) == result.raised == refused
+    answered = [row for row in rows if row not in refused]
+    assert np.array_equal(result.predictions[answered], step.predictions[answered])
+    assert np.array_equal(result.accepted[answered], step.accepted[answered])

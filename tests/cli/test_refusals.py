@@ -49,12 +49,15 @@ BOTH_DOORS = [
     ),
     ("fit", {"budget": np.nan}, "a budget must be a finite number, got nan", ConfigError),
     ("compare", {"seed": 2**64}, "seed: ", ConfigError),
-    ("fit", {"models": MODELS, "costs": [1, 2]}, "2 costs for 3 models", CaucError),
+    ("fit", {"models": MODELS, "costs": [1, 2]}, "{costs}: 2 for 3 models", ConfigError),
     ("fit", {"costs": {"m0": 1e307, "m1": 1e308, "m2": 1.1e308}}, "cost 1e+307 GFLOPs", CaucError),
     ("fit", {"models": ["m0", "m0"]}, "'m0' is a duplicate", CaucError),
     ("compare", {"methods": ["rff"]}, "unknown method 'rff'; did you mean 'rf'", ConfigError),
-    ("fit", {"logit_kind": "odds"}, "unknown logit kind 'odds'", ConfigError),
+    ("fit", {"logit_kind": "odds"}, "{logit_kind}: unknown kind 'odds'", ConfigError),
     ("fit", {"logits": "https://user:password@127.0.0.1:9/x?sig=abc"}, "https://***@127.0.0.1:9/x?sig=***", CaucError),
+    ("fit", {"costs": {"m0": 1, "m1": 2, "m3": 3}}, "{costs}: unknown model 'm3'. Available: m0", ConfigError),
+    ("fit", {"costs": {"m0": 1, "m1": 2}}, "{costs}: no cost of model 'm2'", ConfigError),
+    ("fit", {"costs": [1, 2, 3]}, "{costs} in a list are in the order of {models}", ConfigError),
     # Splits.
     ("fit", {"calibration_split": "validation"}, "two splits", ConfigError),
     ("compare", {"split": "validation"}, "measure them on another", ConfigError),
@@ -63,16 +66,19 @@ BOTH_DOORS = [
     ("compare", {"redrawn": ["calibration"]}, "'calibration' cannot be pooled with nothing", ConfigError),
     # Budgets and rules that decide a threshold.
     ("fit", {"method": "rf", "budget": 0.5}, "below the cheapest", BudgetError),
-    ("fit", {"budget": 3.0, "threshold": 0.5}, "not both", ConfigError),
+    ("fit", {"budget": 3.0, "threshold": 0.5}, "give {budget} or {threshold}, not both", ConfigError),
     ("fit", {"method": "rf", "validation_split": "none"}, "validation", ConfigError),
     ("fit", {"certify": LIMIT, "objective": "macro-f1"}, "an objective chooses a threshold", ConfigError),
     ("fit", {"certify": "risk<=0.0001@0.95"}, "no threshold is certified, by any rule", CaucError),
-    ("fit", {"certify": "risk<0.05@0.95"}, "'risk<0.05@0.95' is not of the form", ConfigError),
+    ("fit", {"certify": "risk<0.05@0.95"}, "{certify}: 'risk<0.05@0.95' is not of the form", ConfigError),
     ("fit", {"price": 0.1, "budget": 9}, "each decides it alone", ConfigError),
     ("fit", {"price": 0.1, "search": True}, "a search chooses a chain by its best threshold", ConfigError),
     ("fit", {"search": True, "budget": 0.5}, "below the cost of the cheapest chain, 1 GFLOPs", BudgetError),
     ("fit", {"calibrator": "isotonic"}, "for method base with one or two models", ConfigError),
     # What a method cannot do.
+    ("fit", {"method": "stacked", "safe": True}, "leave {safe} out", ConfigError),
+    ("fit", {"method": "stacked", "calibrator": "offsets"}, "leave {calibrator} offsets out", ConfigError),
+    ("fit", {"embedding": "enc"}, "leave {embedding} out", ConfigError),
     ("fit", {"method": "oracle"}, "needs the labels", ConfigError),
     ("fit", {"method": "routellm-bert"}, "reads the queries' texts", ConfigError),
     ("fit", {"method": "single:m9"}, "m9", CaucError),
@@ -325,7 +331,9 @@ def test_the_command_and_python_refuse_in_one_line(home, cauc, verb, options, wo
     first, *rest = arguments
     output = ["-o", OUTPUTS[verb]] if verb in OUTPUTS else []
     flags = flags_of({name: arguments[name] for name in rest})
-    cauc(words, verb, arguments[first], *flags, *output)
+    of_command = re.sub(r"\{(\w+)\}", lambda name: next(flags_of({name[1]: True})), words)
+    words = re.sub(r"\{(\w+)\}", r"\1", words)
+    cauc(of_command, verb, arguments[first], *flags, *output)
     before = content(home)
     with pytest.raises(error, match=re.escape(words)) as refused:
         getattr(cauc_ray, verb)(**arguments)

@@ -126,6 +126,14 @@ def test_a_file_without_costs_takes_them_from_the_options_and_fractions_are_warn
         (lambda rows: rows[4].update(cost=-1.0), ["cost", "-1"]),
         (lambda rows: rows[4].update(model=None), ["no model"]),
         (lambda rows: [row.pop("score") for row in rows], ["'score' is missing"]),
+        (lambda rows: embedded(rows, [0.1, np.nan]), ["embedding", "small", "not finite"]),
+        (lambda rows: embedded(rows, [0.1, None]), ["embedding", "small", "not finite"]),
+        (lambda rows: embedded(rows, [0.1]), ["embedding", "1 numbers"]),
+        (lambda rows: embedded(rows, []), ["embedding", "0 numbers"]),
+        (lambda rows: embedded(rows, [0.1, 0.3]), ["middle", "another embedding"]),
+        (lambda rows: [row.update(embedding=0.5) for row in rows], ["embedding", "double"]),
+        (lambda rows: [row.update(embedding=["a", "b"]) for row in rows], ["embedding", "string"]),
+        (lambda rows: [row.update(split=row["model"][:1]) for row in rows], ["middle", "another split"]),
     ],
 )
 def test_what_is_no_such_table_is_refused_in_one_line_that_names_the_place(tmp_path, change, words):
@@ -135,6 +143,20 @@ def test_what_is_no_such_table_is_refused_in_one_line_that_names_the_place(tmp_p
         cauc_ray.compare(written(tmp_path / "t.parquet", rows), methods=["random"], budget=6.0, models=MODELS)
     assert all(word in str(refused.value) for word in words)
     assert "\n" not in str(refused.value)
+
+
+def embedded(rows, vector):
+    """Give all rows an embedding, and the second query's first row another one."""
+    for row in rows:
+        row["embedding"] = [0.1, 0.2]
+    rows[3]["embedding"] = vector
+
+
+def test_a_csv_file_has_no_embeddings(tmp_path):
+    file = tmp_path / "t.csv"
+    file.write_text('query,model,score,cost,embedding\n"q",a,1,1,"[0.1, 0.2]"\n"q",b,1,2,"[0.1, 0.2]"\n')
+    with pytest.raises(DataError, match="Parquet"):
+        cauc_ray.compare(file, methods=["random"], budget=6.0)
 
 
 def test_fits_and_options_that_need_logits_are_refused(tmp_path):

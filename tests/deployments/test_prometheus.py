@@ -67,7 +67,7 @@ ALERTS = {
     "CaucDegraded": (DEGRADED, ["0+6x60", "0+94x60"], ["0x60", "0+100x60"], {}),
     "CaucSlow": (SLOW, ["0+98x60", "0+100x60", "0+100x60"], ["0+100x60"] * 3, {}),
     "CaucRowsFail": (FAILED, ["0+2x60", "0+98x60"], ["0x60", "0+100x60"], {"stage": "a"}),
-    "CaucPolicyDrifted": ([series("watch_holds", model="m", WorkerId="1")], ["0x60"], ["1x60"], {}),
+    "CaucPolicyDrifted": ([series("watch_valid", model="m", WorkerId="1")], ["0x60"], ["1x60"], {}),
 }
 
 

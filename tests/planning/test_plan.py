@@ -86,7 +86,7 @@ def test_a_plan_has_for_each_stage_what_reaches_it_and_what_it_takes(planned, ho
         assert stage["load"] <= planned["most_load"] + 1e-9
         assert stage["cost"] == pytest.approx(reach * of_policy.cost)
         reach *= stage["deferral"]
-    assert planned["holds"]
+    assert planned["meets_slo"]
     assert planned["requests_per_s"] == pytest.approx(RATE, rel=0.1)
     assert planned["total"]["cost"] == pytest.approx(policy.expected.cost)
     m0, m1, m2 = (stage["replicas"] for stage in planned["stages"])
@@ -109,7 +109,7 @@ def test_too_few_replicas_and_a_goal_out_of_reach_are_named(planned, home):
         if stage["replicas"] > 1
     ]
     assert few["range"]["max_rate"] < RATE
-    assert not few["holds"]
+    assert not few["meets_slo"]
     assert [stage["replicas"] for stage in few["stages"]] == [stage["replicas"] for stage in planned["stages"]]
     assert "batch_size" not in few["out_of_reach"]  # with replicas to spare, each batch has one row
 

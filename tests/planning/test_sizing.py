@@ -56,10 +56,10 @@ def test_a_goal_is_met_and_not_with_one_replica_less_of_any_stage():
     goal = 0.5 * least.simulation.latency.p99
     sizing = sized(Trials(CHAIN, rate), goal)
     assert sizing.out_of_reach is None
-    assert sizing.holds(goal)
-    assert not least.holds(goal)
+    assert sizing.meets(goal)
+    assert not least.meets(goal)
     assert sum(sizing.counts) > sum(least.counts)
     for place, n in enumerate(sizing.counts):
         fewer = [*sizing.counts[:place], n - 1, *sizing.counts[place + 1 :]]
         if n > least.counts[place]:
-            assert not Trials(CHAIN, rate).of(fewer).holds(goal)
+            assert not Trials(CHAIN, rate).of(fewer).meets(goal)

@@ -153,7 +153,7 @@ def test_a_report_of_answers_shows_their_words_and_the_calibration_of_their_conf
 def test_a_check_is_quiet_on_like_rows_and_announces_answers_that_have_become_worse(tmp_path):
     table_of(tmp_path, calibration=600, validation=600, test=600)
     policy = cauc_ray.fit(tmp_path, budget=8.0)
-    assert cauc_ray.check(tmp_path, policy).holds
+    assert cauc_ray.check(tmp_path, policy).valid
     rng = np.random.default_rng(5)
     for name, (texts, confidences, right) in answered(rng, 600).items():
         wrong = (rng.random(600) < 0.5) & (name == "medium")  # as sure as before
@@ -161,5 +161,5 @@ def test_a_check_is_quiet_on_like_rows_and_announces_answers_that_have_become_wo
         ids, facts = [f"later{row}" for row in range(600)], {"cost": COSTS[name], "cost_unit": "USD", "rule": "number"}
         write_answers(tmp_path, name, "later", ids, answers, confidences, right & ~wrong, **facts)
     later = cauc_ray.check(tmp_path, policy, split="later")
-    assert not later.holds
-    assert "accurac" in later.says
+    assert not later.valid
+    assert "accurac" in later.verdict

@@ -64,13 +64,13 @@ def test_answers_are_those_of_a_replay_and_the_reference_counts_them(fit, per_ca
 def test_new_rows_of_the_same_models_stay_quiet_and_changed_ones_do_not(fit):
     policy = fitted(fit)
     for seed in range(12):
-        assert watched(policy, chain(seed + 50, 1000)).watched().holds
+        assert watched(policy, chain(seed + 50, 1000)).watched().valid
     for change, expected in (
         ({"strengths": (0.2, 0.9, 2.4)}, {"confidence", "answers", "calibration"}),
         ({"strengths": (2.2, 2.4, 2.6)}, {"confidence"}),
     ):
         evidence = watched(policy, chain(60, 500, **change)).watched().evidence
-        against = {name for name, statistic in evidence.items() if not statistic.holds}
+        against = {name for name, statistic in evidence.items() if not statistic.valid}
         assert against & expected
         assert all(0 < evidence[name].at <= 500 and evidence[name].log10 >= NEEDED for name in against)
 
@@ -79,7 +79,7 @@ def test_several_watches_share_the_error_rate_and_their_sums_add_up():
     policy = fitted()
     parts = [watched(policy, chain(80 + seed, 400), Watch(policy, n_watches=2)).watched() for seed in range(2)]
     merged = Watched.merged(parts)
-    assert merged.holds
+    assert merged.valid
     for place, sums in enumerate(merged.stages):
         assert sums.n == sum(part.stages[place].n for part in parts)
     alone = watched(policy, chain(80, 400)).watched()
@@ -87,7 +87,7 @@ def test_several_watches_share_the_error_rate_and_their_sums_add_up():
         assert statistic.log10 - parts[0].evidence[name].log10 == pytest.approx(np.log10(2))
         assert merged.evidence[name].n == sum(part.evidence[name].n for part in parts)
     changed = watched(policy, chain(60, 2000, strengths=(0.2, 0.9, 2.4)), Watch(policy, n_watches=2)).watched()
-    assert not Watched.merged([parts[0], changed]).holds
+    assert not Watched.merged([parts[0], changed]).valid
 
 
 def holds_on(policy, data, seed, n):
@@ -97,7 +97,7 @@ def holds_on(policy, data, seed, n):
     watch = Watch(policy)
     watch.add(answered.of_rows(rows))
     watch.add_outcomes(answered.stages[rows], answered.confidences[rows], correct[rows])
-    return watch.watched().holds
+    return watch.watched().valid
 
 
 # Their third likeliest options are rare in many ways, of which a reference knows a part: no change, however many come.

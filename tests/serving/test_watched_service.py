@@ -72,13 +72,13 @@ def test_new_rows_raise_no_alarm_a_new_policy_begins_anew_and_changed_models_are
     with watched.served(local=True) as service:
         policy_id = watched.policy.id
         reports = watched.send_rows(service, 0, N_SAME)
-        assert {(report["policy_id"], report["says"]) for report in reports} == {(policy_id, None)}
+        assert {(report["policy_id"], report["note"]) for report in reports} == {(policy_id, None)}
         assert sum(report["counted"] for report in reports) == N_SAME
         content = watch_until(
             service, lambda watch: watch["n"] == N_SAME == watch["n_labelled"] and watch["n_compared"]
         )
         expected = replay(watched.policy, watched.same)
-        assert (content["holds"], content["says"], content["routers"]) == (True, "is valid", 1)
+        assert (content["valid"], content["verdict"], content["routers"]) == (True, "is valid", 1)
         assert content["policy_id"] == policy_id
         assert content["cost"][0] == pytest.approx(expected.costs.mean())
         correct = expected.predictions == watched.same.labels
@@ -92,38 +92,38 @@ def test_new_rows_raise_no_alarm_a_new_policy_begins_anew_and_changed_models_are
             before, _ = watched.send(service, range(5), labelled=False)
             cauc_ray.set_policy(watched.changed, url=service.url)
             content = watch_until(service, lambda watch: watch["policy_id"] != policy_id)
-            assert (content["holds"], content["n"], content["n_labelled"]) == (True, 0, 0)
+            assert (content["valid"], content["n"], content["n_labelled"]) == (True, 0, 0)
             late = send_labels(service.url, "six", before, [0] * 5)
             assert (late["counted"], late["rows"]) == (0, 5)
-            assert f"policy {watched.changed.id} is active" in late["says"]
+            assert f"policy {watched.changed.id} is active" in late["verdict"]
             cauc_ray.set_policy(url=service.url, threshold=0.5)
-            content = watch_until(service, lambda watch: watch["holds"] is None)
-            assert "no reference to compare" in content["says"]
+            content = watch_until(service, lambda watch: watch["valid"] is None)
+            assert "no reference to compare" in content["verdict"]
         finally:
             cauc_ray.set_policy(watched.policy, url=service.url)
 
         watched.send_rows(service, N_SAME, N_SAME + N_OTHER)
-        content = watch_until(service, lambda watch: watch["holds"] is False)
+        content = watch_until(service, lambda watch: watch["valid"] is False)
         assert content["n"] <= N_OTHER
-        assert content["says"].startswith("has drifted: ")
+        assert content["verdict"].startswith("has drifted: ")
 
 
 @pytest.mark.soak("faults")
 def test_a_raised_alarm_outlives_the_routers_and_ends_with_the_policy(watched, ray_session):
     with watched.served(local=False) as service:
         watched.send_rows(service, N_SAME, N_SAME + N_OTHER)
-        raised = watch_until(service, lambda watch: watch["holds"] is False)
+        raised = watch_until(service, lambda watch: watch["valid"] is False)
         killed = set(replicas_of("Router"))
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
         until(lambda: len(set(replicas_of("Router")) - killed) == 2)
         until(lambda: watch(service)[0] == 200)
         content = watch_until(service, lambda watch: watch["routers"] == 2)
-        assert (content["holds"], content["n"]) == (False, 0)
-        assert content["says"].startswith("has drifted: ")
-        drifted = {feature["name"] for feature in content["features"] if not feature["holds"]}
+        assert (content["valid"], content["n"]) == (False, 0)
+        assert content["verdict"].startswith("has drifted: ")
+        drifted = {feature["name"] for feature in content["features"] if not feature["valid"]}
         assert drifted
-        assert drifted <= {feature["name"] for feature in raised["features"] if not feature["holds"]}
+        assert drifted <= {feature["name"] for feature in raised["features"] if not feature["valid"]}
         for policy in (watched.changed, watched.policy):
             cauc_ray.set_policy(policy, url=service.url)
-            watch_until(service, lambda watch, policy_id=policy.id: watch["policy_id"] == policy_id and watch["holds"])
+            watch_until(service, lambda watch, policy_id=policy.id: watch["policy_id"] == policy_id and watch["valid"])

@@ -218,7 +218,7 @@ def test_only_the_policy_s_own_answers_are_watched_and_drift_is_logged_once(capl
         with caplog.at_level(logging.WARNING, logger=__name__):
             for _ in range(3):
                 assert watch.on_feedback(reported_early(4000, False), IN_FORCE) == 4000
-                assert not watch.evaluate().watched.holds
+                assert not watch.evaluate().watched.valid
         assert [record.message.startswith(f"policy {POLICY.id} has drifted: ") for record in caplog.records] == [True]
 
     run_virtually(main())
@@ -267,7 +267,7 @@ def test_alarms_that_two_routers_raise_at_once_both_last():
             return super().put(key, value, overwrite=overwrite)
 
     def alarms(watch):
-        return {name for name, one in watch.evaluate().watched.evidence.items() if not one.holds}
+        return {name for name, one in watch.evaluate().watched.evidence.items() if not one.valid}
 
     raised = [alarms(drifted_watch(MemoryStore(), by_labels=by_labels)) for by_labels in (False, True)]
     assert raised[0] - raised[1]

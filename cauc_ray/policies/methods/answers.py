@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from cauc_ray.errors import ConfigError, DataError, PolicyError
+from cauc_ray.errors import ConfigError, DataError, OptionError, PolicyError
 from cauc_ray.numbers.answer_keys import NO_ANSWER, AnswerFormat, agreement_keys, confidences_in, joined_keys, said_keys
 from cauc_ray.numbers.calibration import FitStatus
 from cauc_ray.numbers.calibrators import CalibratorKind
@@ -289,7 +289,7 @@ def fit_answers(
 ) -> AnswersPolicy:
     """Fit a cascade of models that answer in words. Arguments and errors are those of fit_rf."""
     if safe:
-        raise ConfigError("method answers holds the likelier answer already: leave safe out")
+        raise OptionError("method answers holds the likelier answer already: leave {safe} out")
     policy = answers_of(calibration, validation, names, by_gain=rule.compare == "gain")
     return choose_threshold(policy.model_copy(update={"budget": rule.budget}), calibration, validation, rule)
 

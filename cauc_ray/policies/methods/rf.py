@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from cauc_ray.errors import ConfigError
+from cauc_ray.errors import OptionError
 from cauc_ray.numbers.calibration import FitStatus, TemperatureFit, fit_pair, solve_temperatures
 from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind
 from cauc_ray.numbers.chain import LARGEST, Chain, ChainLogits, ChainPart
@@ -127,7 +127,9 @@ def fit_rf(
     """
     by_gain = rule.compare == "gain"
     if by_gain and (safe or not isinstance(calibration, ChainLogits)):
-        raise ConfigError("gains are fitted on all logits in one process, of fused stages: leave safe and shards out")
+        raise OptionError(
+            "gains are fitted on all logits in one process, of fused stages: leave {safe} and {shards} out"
+        )
     policy = rf_of(calibration, validation, names, calibrator=calibrator, safe=safe)
     changes: dict[str, Any] = {"budget": rule.budget}
     if by_gain:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from cauc_ray.errors import CaucWarning, ConfigError, DataError, PolicyError
+from cauc_ray.errors import CaucWarning, ConfigError, DataError, OptionError, PolicyError
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import LARGEST, Chain, ChainLogits
@@ -213,9 +213,9 @@ def fit_stacked(
     and safe must have their defaults: cross-validation chooses the penalties, and CAUC-RF is among the candidates.
     """
     if safe:
-        raise ConfigError("method stacked has CAUC-RF among its candidates: leave safe out")
+        raise OptionError("method stacked has CAUC-RF among its candidates: leave {safe} out")
     if not isinstance(calibration, ChainLogits):
-        raise ConfigError("method stacked needs all logits in one process; leave shards out")
+        raise OptionError("method stacked needs all logits in one process; leave {shards} out")
     assert validation is None or isinstance(validation, ChainLogits)
     require_fit(calibration)
     chosen_on = None if validation is None else Examples(validation)

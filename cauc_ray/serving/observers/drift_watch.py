@@ -173,9 +173,9 @@ class DriftWatch(Observer):
             watched = monitored.watch.watched()
             watched = Watched(watched.stages, self._latched(monitored, watched.evidence))
             self._metrics.watched(watched)
-            if monitored.held and not watched.holds:
+            if monitored.held and not watched.valid:
                 logger.warning(f"policy {monitored.policy_id} {verdict(watched)}")
-            monitored.held = watched.holds
+            monitored.held = watched.valid
             return WatchedHere(monitored.policy_id, watched)
 
     def _latched(self, monitored: _PolicyWatch, evidence: Mapping[str, DriftEvidence]) -> Mapping[str, DriftEvidence]:
@@ -190,14 +190,14 @@ class DriftWatch(Observer):
 
         def changed(version: int, content: Any) -> dict[str, Any] | None:
             before = latched_of(content)
-            new = {name: asdict(one) for name, one in evidence.items() if not (one.holds or name in before)}
+            new = {name: asdict(one) for name, one in evidence.items() if not (one.valid or name in before)}
             is_replaced = content is not None and content["policy"] != monitored.digest
             return {"policy": monitored.digest, "evidence": before | new} if new or is_replaced else None
 
         latched = latched_of(self._alarms.update(changed))
         return {
             name: replace(one, log10=max(one.log10, of["log10"]), at=of["at"], since=of["since"])
-            if one.holds and (of := latched.get(name)) is not None
+            if one.valid and (of := latched.get(name)) is not None
             else one
             for name, one in evidence.items()
         }
@@ -213,5 +213,5 @@ def report_of(policy: Policy, policy_id: str, routers: Sequence[WatchedHere]) ->
     seen = [one.watched for one in routers if one.policy_id == policy_id and one.watched is not None]
     if policy.reference is None or not seen:
         verdict_text = "is not watched: at this threshold or budget it has no reference to compare answers with"
-        return {"policy_id": policy_id, "holds": None, "says": verdict_text, "routers": 0}
+        return {"policy_id": policy_id, "valid": None, "verdict": verdict_text, "routers": 0}
     return {**watch_report(policy, Watched.merged(seen)), "routers": len(seen)}

@@ -61,7 +61,7 @@ METRICS: dict[str, tuple[Kind, tuple[str, ...], str]] = {
     "policy_rows": ("counter", ("role",), "Rows that the incumbent or the candidate has answered"),
     "policy_decisions": ("counter", ("decision", "by"), "Decisions, by hand or by rule"),
     "policy_changes": ("counter", ("outcome",), "Changes of the policy, by outcome"),
-    "watch_holds": ("gauge", (), "1 while the policy is valid, 0 once it has drifted"),
+    "watch_valid": ("gauge", (), "1 while the policy is valid, 0 once it has drifted"),
     "watch_evidence": (
         "gauge",
         ("feature",),
@@ -166,7 +166,7 @@ class ServingMetrics(Observer):
 
     def watched(self, watched: Watched) -> None:
         """Report the monitoring of the active policy."""
-        self.note("watch_holds", float(watched.holds))
+        self.note("watch_valid", float(watched.valid))
         for feature, evidence in watched.evidence.items():
             self.note("watch_evidence", max(0.0, evidence.log10), feature)
         for stage, sums in zip(self._stages, watched.stages, strict=True):
