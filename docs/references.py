@@ -27,7 +27,7 @@ from cauc_ray.display import Grid
 from cauc_ray.files.entry_points import is_ours, registered
 from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.policy import METHOD_GROUP
-from cauc_ray.schemas import CONFIGS, SCHEMAS
+from cauc_ray.schemas import SCHEMAS
 from jobs.bench.ratios import grid
 from jobs.paper import answers, claims
 from jobs.paper.pages import methods_table, page_tables, results_table
@@ -52,7 +52,7 @@ def _generated(what: str, name: str = "") -> Iterator[str]:
         for verb in VERBS:
             yield from _verb(verb)
     elif what == "configs":
-        for verb in CONFIGS:
+        for verb in VERBS:
             yield from _schema(SCHEMAS[verb](), f"cauc {verb}", level=2)
     elif what == "methods":
         yield from _methods()

@@ -27,9 +27,6 @@ from cauc_ray.serving.feedback import FeedbackMessage
 from cauc_ray.serving.http_app import OPENAPI
 from cauc_ray.serving.policies_live import PolicyChange
 
-# The verbs that people give a config file (`--config`).
-CONFIGS = ("collect", "fit", "evaluate", "compare", "run", "serve", "plan")
-
 
 def _policy() -> dict[str, Any]:
     methods = dict(METHODS)  # whose modules register the classes of their policies
@@ -53,7 +50,7 @@ def _openapi() -> dict[str, Any]:
 
 
 def _schema(name: str, schema: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    dialect = {"$schema": GenerateJsonSchema.schema_dialect, "$id": f"urn:cauc-ray:{name}"}
+    dialect = {"$schema": GenerateJsonSchema.schema_dialect, "$id": f"urn:cauc-ray:{_file_name(name)}"}
     return dialect | _described(schema())
 
 
@@ -82,11 +79,11 @@ def _subclasses(parent: type[BaseModel]) -> dict[str, type[BaseModel]]:
     return classes
 
 
-# The files that people write and programs read, and the configs of verbs (`--config`).
+# The files that people write and programs read, and the configs of all verbs (`--config`).
 _FILES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "policy": _policy,
     "pool": Pool.model_json_schema,
-    **{verb: VERBS[verb].options.model_json_schema for verb in CONFIGS},
+    **{name: verb.options.model_json_schema for name, verb in VERBS.items()},
 }
 SCHEMAS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "openapi": _openapi,
@@ -96,4 +93,8 @@ SCHEMAS: Mapping[str, Callable[[], dict[str, Any]]] = {
 
 def schema_path(name: str) -> Path:
     """Return where a schema is, of policy or pool files or of a verb's configs, or a service's OpenAPI description."""
-    return OPENAPI if name == "openapi" else Path(__file__).parent / f"{name}.schema.json"
+    return OPENAPI if name == "openapi" else Path(__file__).parent / f"{_file_name(name)}.schema.json"
+
+
+def _file_name(name: str) -> str:
+    return name.replace(" ", "-")

@@ -5,6 +5,7 @@ import json
 import jsonschema
 import pytest
 
+from cauc_ray.cli.command import VERBS
 from cauc_ray.schemas import SCHEMAS, schema_path
 
 FILES = sorted(SCHEMAS.keys() - {"openapi"})
@@ -13,6 +14,11 @@ FILES = sorted(SCHEMAS.keys() - {"openapi"})
 @pytest.mark.parametrize("name", sorted(SCHEMAS))
 def test_the_schemas_in_the_package_are_those_of_the_code(name):
     assert json.loads(schema_path(name).read_text()) == SCHEMAS[name](), "run: python -m cauc_ray.schemas"
+
+
+def test_every_verb_has_a_schema_of_its_config():
+    assert set(FILES) == {"policy", "pool", *VERBS}
+    assert {path.name for path in schema_path("pool").parent.glob("*.json")} == {schema_path(n).name for n in FILES}
 
 
 def undescribed_keys(schema):
@@ -30,7 +36,7 @@ def test_a_schema_names_its_dialect_and_itself_and_describes_all_keys(name):
     schema = SCHEMAS[name]()
     assert jsonschema.validators.validator_for(schema, default=None) is jsonschema.Draft202012Validator
     jsonschema.Draft202012Validator.check_schema(schema)
-    assert schema["$id"] == f"urn:cauc-ray:{name}"
+    assert schema["$id"] == f"urn:cauc-ray:{name.replace(' ', '-')}"
     assert list(undescribed_keys(schema)) == []
     assert "Attributes:\n" not in "".join(
         definition.get("description", "")
