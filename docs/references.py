@@ -10,17 +10,15 @@ import importlib
 import inspect
 import json
 import re
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel
-
 import cauc_ray
 from cauc_ray import sample_logits
+from cauc_ray.api.docstrings import items, sections
 from cauc_ray.api.options import options_of
 from cauc_ray.cli.command import VERBS as ABOUT
 from cauc_ray.cli.command import add_options
@@ -29,7 +27,7 @@ from cauc_ray.display import Grid
 from cauc_ray.files.entry_points import is_ours, registered
 from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.policy import METHOD_GROUP
-from cauc_ray.schemas import CONFIGS, SCHEMAS
+from cauc_ray.schemas import SCHEMAS
 from jobs.bench.ratios import grid
 from jobs.paper import answers, claims
 from jobs.paper.pages import methods_table, page_tables, results_table
@@ -54,7 +52,7 @@ def _generated(what: str, name: str = "") -> Iterator[str]:
         for verb in VERBS:
             yield from _verb(verb)
     elif what == "configs":
-        for verb in CONFIGS:
+        for verb in VERBS:
             yield from _schema(SCHEMAS[verb](), f"cauc {verb}", level=2)
     elif what == "methods":
         yield from _methods()
@@ -157,17 +155,11 @@ def _annotation(content: Any, parameter: inspect.Parameter) -> str:
 
 def _sections(docstring: str) -> Iterator[str]:
     """Yield a docstring's text, its sections as lists, and its examples as code."""
-    for part in re.split(r"\n\n(?=[A-Z]\w+:\n)", docstring):
-        title, _, body = part.partition(":\n")
-        if not title.isalpha():
-            title, body = "", part
-        else:
+    for title, body in sections(docstring).items():
+        if title:
             yield from ("", f"**{title}**", "")
-        body = textwrap.dedent(body)
         if title in ("Args", "Attributes", "Raises"):
-            for item in re.split(r"\n(?=\S)", body):
-                key, _, meaning = " ".join(item.split()).partition(": ")
-                yield f"- `{key}`: {meaning}"
+            yield from (f"- `{name}`: {meaning}" for name, meaning in items(docstring, title).items())
         else:
             yield from re.sub(
                 r"((?:^(?:>>>|\.\.\.).*\n?(?:^\S.*\n?)*)+)", r"```pycon\n\1\n```", body, flags=re.MULTILINE
@@ -227,37 +219,13 @@ def _heading(name: str) -> str:
 
 
 def _object(definition: Mapping[str, Any], described: bool) -> Iterator[str]:
-    about, of_keys = _described(definition)
-    if described and about:
-        yield from ("", about)
+    paragraphs = definition.get("description", "").split("\n\n")
+    if described:
+        yield from (line for paragraph in filter(None, paragraphs) for line in ("", " ".join(paragraph.split())))
     yield from ("", "| key | value | meaning |", "| --- | --- | --- |")
     for key, value in definition["properties"].items():
         default = "required" if key in definition.get("required", ()) else _default(value)
-        meaning = value.get("description") or of_keys.get(key, "")
-        yield f"| `{key}` | {', '.join(filter(None, (_cell(_type(value)), default)))} | {_cell(meaning)} |"
-
-
-def _described(definition: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """Return what a docstring says of an object, and of each of its attributes; inherited ones, too."""
-    about, meanings = _parsed(definition.get("description"))
-    for parent in _classes(BaseModel).get(definition.get("title", ""), BaseModel).__mro__[1:]:
-        meanings = _parsed(parent.__doc__)[1] | meanings
-    return about, meanings
-
-
-def _classes(base: type) -> dict[str, type]:
-    """Return by name the classes of the package that are made from one."""
-    classes: dict[str, type] = {}
-    for child in base.__subclasses__():
-        classes |= _classes(child) | ({child.__name__: child} if child.__module__.startswith("cauc_ray") else {})
-    return classes
-
-
-def _parsed(docstring: str | None) -> tuple[str, dict[str, str]]:
-    about, _, attributes = inspect.cleandoc(docstring or "").partition("\n\nAttributes:\n")
-    items = (" ".join(item.split()) for item in re.split(r"\n(?=\S)", textwrap.dedent(attributes)))
-    meanings = {key: meaning.rstrip(".") for key, _, meaning in (item.partition(": ") for item in items)}
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in about.split("\n\n")), meanings
+        yield f"| `{key}` | {', '.join(filter(None, (_cell(_type(value)), default)))} | {_cell(value['description'])} |"
 
 
 def _default(value: Mapping[str, Any]) -> str:

@@ -10,7 +10,6 @@ import inspect
 import math
 import re
 import reprlib
-import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -31,6 +30,7 @@ from pydantic import (
     create_model,
 )
 
+from cauc_ray.api.docstrings import items
 from cauc_ray.errors import ConfigError, OptionError, unknown_name
 from cauc_ray.files.documents import Settings, read_yaml
 from cauc_ray.files.paths import AnyPath, RemotePath, path_of
@@ -255,10 +255,8 @@ def _kind(parameter: inspect.Parameter, names: dict[str, Any]) -> Any:
 
 def _arguments(function: Callable[..., Any]) -> dict[str, str]:
     """Return what a docstring's Args section says of each argument, up to what only Python can give."""
-    section = re.search(r"^Args:\n((?:(?: .*)?\n?)*)", inspect.getdoc(function) or "", re.MULTILINE)
-    items = re.split(r"\n(?=\S)", textwrap.dedent(section[1]).strip()) if section else []
-    named = (" ".join(item.split()).partition(": ") for item in items)
-    return {name: text.partition(" In Python")[0].removesuffix(".") for name, _, text in named}
+    texts = items(function.__doc__, "Args")
+    return {name: text.partition(" In Python")[0].removesuffix(".") for name, text in texts.items()}
 
 
 def several(text: str) -> tuple[str, ...] | dict[str, str]:

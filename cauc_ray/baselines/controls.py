@@ -30,6 +30,9 @@ class RandomPolicy(ChoosingPolicy):
     """A random mix of models. Which one a row goes to depends on its id and the seed alone.
 
     A row leaves each model for the next more expensive one where its random number is below the threshold.
+
+    Attributes:
+        seed: Seed of the rows' random numbers.
     """
 
     by_id: ClassVar[bool] = True

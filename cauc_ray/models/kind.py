@@ -150,6 +150,7 @@ class KindSpec(Section):
         REMOTE: Whether calls measure their network traffic.
         TAKES_LONG: Whether it is a person: rows may be left without an answer that is yet to come, and what other
             stages have said of a row is shown.
+        kind: Name of the kind.
     """
 
     LOADER: ClassVar[str]

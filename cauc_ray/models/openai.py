@@ -26,7 +26,12 @@ MAX_DECISION_OPTIONS = 255
 
 
 class Prices(Section):
-    """USD per million tokens, of the prompt and of the answer. Discounts for cached tokens are not known."""
+    """USD per million tokens, of the prompt and of the answer. Discounts for cached tokens are not known.
+
+    Attributes:
+        input: Price of the prompt's tokens.
+        output: Price of the answer's tokens.
+    """
 
     input: float = Field(ge=0, allow_inf_nan=False)
     output: float = Field(ge=0, allow_inf_nan=False)

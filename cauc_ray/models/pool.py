@@ -188,8 +188,13 @@ Amount: TypeAlias = Annotated[StrictFloat, Field(ge=0)]
 class CostSpec(Section):
     """The cost of one call on one example: exactly one number, whose key is its unit.
 
-    gflops and params_b may be "auto": as published with the model, else as measured. seconds of a remote stage may be
-    "auto": the measured round trip of each call, divided by its rows.
+    Attributes:
+        gflops: 10^9 multiply-adds; auto is as published with the model, else as measured.
+        params_b: 10^9 parameters; auto is as published with the model.
+        kflops: 10^3 multiply-adds.
+        seconds: Seconds; auto, of a remote stage, is the measured round trip of each call, divided by its rows.
+        usd: USD.
+        usd_per_mtok: USD per 10^6 tokens.
     """
 
     gflops: Amount | Literal["auto"] | None = None

@@ -21,6 +21,7 @@ class RemoteSpec(WordsSpec, ServerSpec):
     """`{kind: remote, url: https://cloud:8000, model: NAME}`: a model of another server.
 
     Attributes:
+        url: Address of the server.
         token_env: The environment variable that holds the token, which is stored nowhere else.
         ca: PEM file of certificates to trust instead of the system's.
         cert: PEM file of the client's own certificate, if the server asks for one.

@@ -24,7 +24,14 @@ N_RESAMPLES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A share of n rows with its 95 % Wilson interval; all NaN if n is 0."""
+    """A share of n rows with its 95 % Wilson interval; all NaN if n is 0.
+
+    Attributes:
+        value: The share.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        n: Number of rows.
+    """
 
     value: float
     low: float

@@ -29,6 +29,16 @@ class TemperatureDiagnostics(FrozenModel):
     """Diagnostics of a stage's calibration on the calibration split; NLL in nats, the standard error in T.
 
     Calibration errors are over 15 equal-width bins, before (at T = 1) and after all that calibrates the stage.
+
+    Attributes:
+        status: How the fit of the temperature ended.
+        standard_error: Standard error of the temperature; null without an estimate.
+        nll_before: Mean negative log likelihood at T = 1.
+        nll_after: The same after the fit.
+        calibration_error_before: Expected calibration error at T = 1.
+        calibration_error_after: The same after calibration.
+        accuracy: Accuracy of the model alone.
+        logits_fingerprint: Digest of the logits that were fitted.
     """
 
     status: FitStatus
@@ -116,7 +126,13 @@ class ThresholdChoice(FrozenModel):
 
 
 class FittedOn(FrozenModel):
-    """A split on which numbers were fitted or chosen: its size and a digest of its ids and labels."""
+    """A split on which numbers were fitted or chosen: its size and a digest of its ids and labels.
+
+    Attributes:
+        split: Name of the split.
+        n: Number of its examples.
+        examples_fingerprint: Digest of their ids and labels.
+    """
 
     split: str
     n: int
@@ -127,6 +143,13 @@ class StageShare(FrozenModel):
     """How many examples reached a stage and stopped at it, as shares too, and the accuracy of these answers.
 
     Shares of no examples are null.
+
+    Attributes:
+        name: Name of the stage.
+        reached: Examples that reached it.
+        answered: Examples that stopped at it.
+        coverage: Share of these in all examples.
+        accepted_accuracy: Accuracy of their answers.
     """
 
     name: str
@@ -301,7 +324,13 @@ class StageReference(FrozenModel):
 
 
 class Reference(FrozenModel):
-    """The reference for later answers: statistics of n validation rows, all labelled, at the policy's threshold."""
+    """The reference for later answers: statistics of n validation rows, all labelled, at the policy's threshold.
+
+    Attributes:
+        split: Name of the split.
+        n: Number of its rows.
+        stages: Statistics of each stage.
+    """
 
     split: str
     n: int = Field(ge=1)
@@ -323,7 +352,12 @@ class Reference(FrozenModel):
 
 
 class Decision(FrozenModel):
-    """What chose the thresholds of the stages: a price of a unit of cost, in accuracy."""
+    """What chose the thresholds of the stages: a price of a unit of cost, in accuracy.
+
+    Attributes:
+        compare: What gains in accuracy are compared with.
+        at: The price.
+    """
 
     compare: Literal["price"] = "price"
     at: float

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Union
 
-from pydantic import Field, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
 
+from cauc_ray.api.docstrings import items, sections
 from cauc_ray.cli.verbs import VERBS
 from cauc_ray.models.pool import Pool
 from cauc_ray.policies.by_method import SINGLE
@@ -23,9 +26,6 @@ from cauc_ray.serving.decisions import DecisionRequest
 from cauc_ray.serving.feedback import FeedbackMessage
 from cauc_ray.serving.http_app import OPENAPI
 from cauc_ray.serving.policies_live import PolicyChange
-
-# The verbs that people give a config file (`--config`).
-CONFIGS = ("collect", "fit", "evaluate", "compare", "run", "serve", "plan")
 
 
 def _policy() -> dict[str, Any]:
@@ -39,26 +39,62 @@ def _policy() -> dict[str, Any]:
 
 def _openapi() -> dict[str, Any]:
     """Return the hand-written description of a service's addresses, with the requests as the code has them."""
-    described: dict[str, Any] = json.loads(OPENAPI.read_text(encoding="utf-8"))
+    openapi: dict[str, Any] = json.loads(OPENAPI.read_text(encoding="utf-8"))
     adapters: list[Any] = [
-        (one, "validation", TypeAdapter(one))
-        for one in (InferenceRequest, PolicyChange, FeedbackMessage, DecisionRequest, ChatRequest)
+        (message, "validation", TypeAdapter(message))
+        for message in (InferenceRequest, PolicyChange, FeedbackMessage, DecisionRequest, ChatRequest)
     ]
     _, schemas = TypeAdapter.json_schemas(adapters, ref_template="#/components/schemas/{model}")
-    described["components"]["schemas"] |= schemas["$defs"]
-    return described
+    openapi["components"]["schemas"] |= _described(schemas)["$defs"]
+    return openapi
 
 
-SCHEMAS: Mapping[str, Callable[[], dict[str, Any]]] = {
+def _schema(name: str, schema: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    dialect = {"$schema": GenerateJsonSchema.schema_dialect, "$id": f"urn:cauc-ray:{_file_name(name)}"}
+    return dialect | _described(schema())
+
+
+def _described(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose keys are described by the docstrings of their classes, inherited ones included."""
+    classes = _subclasses(BaseModel)
+    for definition in (schema, *schema.get("$defs", {}).values()):
+        if "properties" in definition:
+            docstring = definition.get("description")
+            parents = classes.get(definition.get("title", ""), BaseModel).__mro__
+            docstrings = [*(parent.__doc__ for parent in reversed(parents)), docstring]
+            texts = {name: text for part in docstrings for name, text in items(part, "Attributes").items()}
+            for key, value in definition["properties"].items():
+                if key in texts:
+                    value.setdefault("description", texts[key].removesuffix("."))
+            if docstring:
+                definition["description"] = sections(docstring)[""]
+    return schema
+
+
+def _subclasses(parent: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Return by name the classes of the package that are made from one."""
+    classes: dict[str, type[BaseModel]] = {}
+    for child in parent.__subclasses__():
+        classes |= _subclasses(child) | ({child.__name__: child} if child.__module__.startswith("cauc_ray") else {})
+    return classes
+
+
+# The files that people write and programs read, and the configs of all verbs (`--config`).
+_FILES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "policy": _policy,
     "pool": Pool.model_json_schema,
+    **{name: verb.options.model_json_schema for name, verb in VERBS.items()},
+}
+SCHEMAS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "openapi": _openapi,
-    **{verb: VERBS[verb].options.model_json_schema for verb in CONFIGS},
+    **{name: partial(_schema, name, schema) for name, schema in _FILES.items()},
 }
 
 
 def schema_path(name: str) -> Path:
-    """Return where the schema of a policy or pool file is, or a service's OpenAPI description."""
-    if name == "openapi":
-        return OPENAPI
-    return Path(__file__).parent / f"{name}.schema.json"
+    """Return where a schema is, of policy or pool files or of a verb's configs, or a service's OpenAPI description."""
+    return OPENAPI if name == "openapi" else Path(__file__).parent / f"{_file_name(name)}.schema.json"
+
+
+def _file_name(name: str) -> str:
+    return name.replace(" ", "-")

@@ -1,6 +1,7 @@
-"""The README and the tutorial in new virtual environments, word for word, and the versions of dependencies.
+"""The README and the tutorial in new virtual environments, word for word; the package as it is published, and the
+versions of its dependencies.
 
-Each test installs the package from this checkout by uv, from the package index.
+uv builds and installs the package, and has the other packages from the package index.
 """
 
 import os
@@ -8,7 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+from email import message_from_bytes
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from pages import ROOT, snippets
@@ -75,17 +79,48 @@ def environment_of(folder, requirements, *options, python=sys.executable):
     return folder
 
 
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    """Return the source distribution and the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run([UV, "build", "-q", "-o", folder, ROOT], check=True, timeout=300)
+    return next(folder.glob("*.tar.gz")), next(folder.glob("*.whl"))
+
+
+def tracked_files():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.split("\0") if (ROOT / name).is_file()]
+
+
+@pytest.mark.slow
+def test_the_description_on_pypi_has_the_readmes_text_and_no_relative_link(dist):
+    with ZipFile(dist[1]) as wheel:
+        (path,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_bytes(wheel.read(path))
+    description = metadata.get_payload(decode=True).decode()
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert re.findall(r"\]\((?!https?:|mailto:|#)[^)]*", description) == []
+    assert "[Ray](https://docs.ray.io)" in description
+    assert "| a CSV file | Tutorial, to a served cascade |" in description
+    assert {"Operating System :: MacOS", "Operating System :: POSIX :: Linux"} <= {*metadata.get_all("Classifier")}
+
+
+@pytest.mark.slow
+def test_the_source_distribution_has_all_files_of_the_repository(dist):
+    with tarfile.open(dist[0]) as source:
+        names = {name.partition("/")[2] for name in source.getnames()}
+    assert {*tracked_files()} - names == set()
+
+
 @pytest.mark.soak("pages")
 @pytest.mark.timeout(1500)
 def test_the_readmes_snippets_run_in_a_new_environment(tmp_path):
     """In a copy of the repository's tracked files."""
     checkout = tmp_path / "cauc-ray"
     environment = checkout / ".venv"
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, checkout / name)
+    for name in tracked_files():
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
     install, *later = snippets(ROOT / "README.md")
     assert install.language == "sh"
     shell(install.text, checkout, environment, timeout=1200)
@@ -140,13 +175,13 @@ CASES = [("lowest-direct", *case) for case in pythons(11, 12)] + [("highest", *c
 @pytest.mark.soak("versions")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("resolution", "version", "python"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
-def test_the_package_works_with_the_lowest_and_highest_dependencies(tmp_path, resolution, version, python):
+def test_the_package_works_with_the_lowest_and_highest_dependencies(tmp_path, dist, resolution, version, python):
     if python is None:
         pytest.skip(f"Python {version} is not installed here")
     assert all(f"cauc {verb} " in EVERY_VERB for verb in VERBS)
     commands = EVERY_VERB.replace("PORT", str(free_port()))
     for name, extras, code, then in (("plain", "", PLAIN, ""), ("whole", f"[{CORE}]", SMOKE, commands)):
-        package = [f"{ROOT}{extras}"]
+        package = [f"{dist[1]}{extras}"]
         environment = environment_of(tmp_path / name, package, "--resolution", resolution, python=python)
         (tmp_path / f"{name}.py").write_text(code)
         shell(f"python {name}.py\n{then}", tmp_path, environment, timeout=1200)

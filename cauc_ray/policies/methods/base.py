@@ -31,6 +31,9 @@ class BaseStage(Stage):
     """A stage of CAUC Base: mean and deviation of its calibrated logits, and whether it joins the fusion.
 
     Attributes:
+        mean: Mean of its calibrated logits on the calibration split.
+        std: Their standard deviation.
+        fused: Whether it joins the fusion; of the last stage always true.
         complementarity_rate: That with the last stage (paper, eq. 6), whose own is null.
         n_gain: Examples that count as gains in that rate; null if it is null.
         n_loss: Examples that count as losses in it; null if it is null.

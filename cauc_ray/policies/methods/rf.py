@@ -30,7 +30,16 @@ from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_thresh
 
 
 class PairDiagnostics(FrozenModel):
-    """Diagnostics of a stage's pair fit on the calibration split; NLL in nats at alpha = beta = 1 and after the fit."""
+    """Diagnostics of a stage's pair fit on the calibration split; NLL in nats at alpha = beta = 1 and after the fit.
+
+    Attributes:
+        alpha_status: How the fit of alpha ended.
+        beta_status: How the fit of beta ended.
+        alpha_standard_error: Standard error of alpha; null without an estimate.
+        beta_standard_error: Standard error of beta; null without an estimate.
+        nll_before: Mean negative log likelihood at alpha = beta = 1.
+        nll_after: The same after the fit.
+    """
 
     alpha_status: FitStatus
     beta_status: FitStatus
