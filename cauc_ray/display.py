@@ -67,6 +67,16 @@ def amount(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def count_text(count: int | str, noun: str) -> str:
+    """Return a count, or an amount as text, with its noun, whose plural ends in s.
+
+    >>> count_text(1, "replica"), count_text(1200, "replica"), count_text("0.5", "request")
+    ('1 replica', '1,200 replicas', '0.5 requests')
+    """
+    text = count if isinstance(count, str) else f"{count:,}"
+    return f"{text} {noun}{'' if text == '1' else 's'}"
+
+
 class _Interval(Protocol):
     """A share, or a difference of shares, with its interval."""
 

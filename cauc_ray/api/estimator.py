@@ -143,9 +143,9 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         Args:
             X: (N, features) or what else the members take.
             y: Labels, (N,), of any type.
-            **fit_params: Metadata, such as sample_weight (N,). With scikit-learn's metadata routing each member gets
-                what it requests. Without, every member gets all of them, of a Pipeline its last step sample_weight, and
-                large__NAME is for the member large alone. The policy counts every row once.
+            **fit_params: Metadata, such as sample_weight (N,). With scikit-learn's metadata routing, each member gets
+                what it requests. Without it, every member gets all metadata; large__NAME goes to the member large
+                alone. A Pipeline passes sample_weight to its last step. The policy counts every row once.
 
         Raises:
             ValueError: As scikit-learn does, and for a row without a label.

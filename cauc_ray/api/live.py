@@ -26,7 +26,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cauc_ray.display import amount
+from cauc_ray.display import amount, count_text
 from cauc_ray.execution.progress import RateMeter, RunProgress, RunRates
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def run_progress(cost_unit: str) -> Iterator[Callable[[RunProgress], None]]:
 
 def starting(n_stages: int) -> str:
     """Return the first line on something that starts stages."""
-    return f"starting {n_stages:,} stage{'' if n_stages == 1 else 's'} …"
+    return f"starting {count_text(n_stages, 'stage')} …"
 
 
 def run_view(progress: RunProgress, rates: RunRates, cost_unit: str, elapsed_s: float) -> RenderableType:

@@ -29,6 +29,7 @@ from cauc_ray.files.parquet import parquet_below, read_parquet
 from cauc_ray.files.paths import AnyPath, RemotePath, absolute
 from cauc_ray.models.costs import cost_unit
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
+from cauc_ray.numbers.chain import cost_text
 from cauc_ray.numbers.intervals import Mean, share
 from cauc_ray.policies.checks import as_expected, warn_of
 from cauc_ray.policies.evidence import Guard
@@ -200,7 +201,7 @@ def _warn_of_other_costs(stages: tuple[StageSpec, ...], policy: Policy) -> None:
         if policy.costs == "per-model" and declared not in (None, stage.cost):
             warn(
                 f"the pool gives {spec.name!r} a cost of {declared:g} {cost_unit(spec)}, the policy "
-                f"{stage.cost:g} {policy.cost_unit}; the policy's is counted",
+                f"{cost_text(stage.cost, policy.cost_unit, 6)}; the policy's is counted",
             )
 
 

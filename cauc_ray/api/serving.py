@@ -16,7 +16,7 @@ from urllib.parse import quote, urlsplit
 
 from cauc_ray.api.options import Common, OnRay, Options, options_of, takes
 from cauc_ray.api.summaries import PolicyInForce
-from cauc_ray.display import Sheet, Shown
+from cauc_ray.display import Sheet, Shown, count_text
 from cauc_ray.errors import ConfigError, ExecutionError, PolicyError, printable, require_packages
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, load_pool
@@ -128,7 +128,7 @@ def serve(
             )
         grpc_port = _free_port(host, grpc_port)
     model = require_name(pool.name if name is None else name)
-    on_wait(f"starting {len(policy.stages):,} stages …")
+    on_wait(f"starting {count_text(len(policy.stages), 'stage')} …")
     if local:
         from cauc_ray.serving.local import local_service  # Ray takes seconds to import, and some have none
 

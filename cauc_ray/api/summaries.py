@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cauc_ray.display import Figures, Grid, Sheet, amount, number, percent, relative, with_interval
+from cauc_ray.display import Figures, Grid, Sheet, amount, count_text, number, percent, relative, with_interval
 from cauc_ray.errors import DataError
 from cauc_ray.files.documents import read_json
 from cauc_ray.files.paths import AnyPath
+from cauc_ray.numbers.chain import cost_text
 
 
 class CollectSummary(Figures):
@@ -68,8 +69,8 @@ class RunSummary(Figures):
     def _lines(self) -> Iterator[str]:
         share, last = self["accuracy"], self["stages"][-1]["name"]
         accuracy = f"accuracy {with_interval(share['value'], [share['low'], share['high']])}, " if share else ""
-        cost = f"cost {number(self['cost'])} {self['cost_unit']} a row"
-        yield f"{self['n']:,} rows: {accuracy}{cost}{relative(self['relative_cost'], last)}"
+        cost = f"cost {cost_text(self['cost'], self['cost_unit'])} a row"
+        yield f"{count_text(self['n'], 'row')}: {accuracy}{cost}{relative(self['relative_cost'], last)}"
         yield (
             f"saved {percent(self['saving'])} of the cost of {last} ({percent(self['expected_saving'])} expected); "
             f"{percent(self['last_stage_avoided'])} of answered rows never called {last} "

@@ -9,9 +9,9 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from cauc_ray.display import number, percent, points_with_interval
+from cauc_ray.display import percent, points_with_interval
 from cauc_ray.numbers.answer_keys import own_answer
-from cauc_ray.numbers.chain import Chain, ChainPart
+from cauc_ray.numbers.chain import Chain, ChainPart, cost_text
 from cauc_ray.numbers.intervals import Difference, Share, paired_difference, share
 from cauc_ray.numbers.logits import LogitKind
 from cauc_ray.numbers.types import Bools
@@ -100,7 +100,7 @@ def judge(measures: Measures, models: Sequence[SingleModel], unit: str) -> Verdi
         first = better[0]
         assert first.accuracy is not None
         text = f"{first.name} alone is as accurate ({percent(first.accuracy.value)}) and costs no more"
-        return Verdict("bad", f"Not worth it: {text} ({number(first.cost)} {unit}).", gain, better)
+        return Verdict("bad", f"Not worth it: {text} ({cost_text(first.cost, unit)}).", gain, better)
     return Verdict(*against(last.name, saving, gain.value, gain.low, gain.high), gain, better)
 
 

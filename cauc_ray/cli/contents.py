@@ -11,12 +11,12 @@ from typing import Any, Protocol
 from cauc_ray.api.summaries import RunSummary
 from cauc_ray.comparison.result import Comparison
 from cauc_ray.data.logits import FAILED, LogitTable
-from cauc_ray.display import Figures, Grid, Sheet, Shown
+from cauc_ray.display import Figures, Grid, Sheet, Shown, count_text
 from cauc_ray.errors import CaucError, DataError
 from cauc_ray.files.documents import read_json
 from cauc_ray.files.parquet import count_rows, parquet_files, read_footer
 from cauc_ray.files.paths import AnyPath, hive_values, visible
-from cauc_ray.models.pool import Pool, load_pool
+from cauc_ray.models.pool import Pool, Replicas, load_pool
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.policy_sheet import shared_prompts
 
@@ -139,12 +139,14 @@ def _document(path: AnyPath) -> Contents:
 
 
 def _pool(pool: Pool) -> Listing:
-    stages = [
-        f"{s.name}: {s.model.kind}, batches of {s.batch_size}, {s.replicas.min}-{s.replicas.max} replicas"
-        for s in pool.stages
-    ]
+    stages = [f"{s.name}: {s.model.kind}, batches of {s.batch_size}, {_replicas_text(s.replicas)}" for s in pool.stages]
     prompts = shared_prompts({stage.name: stage.model.shown for stage in pool.stages})
     return Listing({"name": pool.name, "task": pool.task, "stages": stages, **prompts})
+
+
+def _replicas_text(replicas: Replicas) -> str:
+    most = count_text(replicas.max, "replica")
+    return most if replicas.min == replicas.max else f"{replicas.min}-{most}"
 
 
 def _logit_table(path: AnyPath) -> Contents:

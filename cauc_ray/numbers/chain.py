@@ -38,6 +38,16 @@ _NOT_MISSING = np.uint32(0x5BD1E995)
 T = TypeVar("T")
 
 
+def cost_text(cost: float | None, unit: str, digits: int = 4) -> str:
+    """Return a cost in so many digits with its unit, a dash for None.
+
+    >>> cost_text(1, "cost units"), cost_text(2.5, "cost units"), cost_text(1, "GFLOPs")
+    ('1 cost unit', '2.5 cost units', '1 GFLOPs')
+    """
+    text = "–" if cost is None else f"{cost:.{digits}g}"
+    return f"{text} {UNNAMED_UNIT.removesuffix('s') if text == '1' and unit == UNNAMED_UNIT else unit}"
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Cost of each model's call: float64 (M,), or (N, M) if calls of one model differ, for example by tokens.
@@ -98,7 +108,7 @@ class Costs:
         for j, (before, after) in enumerate(zip(self.means[:-1], self.means[1:], strict=True)):
             if after <= before:
                 warn(
-                    f"{models[j + 1]!r} costs {after:g} {self.unit}, no more than {models[j]!r} before it "
+                    f"{models[j + 1]!r} costs {cost_text(after, self.unit, 6)}, no more than {models[j]!r} before it "
                     f"({before:g}); the order is used as given",
                 )
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cauc_ray.errors import BudgetError, DataError
-from cauc_ray.numbers.chain import Costs
+from cauc_ray.numbers.chain import Costs, cost_text
 from cauc_ray.numbers.metrics import numbered
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
@@ -104,8 +104,8 @@ class OperatingPoints:
         within: Bools = self.cost <= most_within(budget)
         if not within.any():
             raise BudgetError(
-                f"budget {budget:g} {self.unit} is below the cheapest operating point, "
-                f"{self.cost.min():g} {self.unit}; raise the budget or put a cheaper model first"
+                f"budget {cost_text(budget, self.unit, 6)} is below the cheapest operating point, "
+                f"{cost_text(self.cost.min(), self.unit, 6)}; raise the budget or put a cheaper model first"
             )
         return within
 

@@ -8,6 +8,7 @@ from typing import Annotated, TypeAlias
 from pydantic import Field
 
 from cauc_ray.api.options import Common, Flag, InputPath, options_of
+from cauc_ray.display import count_text
 from cauc_ray.errors import ConfigError, warn
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
@@ -72,7 +73,7 @@ def plan(
     needed = {f"stage {spec.name!r}": (n, spec.replicas.max) for spec, n in zip(specs, sizing.counts, strict=True)}
     for name, (n, most) in (needed | {"serving.router": (trials.router.replicas, chain.most_routers)}).items():
         if n > most:
-            warn(f"{name} needs {n:,} replicas, the pool file allows {most:,}: raise its replicas' max")
+            warn(f"{name} needs {count_text(n, 'replica')}, the pool file allows {most:,}: raise its replicas' max")
     return Plan(pool=pool.name, policy_id=policy.id, **plan_figures(chain, sizing, earlier))
 
 

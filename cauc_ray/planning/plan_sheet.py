@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cauc_ray.display import Figures, Grid, Sheet, amount, number, percent, relative
+from cauc_ray.display import Figures, Grid, Sheet, amount, count_text, percent, relative
 from cauc_ray.models.resources import amounts_text
+from cauc_ray.numbers.chain import cost_text
 
 _SOURCES = {"ledger": "an earlier run's ledger", "saved": "as the pool file declares", "cost": "its cost in the pool"}
 
@@ -18,7 +19,7 @@ class Plan(Figures):
 
     def sheet(self) -> Sheet:
         """Return the goal, the stages and the resources; sources as details."""
-        title = f"{self['pool']} at {amount(self['rate'])} requests a second, policy {self['policy_id']}"
+        title = f"{self['pool']} at {count_text(amount(self['rate']), 'request')} a second, policy {self['policy_id']}"
         parts: list[str | Grid] = [*self._goal(), self._stages(), *self._resources()]
         return Sheet(title, parts, [*self._sources()])
 
@@ -29,8 +30,8 @@ class Plan(Figures):
             yield self["out_of_reach"]
         carried = self["range"]
         yield (
-            f"the pool's replicas (max) carry {amount(carried['max_rate'])} requests a second at a load of "
-            f"{percent(self['most_load'])}; the bottleneck is {carried['bottleneck']!r}"
+            f"the pool's replicas (max) carry {count_text(amount(carried['max_rate']), 'request')} a second at a "
+            f"load of {percent(self['most_load'])}; the bottleneck is {carried['bottleneck']!r}"
         )
 
     def _stages(self) -> Grid:
@@ -59,12 +60,12 @@ class Plan(Figures):
         for stage in self["stages"]:
             yield f"{stage['name']}: {amounts_text(stage['resources'])} in all; each replica {stage['each']}"
         yield (
-            f"in all {total['replicas']:,} replicas, {amounts_text(total['resources'])}; a request costs "
-            f"{number(total['cost'])} {total['cost_unit']}{relative(alone['relative_cost'], alone['name'])}"
+            f"in all {count_text(total['replicas'], 'replica')}, {amounts_text(total['resources'])}; a request costs "
+            f"{cost_text(total['cost'], total['cost_unit'])}{relative(alone['relative_cost'], alone['name'])}"
         )
         yield (
-            f"every request at {alone['name']} alone: {alone['replicas']:,} replicas, "
-            f"{amounts_text(alone['resources'])}, {number(alone['cost'])} {total['cost_unit']} a request"
+            f"every request at {alone['name']} alone: {count_text(alone['replicas'], 'replica')}, "
+            f"{amounts_text(alone['resources'])}, {cost_text(alone['cost'], total['cost_unit'])} a request"
         )
 
     def _sources(self) -> Iterator[str]:

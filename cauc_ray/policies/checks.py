@@ -10,7 +10,7 @@ import numpy as np
 
 from cauc_ray.errors import GuardError, GuardWarning, warn
 from cauc_ray.numbers.calibration import FitStatus
-from cauc_ray.numbers.chain import Chain, ChainPart
+from cauc_ray.numbers.chain import Chain, ChainPart, cost_text
 from cauc_ray.numbers.intervals import Mean, label_shift, mean_difference, ranking, signs_of
 from cauc_ray.numbers.metrics import calibration_error, worsening
 from cauc_ray.numbers.sweep import most_within
@@ -122,7 +122,7 @@ def _single_models(policy: Policy, measures: Measures, costs: Floats, correct: B
     last, accuracy = tests[-1], 100 * float(correct.mean())
     fired = cost > most_within(float(costs[-1])) and last.p_gain > LARGEST_P_OF_GAIN
     text = (
-        f"an example of {split} costs {cost:.4g} {unit}, {costs[-1]:.4g} by {names[-1]} alone, for "
+        f"an example of {split} costs {cost_text(cost, unit)}, {costs[-1]:.4g} by {names[-1]} alone, for "
         f"{100 * last.rate:+.2f} points of accuracy (p = {last.p_gain:.2g})"
     )
     figures = {"cost": cost, "largest_cost": costs[-1], "gain": last.rate, "p_value": last.p_gain}
@@ -170,7 +170,7 @@ def as_expected(expected: Measures | None, costs: Mean, split: str, budget: floa
         return None
     p_value = mean_difference(costs, Mean(expected.cost, expected.cost_deviation, expected.n)).p_value
     text = (
-        f"an example costs {costs.value:.4g} {unit} on {split} and {expected.cost:.4g} on {expected.split}, "
+        f"an example costs {cost_text(costs.value, unit)} on {split} and {expected.cost:.4g} on {expected.split}, "
         f"with {'no budget' if budget is None else f'a budget of {budget:.4g}'} (p = {p_value:.2g})"
     )
     figures = {"cost": costs.value, "n": costs.n, "expected_cost": expected.cost, "expected_n": expected.n}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cauc_ray.display import Grid, Sheet, cost_with_interval, number, percent, relative, share_text
+from cauc_ray.display import Grid, Sheet, cost_with_interval, count_text, number, percent, relative, share_text
+from cauc_ray.numbers.chain import cost_text
 from cauc_ray.policies.evidence import ChainSearch, RiskCertificate
 from cauc_ray.policies.policy import Policy, Stage
 
@@ -66,11 +67,12 @@ def _expected_lines(policy: Policy) -> Iterator[str]:
 def _choice(policy: Policy) -> str:
     """Return how the threshold was chosen."""
     choice, unit = policy.threshold_choice, policy.cost_unit
+    budget = cost_text(policy.budget or 0, unit, 6)
     sure = "" if choice.confidence is None else f", at {100 * choice.confidence:g} % confidence on new inputs"
     return {
         "reference-accuracy": f"the last model's accuracy on {choice.split}",
         "best": f"best {choice.objective} on {choice.split}",
-        "budget": f"best {choice.objective} on {choice.split} within a budget of {policy.budget or 0:g} {unit}{sure}",
+        "budget": f"best {choice.objective} on {choice.split} within a budget of {budget}{sure}",
         "given": "given",
         "price": f"1 less the last error on {choice.split} and the calls to come at {choice.price} errors per {unit}",
         "certified": f"certified on {choice.split}",
@@ -81,7 +83,7 @@ def _warnings(policy: Policy) -> Iterator[str]:
     """Yield the result of the guards, and each that warns."""
     fired = [guard for guard in policy.guards if guard.fired]
     if policy.guards:
-        warned = f"{len(fired)} warning{'s' if len(fired) > 1 else ''}" if fired else "no warnings"
+        warned = count_text(len(fired), "warning") if fired else "no warnings"
         yield f"guards: {len(policy.guards)} checked, {warned}"
     for guard in fired:
         yield f"warning: {guard.name}: {guard.message}"
@@ -150,8 +152,8 @@ def _detail_lines(policy: Policy) -> Iterator[str | Grid]:
     if policy.curve:
         first, last, quality = policy.curve[0], policy.curve[-1], choice.objective or "accuracy"
         end = "" if len(policy.curve) == 1 else f" to {percent(last.quality)} at {number(last.cost)}"
-        points = f"{len(policy.curve)} point{'s' if end else ''}"
-        yield f"curve of {points}: {quality} {percent(first.quality)} at {number(first.cost)} {unit}{end}"
+        start = f"{quality} {percent(first.quality)} at {cost_text(first.cost, unit)}"
+        yield f"curve of {count_text(len(policy.curve), 'point')}: {start}{end}"
     if policy.safe is not None:
         yield f"safe: {policy.safe.message}"
     if policy.noise is not None:
@@ -174,7 +176,7 @@ def shared_prompts(by_model: Mapping[str, str | None]) -> dict[str, str]:
 
 def _search(search: ChainSearch, unit: str) -> Iterator[str | Grid]:
     """Yield what a search chose, and the alternatives."""
-    within = "" if search.budget is None else f" within {search.budget:g} {unit}"
+    within = "" if search.budget is None else f" within {cost_text(search.budget, unit, 6)}"
     title = (
         f"best {search.objective} on {search.split}{within}, of {search.n_chains:,} chains of {len(search.pool)} models"
     )

@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from cauc_ray.display import Grid, Sheet, Shown, percent
+from cauc_ray.display import Grid, Sheet, Shown, count_text, percent
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.numbers.answer_arrays import answer_chain, answer_columns_of, holds_columns, texts_of
 from cauc_ray.numbers.answer_keys import are_vectors
 from cauc_ray.numbers.arrays import array_chain
-from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, Costs
+from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, Costs, cost_text
 from cauc_ray.numbers.ids import NumberIds, rows_of
 from cauc_ray.numbers.logits import ANSWERS
 from cauc_ray.numbers.types import Floats, Ints
@@ -141,7 +141,7 @@ class Predictions(Shown):
         answered = np.bincount(self.stage, minlength=len(self.models)).tolist()
         rows = [(name, f"{n:,}", percent(n / max(1, len(self)))) for name, n in zip(self.models, answered, strict=True)]
         mean = float(self.cost.mean()) if len(self) else 0.0
-        title = f"{len(self):,} predictions at a mean cost of {mean:.4g} {self.cost_unit}"
+        title = f"{count_text(len(self), 'prediction')} at a mean cost of {cost_text(mean, self.cost_unit)}"
         return Sheet(title, [Grid("", ("answered by", "examples", "share"), tuple(rows))])
 
 

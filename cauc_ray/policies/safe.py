@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cauc_ray.errors import BudgetError, ConfigError, OptionError
-from cauc_ray.numbers.chain import Chain
+from cauc_ray.numbers.chain import Chain, cost_text
 from cauc_ray.numbers.metrics import accuracy, macro_f1
 from cauc_ray.numbers.sweep import most_within
 from cauc_ray.policies.evidence import SafeChoice, ThresholdChoice
@@ -60,12 +60,12 @@ def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: Thres
     if rule.threshold is None and cascade.behind(single, limit):
         anew = _best_within(policy, calibration, validation, limit, rule)
         if anew is not None and anew.threshold != policy.threshold:
-            changes.append(f"another threshold chosen, the best on {split} within {limit:.4g} {unit}")
+            changes.append(f"another threshold chosen, the best on {split} within {cost_text(limit, unit)}")
             policy, cascade = anew, results_of(anew)
     if single is not None and cascade.behind(single, limit):
         changes = [
-            f"{single.name} alone, which has {100 * single.quality:.2f} % on {split} at {single.cost:.4g} "
-            f"{unit}; the chain has {100 * cascade.quality:.2f} % at {cascade.cost:.4g}"
+            f"{single.name} alone, which has {100 * single.quality:.2f} % on {split} at "
+            f"{cost_text(single.cost, unit)}; the chain has {100 * cascade.quality:.2f} % at {cascade.cost:.4g}"
         ]
         single_index = [calibration.models.index(single.name)]
         policy = fit(calibration.of_models(single_index), validation.of_models(single_index), rule, safe=True)

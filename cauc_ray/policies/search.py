@@ -13,7 +13,7 @@ import numpy as np
 
 from cauc_ray.errors import BudgetError, ConfigError, unknown_name
 from cauc_ray.numbers.calibrators import CalibratorKind
-from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.chain import ChainLogits, cost_text
 from cauc_ray.numbers.sweep import most_within
 from cauc_ray.policies.evidence import ChainSearch, ChosenChain, FoundChain
 from cauc_ray.policies.method import METHODS, method_named
@@ -93,8 +93,9 @@ def _require_affordable(validation: ChainLogits, rule: ThresholdRule) -> None:
     if rule.budget is not None and means.min() > most_within(rule.budget):
         cheapest, unit = int(means.argmin()), validation.costs.unit
         raise BudgetError(
-            f"budget {rule.budget:g} {unit} is below the cost of the cheapest chain, {means[cheapest]:g} {unit} "
-            f"({validation.models[cheapest]!r} alone); raise the budget or add a cheaper model"
+            f"budget {cost_text(rule.budget, unit, 6)} is below the cost of the cheapest chain, "
+            f"{cost_text(means[cheapest], unit, 6)} ({validation.models[cheapest]!r} alone); raise the "
+            "budget or add a cheaper model"
         )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from cauc_ray.errors import BudgetError, ConfigError, DataError, OptionError
 from cauc_ray.numbers.betting import is_mean_below
-from cauc_ray.numbers.chain import Chain
+from cauc_ray.numbers.chain import Chain, cost_text
 from cauc_ray.numbers.gains import Gains
 from cauc_ray.numbers.guarantees import (
     N_STEPS,
@@ -256,7 +256,7 @@ def sure_points(trace: Trace, chain: Chain, frontier: Frontier, rule: ThresholdR
             high = middle
     if not low:
         raise BudgetError(
-            f"no operating point is shown to cost at most {rule.budget:g} {frontier.unit} at "
+            f"no operating point is shown to cost at most {cost_text(rule.budget, frontier.unit, 6)} at "
             f"{100 * rule.confidence:g} % confidence; the cheapest costs {frontier.cost[0]:g} on {len(chain):,} "
             "examples: raise the budget, allow less confidence, or label more validation examples"
         )

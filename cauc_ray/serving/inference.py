@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from cauc_ray.cascade.rows import Vector
 from cauc_ray.models.answers import TOKENS, Batch
+from cauc_ray.numbers.chain import cost_text
 from cauc_ray.numbers.logits import LogitKind, joint_kind, softmax
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.messages import (
@@ -313,8 +314,7 @@ def last_stage(parameters: RequestParameters, policy: Policy) -> int:
         # Rounding must not exclude a sum of costs that equals the cap.
         affordable = np.cumsum([stage.cost for stage in policy.stages]) <= cap * (1 + 1e-9)
         if not affordable[0]:
-            raise RequestError(
-                f"max_cost {cap:g} is below the cost of the first stage, {policy.stages[0].cost:g} {policy.cost_unit}"
-            )
+            least = cost_text(policy.stages[0].cost, policy.cost_unit, 6)
+            raise RequestError(f"max_cost {cap:g} is below the cost of the first stage, {least}")
         allowed = min(allowed, int(affordable.sum()) - 1)
     return allowed

@@ -2,8 +2,11 @@
 
 import copy
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -261,10 +264,31 @@ def test_readme_shows_the_resources_of_the_pool():
 
 
 def test_entrypoint_of_the_job_is_a_command_that_only_lacks_its_files(command):
-    program, *words = shlex.split(ray_object("job")["spec"]["entrypoint"])
+    program, *words = shlex.split(load("chart/values")["job"]["entrypoint"])
     code, _, err = command(*words)
     assert (program, code) == ("cauc", 2)
     assert "/data/p" in err
+    assert "--resume" in words
+
+
+@pytest.mark.parametrize(("codes", "n_tries"), [([0], 1), ([2, 0], 1), ([4, 4, 5, 0], 3), ([4] * 9, 4)])
+def test_job_is_tried_again_after_exit_code_4_alone(tmp_path, codes, n_tries):
+    """The entrypoint passes through the shells of KubeRay's submitter and of Ray, and `ray job submit` between them."""
+    job = ray_object("job", job={"entrypoint": "cauc run --input '/data/two words' --resume"})["spec"]
+    (tmp_path / "codes").write_text("\n".join(map(str, codes)) + "\n")
+    next_code = 'printf "%s|" "$@" >> tries; echo >> tries; code=$(head -n 1 codes); sed -i 1d codes; exit $code'
+    submit = """python -c 'import shlex, sys; print(shlex.join(sys.argv[1:]))' "$@" > submitted"""
+    for name, text in (("cauc", next_code), ("sleep", "true"), ("submit", submit)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.defpath])}
+    options = {"cwd": tmp_path, "env": environment}
+    subprocess.run(["bash", "-ce", f"submit {job['entrypoint']} ;"], check=True, **options)
+    done = subprocess.run((tmp_path / "submitted").read_text(), shell=True, **options)
+    tries = (tmp_path / "tries").read_text().splitlines()
+    assert tries == ["run|--input|/data/two words|--resume|"] * n_tries
+    assert done.returncode == codes[n_tries - 1]
+    assert job["backoffLimit"] == 0  # each would be a new cluster, whatever the exit code
 
 
 def test_versions_agree():

