@@ -20,6 +20,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Any, ClassVar, Protocol
 
@@ -50,6 +51,9 @@ class GuardWarning(CaucWarning):
     """A check of a fitted policy warns (docs/how-to/guards.md); the message is the check's name and what it found."""
 
 
+_WARNED: ContextVar[set[str] | None] = ContextVar("warned", default=None)
+
+
 @contextmanager
 def own_warnings(hear: Callable[[str], None]) -> Iterator[None]:
     """Pass the message of each CaucWarning in the block to hear() as it is issued, instead of Python's own report.
@@ -72,10 +76,27 @@ def own_warnings(hear: Callable[[str], None]) -> Iterator[None]:
 
 def warn(text: str, category: type[CaucWarning] = CaucWarning) -> None:
     """Warn at the line outside this package that called it."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("cauc_ray."):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, category, stacklevel=level)
+    warned = _WARNED.get()
+    if warned is not None and text in warned:
+        return
+    if warned is not None:
+        warned.add(text)
+    frame, depth, innermost = sys._getframe(), 0, 0
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        depth += 1
+        if frame.f_globals["__name__"].startswith("cauc_ray."):
+            innermost = depth  # past others that call back, as functools does
+    warnings.warn(text, category, stacklevel=innermost + 2)
+
+
+@contextmanager
+def equal_warnings_once() -> Iterator[None]:
+    """Issue equal warnings of a block once: every method that is fitted may give the same."""
+    token = _WARNED.set(set())
+    try:
+        yield
+    finally:
+        _WARNED.reset(token)
 
 
 class CaucError(Exception):

@@ -150,10 +150,11 @@ class FitOptions(ChainOptions, ShardOptions):
         is_searched = self.method in ("base", "rf") and self.searches and not self.safe
         if self.threshold_rule.confidence is not None and not (is_plain or is_searched):
             raise ConfigError(
-                "{budget} at a confidence is for methods base and rf, and for stacked without {search}; not with {safe}"
+                "{budget} at a confidence is for methods answers, base, rf and stacked, with {search} for base and rf "
+                "alone; not with {safe}"
             )
         if self.by is not None and (self.certify is None or not is_plain or self.shards is not None):
-            raise ConfigError("{by} is for {certify} with method base, rf or stacked, without {shards}")
+            raise ConfigError("{by} is for {certify} with method answers, base, rf or stacked, without {shards}")
 
     def _require_plain(self) -> None:
         """Raise ConfigError unless a method of the comparison can be fitted by the options."""

@@ -531,7 +531,7 @@ def read_policy_heads(logits: str | AnyPath, policy: Policy, split: str, logit_k
     """Read a policy's models on a split of a table as read_policy_chain does, but the logits."""
     if policy.encoder is not None:
         raise OptionError(f"shards hold no embeddings, which policy {policy.id} reads: leave {{shards}} out")
-    table = LogitTable(logits, logit_kind, undeclared=policy.kinds_by_model)
+    table = open_table(logits, logit_kind, undeclared=policy.kinds_by_model)
     return table.read_chain_heads(policy.models, split, costs=_costs_of(policy))
 
 

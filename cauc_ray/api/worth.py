@@ -42,7 +42,7 @@ class SingleModel:
 
 
 def models_alone(policy: Policy, chain: Chain, answers: Answered) -> tuple[SingleModel, ...]:
-    """Measure each answering model by itself: the option of its largest logit.
+    """Measure each model that answers by itself: the option of its largest logit.
 
     Args:
         policy: Policy of the chain.
@@ -50,16 +50,17 @@ def models_alone(policy: Policy, chain: Chain, answers: Answered) -> tuple[Singl
         answers: Answers of the policy.
     """
     first = len(policy.stages) - len(policy.answering)
-    names, costs = policy.models[first:], chain.costs.means[first:].tolist()
+    costs = chain.costs.means[first:].tolist()
+    stages = [(at, stage.name, costs[at]) for at, stage in enumerate(policy.answering) if stage.answers]
     labelled = chain.labelled
     if not labelled.any():
-        return tuple(SingleModel(name, cost, None, None) for name, cost in zip(names, costs, strict=True))
+        return tuple(SingleModel(name, cost, None, None) for _, name, cost in stages)
     kinds = chain.logit_kinds[first:]
     (alone,) = of_rows(chain, partial(_block_right, kinds))
     right, alone = (answers.predictions == chain.labels)[labelled], alone[labelled]
     return tuple(
-        SingleModel(name, cost, share(int(of_model.sum()), len(right)), paired_difference(right, of_model))
-        for name, cost, of_model in zip(names, costs, alone.T, strict=True)
+        SingleModel(name, cost, share(int(alone[:, at].sum()), len(right)), paired_difference(right, alone[:, at]))
+        for at, name, cost in stages
     )
 
 
@@ -93,7 +94,7 @@ def judge(measures: Measures, models: Sequence[SingleModel], unit: str) -> Verdi
         return None
     affordable = sorted((model for model in models if model.cost <= measures.cost), key=lambda model: model.cost)
     better = tuple(model for model in affordable if model.accuracy and model.accuracy.value >= accuracy.value)
-    gain, saving = last.gain, None if measures.relative_cost is None else 1 - measures.relative_cost
+    gain, saving = last.gain, 1 - measures.cost / last.cost if last.cost else None
     if len(models) == 1:
         return Verdict("same", "One model: there is nothing to compare it with.", gain, better)
     if better:

@@ -44,7 +44,15 @@ from cauc_ray.comparison.selection import choose_methods, require_trainable
 from cauc_ray.comparison.tasks import require_comparison_folder, run_stored
 from cauc_ray.data.logits import LogitTable, encoders
 from cauc_ray.data.scores import ScoreTable, is_score_file
-from cauc_ray.errors import BudgetError, ConfigError, DataError, OptionError, require_packages, unknown_name
+from cauc_ray.errors import (
+    BudgetError,
+    ConfigError,
+    DataError,
+    OptionError,
+    equal_warnings_once,
+    require_packages,
+    unknown_name,
+)
 from cauc_ray.execution.outcomes import Outcome, Task
 from cauc_ray.files.paths import AnyPath, absolute, content_digest, path_of
 from cauc_ray.numbers.metrics import aiq, upper_hull
@@ -171,7 +179,8 @@ def compare(
     is_cut = isinstance(logits, Mapping) or (is_score_file(logits) and ScoreTable.read(logits).split_of is None)
     shares = _array_shares(validation, test) if is_cut else {}
     options: CompareOptions = options_of(compare).of({**locals(), **shares})
-    return _compared(options, logits, labels, example_ids, output, on_cell)
+    with equal_warnings_once():
+        return _compared(options, logits, labels, example_ids, output, on_cell)
 
 
 def _compared(

@@ -21,7 +21,7 @@ from cauc_ray.data.blocks import first_duplicate
 from cauc_ray.data.logits import CallCosts, ChainHeads, LogitKinds, LogitTable
 from cauc_ray.data.model_rows import ModelRows, joined_labels, typed_column
 from cauc_ray.data.writing import PoolModel, TableInfo, read_info, record_model, require_folder_names
-from cauc_ray.errors import ConfigError, DataError, warn
+from cauc_ray.errors import ConfigError, DataError, OptionError, warn
 from cauc_ray.files.documents import make_folder
 from cauc_ray.files.parquet import parquet_files, read_footer, read_parquet, write_parquet
 from cauc_ray.files.paths import AnyPath, RemotePath, hive_values, path_of
@@ -71,7 +71,7 @@ class AnswerTable(LogitTable):
         """Open a table. Raises DataError as LogitTable does, ConfigError for a kind of logits."""
         super().__init__(path)
         if logit_kind is not None:
-            raise ConfigError(f"{self.path} has answers in words in place of logits: leave the kind of logits out")
+            raise OptionError(f"{self.path} has answers in words in place of logits: leave {{logit_kind}} out")
         self.kinds = dict.fromkeys(self.models, ANSWERS)
         self.facts = {model.name: model for model in self.info.models} if self.info else {}
 
@@ -148,6 +148,9 @@ class AnswerTable(LogitTable):
         Arguments and errors are those of LogitTable's; DataError, too, where an answer that is missing is right.
         """
         self._require_chain(models, costs)
+        if differs := next((model for model in models if self.rule(model) != self.rule(models[0])), None):
+            rules = f"{self.rule(models[0])!r} of {models[0]!r} and {self.rule(differs)!r} of {differs!r}"
+            raise DataError(f"{self.path}: the rules {rules} make different answers equal; collect them with one rule")
         failed = pa.chunked_array([self.read_failed(model, split) for model in models], pa.string()).unique()
         rows = [self.read_model(model, split) for model in models]
         left = [of.without(failed) for of in rows] if len(failed) else rows
@@ -174,7 +177,7 @@ class AnswerTable(LogitTable):
         self, models: Sequence[str], split: str, *, costs: CallCosts = None, with_logits: bool = False
     ) -> ChainHeads:
         """Raise ConfigError: shards keep logits."""
-        raise ConfigError(f"{self.path} has answers in words, which one process keeps: leave shards out")
+        raise OptionError(f"{self.path} has answers in words, which one process keeps: leave {{shards}} out")
 
 
 def _first_file(table: AnyPath, model: str) -> AnyPath | None:
@@ -190,19 +193,28 @@ def open_table(
     *,
     undeclared: Mapping[str, LogitKind] = MappingProxyType({}),
 ) -> LogitTable:
-    """Open a table of logits, or of answers where its first file has those. Arguments are those of LogitTable."""
+    """Open a table of logits, or of answers where its files have those. Arguments are those of LogitTable."""
     return AnswerTable(path, logit_kind) if holds_answers(path) else LogitTable(path, logit_kind, undeclared=undeclared)
 
 
 def holds_answers(path: object) -> bool:
-    """Return whether something is the path of a table of answers in words, or columns of those by model."""
+    """Return whether something is the path of a table of answers in words, or columns of those by model.
+
+    Raises DataError for a table in which some models have answers and others logits.
+    """
     if isinstance(path, Mapping):
         return holds_columns(path)
     folder = path_of(path) if isinstance(path, str | Path | RemotePath) else None
     if folder is None or not folder.is_dir():
         return False
-    file = next((file for model in hive_values(folder, "model")[:1] for file in [_first_file(folder, model)]), None)
-    return file is not None and ANSWER in read_footer(file).schema.names
+    files = {model: _first_file(folder, model) for model in hive_values(folder, "model")}
+    kinds = {model: ANSWER in read_footer(file).schema.names for model, file in files.items() if file is not None}
+    if len(set(kinds.values())) > 1:
+        in_words, other = (next(model for model, of in kinds.items() if of is kind) for kind in (True, False))
+        raise DataError(
+            f"{folder}: model {in_words!r} has answers in words, {other!r} logits; give each kind its own table"
+        )
+    return any(kinds.values())
 
 
 def table_info(path: str | AnyPath | Mapping[str, Any]) -> TableInfo | None:

@@ -104,9 +104,9 @@ class Costs:
         return cumulative[np.arange(len(stops)), stops]
 
     def warn_unless_rising(self, models: tuple[str, ...]) -> None:
-        """Warn if a model costs no more than the one before it; the order is used as given."""
+        """Warn if a model costs no more than the one before it, unless it is the last and free, as who abstains is."""
         for j, (before, after) in enumerate(zip(self.means[:-1], self.means[1:], strict=True)):
-            if after <= before:
+            if 0 < after <= before or (after == 0 and j + 2 < len(models)):
                 warn(
                     f"{models[j + 1]!r} costs {cost_text(after, self.unit, 6)}, no more than {models[j]!r} before it "
                     f"({before:g}); the order is used as given",

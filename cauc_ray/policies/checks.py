@@ -181,7 +181,7 @@ def warn_of(guards: Iterable[Guard]) -> None:
     """Issue a GuardWarning for each guard that fires."""
     for guard in guards:
         if guard.fired:
-            warn(f"{guard.name}: {guard.message}", GuardWarning)
+            warn(f"{guard.name}: {guard.message}; see docs/how-to/guards.md", GuardWarning)
 
 
 def require_quiet(guards: Sequence[Guard]) -> None:

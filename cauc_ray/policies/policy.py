@@ -91,6 +91,11 @@ class Stage(FrozenModel):
     prompt: str | None = None
     diagnostics: TemperatureDiagnostics | None
 
+    @property
+    def answers(self) -> bool:
+        """Return whether its model ever answers."""
+        return True
+
     # The fields that enter a policy's id: what step() reads, and the model's name.
     DECIDES: ClassVar[frozenset[str]] = frozenset({"name", "logit_kind", "floor", "temperature", "offsets", "isotonic"})
 

@@ -96,8 +96,8 @@ def test_all_intervals_of_a_column_hold_together_also_in_small_segments(n_segmen
         last, right = rng.random(len(ids)) < deferred, rng.random(len(ids)) < 0.9
         logits = np.where(np.stack([right, ~right], axis=1), np.float32(1), np.float32(-1))
         chain = ChainLogits(
-            models=("a", "b"), example_ids=ids, labels=np.zeros(len(ids), np.int32), costs=Costs("c", np.array([1.0, 10.0])),
-            per_call_costs=False, source="", logit_kind="raw", logits=(logits, logits),
+            models=("a", "b"), example_ids=ids, labels=np.zeros(len(ids), np.int32), per_call_costs=False, source="",
+            costs=Costs("c", np.array([1.0, 10.0])), logit_kind="raw", logits=(logits, logits),
         )  # fmt: skip
         answers = Answered(
             stages=last.astype(np.int8), predictions=(~right).astype(np.int32), confidences=np.ones(len(ids)),

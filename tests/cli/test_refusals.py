@@ -86,7 +86,7 @@ BOTH_DOORS = [
     ("fit", {"method": "base", "rule": "gain"}, "rule gain", ConfigError),
     ("fit", {"method": "rf", "rule": "gain", "search": True}, "stacked", ConfigError),
     ("fit", {"method": "stacked", "search": True, "threshold": 0.7}, "budget", ConfigError),
-    ("fit", {"method": "stacked", "search": True, "budget": "9@0.95"}, "for stacked without", ConfigError),
+    ("fit", {"method": "stacked", "search": True, "budget": "9@0.95"}, "for base and rf", ConfigError),
     ("fit", {"method": "margin", "safe": True}, "safe is for methods base and rf, not", ConfigError),
     ("fit", {"method": "margin", "search": True}, "search is for methods base, rf and stacked, not", ConfigError),
     ("fit", {"method": "frugalgpt", "price": 0.01}, "price", ConfigError),

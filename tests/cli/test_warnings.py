@@ -36,7 +36,7 @@ def home(tmp_path_factory):
 
 
 def fired(guards):
-    return [f"{guard.name}: {guard.message}" for guard in guards if guard.fired]
+    return [f"{guard.name}: {guard.message}; see docs/how-to/guards.md" for guard in guards if guard.fired]
 
 
 def caught(call):
@@ -72,6 +72,15 @@ def test_warnings_of_costs_and_of_probabilities_point_at_the_call():
         _, messages = caught(lambda method=method: cauc_ray.fit(votes, labels, method=method, **asked))
         assert any("the order is used as given" in message for message in messages)
         assert sum("model '" in message for message in messages) >= 2
+
+
+def test_a_comparison_warns_once_at_the_call_of_what_all_its_fits_meet():
+    rng, labels = np.random.default_rng(0), np.arange(600) % 3
+    votes = {name: rng.multinomial(4, 0.2 + 0.4 * np.eye(3)[labels]) / 4 for name in "ab"}
+    asked = {"costs": [1, 2], "logit_kind": "probabilities", "methods": ["base", "rf", "margin", "duo"]}
+    _, messages = caught(lambda: cauc_ray.compare(votes, labels, **asked))
+    assert messages
+    assert len(set(messages)) == len(messages)
 
 
 def test_the_command_warns_on_standard_error_each_message_once(cauc):

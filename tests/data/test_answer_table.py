@@ -1,5 +1,6 @@
 """Tables of answers in words: by which rule answers are the same, who is right, and what is refused."""
 
+import shutil
 import time
 
 import numpy as np
@@ -9,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import cauc_ray
-from cauc_ray.data.answer_table import AnswerTable, write_answers
+from cauc_ray.data.answer_table import AnswerTable, open_table, write_answers
+from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import CaucError, ConfigError, DataError
 from cauc_ray.numbers.answer_keys import NONE_RIGHT, agreement_keys, said_keys
 from cauc_ray.numbers.answer_rules import rule_of
@@ -70,6 +72,20 @@ def test_a_long_answer_takes_no_longer_than_its_length_explains(rule, part):
 def test_what_is_no_rule_is_refused(rule):
     with pytest.raises(ConfigError):
         rule_of(rule)
+
+
+def test_a_table_has_answers_or_logits_and_models_of_one_rule(tmp_path):
+    for name, rule in (("a", "exact"), ("b", "number")):
+        written(tmp_path, name, ["x", "1"], [True, False], rule=rule)
+    for model in ("a", "b"):
+        AnswerTable(tmp_path).read_chain([model], "test")
+    with pytest.raises(DataError, match="'exact' of 'a' and 'number' of 'b'"):
+        AnswerTable(tmp_path).read_chain(["a", "b"], "test")
+    for name in ("0", "z"):  # before the others in the alphabet, and after them
+        write_logits(tmp_path, name, "test", ["q0", "q1"], np.eye(2, dtype=np.float32), np.arange(2))
+        with pytest.raises(DataError, match=f"'{name}'"):
+            open_table(tmp_path)
+        shutil.rmtree(tmp_path / f"model={name}")
 
 
 @pytest.mark.parametrize(("rule", "why"), [("math:sqrt", "must be real number"), ("builtins:len", "text or None")])

@@ -120,6 +120,23 @@ def test_a_cascade_keeps_its_budget_and_beats_raw_confidences_and_random_routing
     assert accuracies["oracle"] > accuracies["answers"] > max(accuracies["confidence"], accuracies["random"]) + 0.005
 
 
+@pytest.mark.filterwarnings("ignore:'nobody' costs 0 USD, no more than 'small'")
+def test_a_stage_that_never_answers_is_the_last_and_a_cascade_is_compared_with_those_that_do(tmp_path):
+    table_of(tmp_path, calibration=300, validation=300, test=600)
+    for split, n in {"calibration": 300, "validation": 300, "test": 600}.items():
+        ids = [f"{split}{row}" for row in range(n)]
+        nobody = [None] * n, {}, [False] * n
+        write_answers(tmp_path, "nobody", split, ids, *nobody, rule="number", cost=0.0, cost_unit="USD")
+    for models in (["small", "nobody", "large"], ["nobody", "small"]):
+        with pytest.raises(ConfigError, match="'nobody' never answers"):
+            cauc_ray.fit(tmp_path, models=models)
+    policy = cauc_ray.fit(tmp_path, models=["small", "large", "nobody"], threshold=0.5)
+    evaluation = cauc_ray.evaluate(tmp_path, policy, split="test")
+    assert [model.name for model in evaluation.models] == ["small", "large"]
+    saving = 1 - evaluation.measures.cost / COSTS["large"]
+    assert f"saves {100 * saving:.1f} % of the cost of large" in evaluation.verdict.answer
+
+
 def test_a_hundred_rows_are_enough_and_answers_have_no_classes_of_which_there_were_an_f1(tmp_path):
     policy = cauc_ray.fit(table_of(tmp_path, calibration=100, validation=100, test=4000), budget=8.0)
     evaluation = cauc_ray.evaluate(tmp_path, policy, split="test")

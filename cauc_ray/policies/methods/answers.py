@@ -71,6 +71,11 @@ class AnswersStage(Stage):
     abstains: bool = False
 
     @property
+    def answers(self) -> bool:
+        """Return whether its model ever answers."""
+        return not self.abstains
+
+    @property
     def source(self) -> str:
         """Return what its confidence is based on: its name, and the names of the model's confidences."""
         return f"{self.name}: {', '.join(self.confidences or ())}" if self.confidences else self.name
@@ -164,6 +169,8 @@ class AnswersPolicy(Policy):
         for index, stage in enumerate(self.stages):
             if stage.logit_kind != ANSWERS:
                 yield f"stage {stage.name!r} of method answers has logits of kind {stage.logit_kind}"
+            if stage.abstains and stage is not self.stages[-1]:
+                yield f"stage {stage.name!r} never answers, and others follow"
             if (index == 0) != (stage.informed is None) or (index == 0) != (stage.held is None):
                 yield "informed and held must be null for the first stage and fitted for the others"
 
@@ -298,6 +305,11 @@ def answers_of(calibration: Chain, validation: Chain | None, names: tuple[str, s
     """Return a cascade at a threshold that no row reaches, not measured."""
     require_fit(calibration)
     assert isinstance(calibration, ChainLogits)
+    for name, vectors in zip(calibration.models[:-1], calibration.logits, strict=False):
+        if (agreement_keys(vectors) == NO_ANSWER).all():
+            raise OptionError(
+                f"{calibration.source}: model {name!r} never answers, so it can only be the last of {{models}}"
+            )
     fitted = fit_stages(calibration)
     stages = [_diagnosed(calibration, index, stage) for index, stage in enumerate(fitted)]
     entries = split_entries(calibration, validation, names, BY_DEFAULT)
