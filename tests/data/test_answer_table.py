@@ -76,7 +76,7 @@ def test_what_is_no_rule_is_refused(rule):
 
 def test_a_table_has_answers_or_logits_and_models_of_one_rule(tmp_path):
     for name, rule in (("a", "exact"), ("b", "number")):
-        written(tmp_path, name, ["x", "1"], [True, False], rule=rule)
+        written(tmp_path, name, ["2", "1"], [True, False], rule=rule)
     for model in ("a", "b"):
         AnswerTable(tmp_path).read_chain([model], "test")
     with pytest.raises(DataError, match="'exact' of 'a' and 'number' of 'b'"):
