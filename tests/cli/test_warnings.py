@@ -19,6 +19,7 @@ from cauc_ray import CaucWarning
 from cauc_ray.api import live
 from cauc_ray.cli.command import main
 from cauc_ray.errors import GuardError
+from cauc_ray.policies.evidence import Guard
 
 MODELS = ["m0", "m1", "m2"]
 FALLING = ["--models", "m0,m1", "--costs", "3,2"]
@@ -90,12 +91,12 @@ def test_the_command_warns_on_standard_error_each_message_once(cauc):
     assert all(line.startswith("cauc: warning: ") for line in messages)
     assert len(set(messages)) == len(messages)
     assert SAID_OF_FALLING in messages[0]
-    guards = [guard for guard in json.loads(out)["guards"] if guard["fired"]]
-    assert messages[-len(guards) :] == [f"cauc: warning: {guard['name']}: {guard['message']}" for guard in guards]
+    guards = [Guard(**guard) for guard in json.loads(out)["guards"] if guard["fired"]]
+    assert messages[-len(guards) :] == [f"cauc: warning: {text}" for text in fired(guards)]
     code, out, strict = cauc("fit", "LOGITS", *FALLING, "--strict", "-o", "strict.json")
     assert (code, out, Path("strict.json").exists()) == (3, "", False)
     assert strict.splitlines()[0] == messages[0]
-    assert strict.splitlines()[-1].startswith(f"cauc: error: {guards[0]['name']}: ")
+    assert strict.splitlines()[-1].startswith(f"cauc: error: {guards[0].name}: ")
     code, out, err = cauc("compare", "LOGITS", *FALLING, "--methods", "single,base,rf,margin", "--json")
     assert (code, json.loads(out)["models"]) == (0, ["m0", "m1"])
     assert [line for line in err.splitlines() if SAID_OF_FALLING in line] == [messages[0]]

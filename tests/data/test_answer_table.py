@@ -154,5 +154,5 @@ def test_each_method_is_refused_on_the_table_that_it_cannot_read(tmp_path, capsy
         cauc_ray.fit(tmp_path, method="base")
     with pytest.raises(CaucError, match="answers reads answers in words"):
         cauc_ray.fit(cauc_ray.sample_logits(), method="answers")
-    with pytest.raises(CaucError, match="leave the kind of logits out"):
+    with pytest.raises(CaucError, match="leave logit_kind out"):
         cauc_ray.fit(tmp_path, logit_kind="raw")
