@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def collect(
     pool: str | AnyPath | Pool,
     dataset: str | AnyPath,
-    out: str | AnyPath,
+    output: str | AnyPath,
     *,
     split: Common[str | None] = None,
     models: Common[Annotated[Names, Field(min_length=1)] | None] = None,
@@ -55,7 +55,7 @@ def collect(
     Args:
         pool: A pool file. In Python also a Pool.
         dataset: A benchmark by name, NAME=PATH for its files, or a file or folder of tables or images, by path or URI.
-        out: The table, by path or URI, new or to add to: rows and models that it has are not collected again.
+        output: The table, by path or URI, new or to add to: rows and models that it has are not collected again.
         split: One of the dataset's splits, or all for every row of every file (default: calibration, validation and
             test).
         models: Names of models of the pool (default: all).
@@ -70,7 +70,7 @@ def collect(
         on_progress: Called with the state of the collection as it goes on.
 
     Returns:
-        A summary. Rows that a model cannot answer are in out/failed.
+        A summary. Rows that a model cannot answer are in output/failed.
 
     Raises:
         CaucError: for the pool, the dataset or the table, and where models end.
@@ -95,7 +95,7 @@ def collect(
     rows = open_dataset(spec, split)
     splits = (split,) if split is not None else tuple(rows.split_sizes)
     sizes = {name: rows.split_sizes[name] for name in splits}
-    table = absolute(out)
+    table = absolute(output)
     require_folder(table)
     works = _works(pool, options, table, rows, sizes)
     if options.keep:
@@ -212,7 +212,7 @@ def _require_one_unit(stages: Sequence[StageSpec], out: AnyPath) -> None:
             )
     info = _info(out)
     if info is not None and info.models and info.cost_unit != unit:
-        raise ConfigError(f"{out} holds costs in {info.cost_unit}, this pool gives {unit}; choose another -o")
+        raise ConfigError(f"{out} holds costs in {info.cost_unit}, this pool gives {unit}; choose another output")
 
 
 def _info(out: AnyPath) -> TableInfo | None:

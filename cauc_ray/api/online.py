@@ -53,7 +53,7 @@ def run(
     pool: str | AnyPath | Pool,
     policy: str | AnyPath | Policy,
     input: str | AnyPath | Dataset,
-    out: str | AnyPath,
+    output: str | AnyPath,
     *,
     resume: Common[bool] = False,
     retry_failed: Common[bool] = False,
@@ -69,7 +69,7 @@ def run(
         input: A file or folder, by path or URI: tables with the columns that models read (Parquet, CSV, JSON, Arrow,
             ORC, also compressed) or images; or NAME=PATH for the files of a benchmark. In Python also a
             ray.data.Dataset: each run executes it anew, and resuming needs its rows in the same order.
-        out: A new folder, by path or URI, for predictions/, ledger/, failed/ (only if a row failed), manifest/ and
+        output: A new folder, by path or URI, for predictions/, ledger/, failed/ (only if a row failed), manifest/ and
             summary.json.
         resume: Continue the run in the output folder that ended early, if any: its commits stay.
         retry_failed: With resume, try the failed rows again, also those of a finished run.
@@ -97,7 +97,7 @@ def run(
     require_agreement(stages, policy)
     allowance = Allowance.of(pool, policy)
     _warn_of_other_costs(stages, policy)
-    is_here, folder = runs_here(address), absolute(out)
+    is_here, folder = runs_here(address), absolute(output)
     costs = tuple(stage.cost for stage in policy.stages) if policy.costs == "per-model" else None
     models = {stage.name: stage.model.identity for stage in stages}
 

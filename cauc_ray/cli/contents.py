@@ -135,6 +135,10 @@ def _document(path: AnyPath) -> Contents:
         return Contents("comparison", path, Comparison.load(path))
     if path.name == "pool.json" and "models" in keys:
         return _logit_table(path.parent)
+    if isinstance(content, dict) and "format" not in keys:
+        raise DataError(
+            f"{path} is not a file of cauc-ray: a policy, or the summary of a run or a comparison was expected"
+        )
     return Contents("policy", path, Policy.load(path))
 
 

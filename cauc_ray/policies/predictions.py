@@ -34,7 +34,7 @@ def predictions_table(
     labels: Ints | None,
     names: OptionNames | None = None,
 ) -> pa.Table:
-    """Return the predictions as design says: one row per example, with its label where labels are known.
+    """Return the predictions as a table: one row per example, with its label where labels are known.
 
     Args:
         example_ids: Str (N,).
@@ -43,7 +43,7 @@ def predictions_table(
         stages: Int (N,), which one answered, 0 the cheapest.
         costs: Float (N,), of all calls made.
         labels: Int (N,) or None.
-        names: Names of the options, or texts by keys of answers, for a column of them; None without it. An option
+        names: Names of the options, or texts by keys of answers, for columns of them; None without these. An option
             without a name is its number.
     """
     columns = {
@@ -54,13 +54,19 @@ def predictions_table(
         "cost": pa.array(costs.astype(np.float32)),
     }
     if names is not None:
-        by_option = names if isinstance(names, Mapping) else dict(enumerate(names))
-        default = (lambda option: None) if isinstance(names, Mapping) else str
-        named = [by_option.get(option, default(option)) for option in predictions.tolist()]
-        columns["prediction_label"] = pa.array(named, pa.string())
+        columns["prediction_label"] = _named(predictions, names)
     if labels is not None:
         columns["label"] = pa.array(labels.astype(np.int32), mask=labels == UNKNOWN_LABEL)
+    if labels is not None and names is not None:
+        columns["label_name"] = _named(labels, names)
     return pa.table(columns)
+
+
+def _named(options: Ints, names: OptionNames) -> pa.Array:
+    by_option = names if isinstance(names, Mapping) else dict(enumerate(names))
+    default = (lambda option: None) if isinstance(names, Mapping) else str
+    texts = [by_option.get(option, default(option) if option >= 0 else None) for option in options.tolist()]
+    return pa.array(texts, pa.string())
 
 
 def _id_column(ids: Sequence[str] | pa.Array) -> pa.Array:
@@ -127,7 +133,7 @@ class Predictions(Shown):
     def to_arrow(self) -> pa.Table:
         """Return them as a predictions file has them: example_id, prediction, confidence, stage, cost.
 
-        And prediction_label and label, where these are known. Confidences and costs are float32 there.
+        And prediction_label, label and label_name, where these are known. Confidences and costs are float32 there.
         """
         columns = (self.example_ids, self.prediction, self.confidence, self.stage, self.cost, self.labels)
         return predictions_table(*columns, self.names)

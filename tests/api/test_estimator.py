@@ -192,7 +192,9 @@ def test_members_may_take_only_labels_that_count_from_zero(digits, kind, cv):
     assert model.score(X_test, y_test) > 0.85
     named = model.predictions(X_test).to_arrow()["prediction_label"].to_pylist()
     assert named == [str(label) for label in model.predict(X_test).tolist()]
-    assert model.evaluate(X_test, y_test).to_arrow()["prediction_label"].to_pylist() == named
+    evaluated = model.evaluate(X_test, y_test).to_arrow()
+    assert evaluated["prediction_label"].to_pylist() == named
+    assert evaluated["label_name"].to_pylist() == [str(label) for label in np.asarray(y_test).tolist()]
 
 
 def test_weights_reach_the_last_step_of_a_pipeline_and_those_with_a_members_name_that_member(digits):

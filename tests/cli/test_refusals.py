@@ -31,8 +31,8 @@ DEFAULTS = {
     "compare": {"logits": "LOGITS", "methods": ["rf"]},
     "evaluate": {"logits": "LOGITS", "policy": "policy.json"},
     "check": {"logits": "LOGITS", "policy": "policy.json"},
-    "collect": {"pool": "good.yaml", "dataset": "q.csv", "out": "L"},
-    "run": {"pool": "x.yaml", "policy": "two.json", "input": "in.parquet", "out": "out"},
+    "collect": {"pool": "good.yaml", "dataset": "q.csv", "output": "L"},
+    "run": {"pool": "x.yaml", "policy": "two.json", "input": "in.parquet", "output": "out"},
     "plan": {"pool": "saved.yaml", "policy": "policy.json", "rate": 5},
     "report": {"folder": "report"},
 }
@@ -111,7 +111,7 @@ BOTH_DOORS = [
     ("run", {"pool": "good.yaml"}, "unknown stage 'small'", ConfigError),
     ("run", {"pool": "text.txt"}, "text.txt is not a pool file: a mapping", ConfigError),
     *(
-        (verb, {**data, "out": out}, words, ConfigError)
+        (verb, {**data, "output": out}, words, ConfigError)
         for verb, data in (("run", {"input": "x.parquet"}), ("collect", {}))
         for out, words in (
             ("http://a/b", "a web address cannot be written to"),
@@ -126,8 +126,8 @@ BOTH_DOORS = [
     ("collect", {"dataset": "text.txt"}, "text.txt", DataError),
     ("collect", {"dataset": "images.parquet"}, "multiple-choice", CaucError),
     ("collect", {"dataset": "hub:../.."}, "hub:", CaucError),
-    ("collect", {"out": "text.txt"}, "text.txt", CaucError),
-    ("collect", {"out": ""}, "a path is ", ConfigError),
+    ("collect", {"output": "text.txt"}, "text.txt", CaucError),
+    ("collect", {"output": ""}, "a path is ", ConfigError),
     ("collect", {"split": "tset"}, "tset", CaucError),
     ("collect", {"models": ["lnog"]}, "lnog", ConfigError),
     ("collect", {"embedding": "org/longest"}, "both named 'longest'", ConfigError),
@@ -314,7 +314,7 @@ def word_of(value):
 
 
 def flags_of(options):
-    names = {"out": "-o", "output": "-o", "slo_p99_s": "--slo-p99"}
+    names = {"output": "-o", "slo_p99_s": "--slo-p99"}
     for name, value in options.items():
         yield names.get(name, f"--{name.replace('_', '-')}")
         if value is not True:
