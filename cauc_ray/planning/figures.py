@@ -60,7 +60,7 @@ def plan_figures(chain: PlannedChain, sizing: Sizing, earlier: EarlierRun | None
             "cost": total,
             "cost_unit": chain.policy.cost_unit,
         },
-        "dearest_alone": _alone_figures(chain, total),
+        "most_expensive_alone": _alone_figures(chain, total),
     }
 
 

@@ -52,7 +52,7 @@ class Plan(Figures):
         return Grid.of("", self["stages"], columns, notes=[note])
 
     def _resources(self) -> Iterator[str]:
-        router, total, alone = self["router"], self["total"], self["dearest_alone"]
+        router, total, alone = self["router"], self["total"], self["most_expensive_alone"]
         yield (
             f"router: {router['replicas']:,} at a load of {percent(router['load'])}; it takes "
             f"{1e3 * router['per_request_s']:.2f} ms a request and {1e3 * router['per_call_s']:.2f} ms a call"

@@ -92,7 +92,7 @@ def test_a_plan_has_for_each_stage_what_reaches_it_and_what_it_takes(planned, ho
     m0, m1, m2 = (stage["replicas"] for stage in planned["stages"])
     resources = {"CPU": 0.5 * m0 + m1 + 2 * m2, "GPU": 0.25 * m1 + m2, "licence": m2}
     assert planned["total"]["resources"] == pytest.approx(resources)
-    alone = planned["dearest_alone"]
+    alone = planned["most_expensive_alone"]
     assert (alone["name"], alone["replicas"]) == ("m2", -(-RATE * (0.5 / 16 + 0.2) // 0.8))
     assert planned["stages"][1]["labels"] == {"tier": "gpu"}
     seconds = {stage["name"]: stage["reach"] * stage["batch_s"] / 16 / MOST for stage in planned["stages"]}
