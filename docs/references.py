@@ -30,7 +30,7 @@ from cauc_ray.policies.policy import METHOD_GROUP
 from cauc_ray.schemas import SCHEMAS
 from jobs.bench.ratios import grid
 from jobs.paper import answers, claims
-from jobs.paper.pages import methods_table, page_tables, results_table
+from jobs.paper.pages import methods_table, page_figure, page_tables, results_table
 
 PAGES = Path(__file__).parent
 MEASURED = PAGES / "measured"
@@ -68,6 +68,9 @@ def _generated(what: str, name: str = "") -> Iterator[str]:
     elif what == "methods of":
         file, *methods = name.split()
         yield from _tables([methods_table(MEASURED / f"{file}.json", methods)])
+    elif what == "figure":
+        file, figure = name.split()
+        yield f"\n{page_figure(MEASURED / f'{file}.json', figure)}"
     elif what == "paper":
         file, table, *keys = name.split()
         yield from _tables(page_tables(MEASURED / f"{file}.json", table, keys))

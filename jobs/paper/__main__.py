@@ -6,15 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from cauc_ray.api import live
 from cauc_ray.cli.command import warnings_on_stderr
 from cauc_ray.display import Sheet
 from cauc_ray.errors import CaucError, one_line
-from cauc_ray.files.documents import write_json
-from cauc_ray.files.paths import path_of
 from jobs.paper.config import PaperConfig
-from jobs.paper.pages import page_numbers
+from jobs.paper.pages import write_page
 from jobs.paper.report import Paper, make_paper
 
 
@@ -24,7 +23,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", metavar="FILE", required=True, help="tables, figures and their logit tables")
     parser.add_argument("-o", "--output", metavar="DIR", help="a folder, new or of an earlier attempt")
     parser.add_argument("--address", help="of a Ray cluster, or local (default: RAY_ADDRESS, else this process)")
-    parser.add_argument("--page", metavar="FILE", help="also write the tables' numbers there, for a page of docs/")
+    parser.add_argument(
+        "--page", metavar="FILE", help="also write the tables' numbers there, and figures beside, for a page of docs/"
+    )
     flags = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     page = flags.pop("page", None)
     try:
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
     show(paper)
     if page is not None:
-        write_json(path_of(page), page_numbers(paper.as_json()))
+        write_page(Path(page), paper.as_json(), paper.config.output)
     return 5 if paper.failed else 0
 
 

@@ -11,14 +11,39 @@ from typing import Any
 
 from cauc_ray.comparison.published import paper_name
 from cauc_ray.display import Grid, Mark, decimals, points
+from cauc_ray.files.documents import write_bytes, write_json
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.policies.by_method import SINGLE
 from jobs.paper.config import COMPARED
 from jobs.paper.tables import CONTENTS
 
 
-def page_numbers(made: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a paper.json that pages show: its tables, to six digits."""
-    return {"seeds": made["config"]["seeds"], "tables": rounded(made["tables"])}
+def write_page(path: Path, made: Mapping[str, Any], folder: AnyPath) -> None:
+    """Write what a page of the documentation shows: tables, to six digits, and figures, as PNG next to them.
+
+    Args:
+        path: File of the numbers; images have its name before theirs.
+        made: Content of paper.json.
+        folder: The folder that holds it, and figures.
+    """
+    captions = {}
+    for figure in made["figures"]:
+        image = folder / figure["image"]
+        write_bytes(image_of(path, image.stem), image.read_bytes())
+        captions[image.stem] = figure["caption"]
+    numbers = {"seeds": made["config"]["seeds"], "tables": rounded(made["tables"]), "figures": captions}
+    write_json(path, numbers)
+
+
+def image_of(path: Path, name: str) -> Path:
+    """Return where a page's image of a figure is, next to the file of its numbers."""
+    return path.with_name(f"{path.stem}-{name}.png")
+
+
+def page_figure(path: Path, name: str) -> str:
+    """Return a figure of write_page() in Markdown, with its caption, for a page in the folder above."""
+    caption = json.loads(path.read_text(encoding="utf-8"))["figures"][name]
+    return f"![{name.replace('-', ' ')}]({path.parent.name}/{image_of(path, name).name})\n\n{caption}"
 
 
 def rounded(value: Any) -> Any:
@@ -31,7 +56,7 @@ def rounded(value: Any) -> Any:
 
 
 def page_tables(path: Path, table: str, keys: Sequence[str]) -> Iterator[Grid]:
-    """Yield a table of page_numbers(), with some of its columns: one for each of its chains.
+    """Yield a table of write_page(), with some of its columns: one for each of its chains.
 
     Args:
         path: The file.
@@ -46,14 +71,14 @@ def page_tables(path: Path, table: str, keys: Sequence[str]) -> Iterator[Grid]:
     )
     for group in groups:
         lines = [{**row, "shown": paper_name(row.get("method", ""))} for row in group]
-        named = {"quality_name": "accuracy" if group[0]["objective"] == "accuracy" else "macro-F1", **lines[0]}
+        named = {"quality_name": "macro-F1" if group[0].get("objective") == "macro-f1" else "accuracy", **lines[0]}
         chosen = [(columns[key][0].format(**named), *columns[key][1:]) for key in keys]
         title = "Pairs of models" if table == "complementarity" else group[0]["chain"]
         yield Grid.of(title, lines, chosen, n_left=spec.get("n_left", 1))
 
 
 def results_table(path: Path) -> Grid:
-    """Return a line for each chain of page_numbers(): its models, ours, and the best other method, within one budget.
+    """Return a line for each chain of write_page(): its models, ours, and the best other method, within one budget.
 
     Other methods are routers, cascades and ensembles that are not ours. Bold is the most accurate of all.
     """
@@ -74,7 +99,7 @@ def results_table(path: Path) -> Grid:
 
 
 def methods_table(path: Path, methods: Sequence[str]) -> Grid:
-    """Return a line for each chain of page_numbers(): some methods within one budget, the most accurate in bold."""
+    """Return a line for each chain of write_page(): some methods within one budget, the most accurate in bold."""
     lines: list[tuple[str, ...]] = []
     marks: dict[tuple[int, int], Mark] = {}
     for line, by_method in enumerate(_compared_chains(path)):
@@ -85,7 +110,7 @@ def methods_table(path: Path, methods: Sequence[str]) -> Grid:
 
 
 def _compared_chains(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of each chain of page_numbers() that methods are compared on, by method."""
+    """Yield the rows of each chain of write_page() that methods are compared on, by method."""
     tables = json.loads(path.read_text(encoding="utf-8"))["tables"]
     rows = [row for table in COMPARED if table in tables for row in tables[table]]
     for _, of_chain in groupby(rows, key=lambda row: row["chain"]):

@@ -1,6 +1,8 @@
 """The paper's tables and figures from synthetic logits: their numbers are the library's; what is missing is named."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -10,7 +12,7 @@ from synthetic import chain, softmax, write_table
 
 import cauc_ray
 from jobs.paper.__main__ import main
-from jobs.paper.pages import methods_table, page_tables, results_table
+from jobs.paper.pages import methods_table, page_figure, page_tables, results_table
 
 # A second model that fuses well with the first, and one that is far better than it.
 STRENGTHS = {"near": (1.0, 1.1, 2.0), "far": (0.5, 1.5, 3.0)}
@@ -59,7 +61,8 @@ def home(tmp_path_factory):
 @pytest.fixture(scope="module")
 def made(home):
     """Return the numbers of a whole run."""
-    assert main(["--config", write_config(home)]) == 0
+    (home / "docs" / "measured").mkdir(parents=True)
+    assert main(["--config", write_config(home), "--page", str(home / "docs" / "measured" / "page.json")]) == 0
     return json.loads((home / "out" / "paper.json").read_text())
 
 
@@ -127,6 +130,18 @@ def test_what_is_missing_is_named_and_everything_is_in_the_report(made, home):
     for figure in made["figures"]:
         assert f"]({figure['image']})" in report
         assert (out / figure["image"]).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_page_has_the_figures_with_their_captions_and_the_setup_times(made, home):
+    page = home / "docs" / "measured" / "page.json"
+    for figure in made["figures"]:
+        text = page_figure(page, Path(figure["image"]).stem)
+        assert text.endswith(figure["caption"])
+        image = re.search(r"\]\((.+)\)", text)[1]
+        assert Path(image).stem.endswith(Path(figure["image"]).stem)
+        assert (home / "docs" / image).read_bytes()[:4] == b"\x89PNG"
+    (grid,) = page_tables(page, "setup-time", ["shown", "setup_s", "published_setup_ratio"])
+    assert len(grid.rows) == len(made["tables"]["setup-time"])
 
 
 def test_surrogates_are_named_splits_followed_and_failures_leave_the_rest(tmp_path, capsys):
