@@ -31,6 +31,7 @@ from cauc_ray.schemas import SCHEMAS
 from jobs.bench.ratios import grid
 from jobs.paper import answers, claims
 from jobs.paper.pages import methods_table, page_figure, page_tables, results_table
+from jobs.paper.public_sets import FILES
 
 PAGES = Path(__file__).parent
 MEASURED = PAGES / "measured"
@@ -68,6 +69,10 @@ def _generated(what: str, name: str = "") -> Iterator[str]:
     elif what == "methods of":
         file, *methods = name.split()
         yield from _tables([methods_table(MEASURED / f"{file}.json", methods)])
+    elif what == "public files":
+        for clone in FILES.values():
+            yield from ("", f"{clone['url']}, commit `{clone['commit']}`:", "", "| file | SHA-256 |", "| --- | --- |")
+            yield from (f"| `{path}` | `{digest}` |" for path, digest in clone["files"].items())
     elif what == "figure":
         file, figure = name.split()
         yield f"\n{page_figure(MEASURED / f'{file}.json', figure)}"

@@ -12,10 +12,12 @@ The networks of CIFAR-10 are the exception: `cauc collect` runs four of them by 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import re
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,8 @@ from cauc_ray.errors import DataError
 from cauc_ray.numbers.types import Floats, Ints
 from jobs.paper.folders import convert
 
+# By the name of a clone: its url, the commit that was measured, and the SHA-256 of its files that are read, by path.
+FILES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("public_files.toml").read_text(encoding="utf-8"))
 SHARES = {"calibration": 0.25, "validation": 0.25, "test": 0.5}
 PROMPTS = ("task_icl0", "base_icl1", "task_icl1")
 # Questions that prompts show as examples.
@@ -236,6 +240,22 @@ def write_mmlu_pro(clone: Path, output: Path) -> None:
                 )
 
 
+def name_others(clone: Path) -> None:
+    """Name files that are not those which the documentation's pages were measured on."""
+    facts = FILES[clone.name]
+    others = [
+        path
+        for path, digest in facts["files"].items()
+        if not (clone / path).is_file() or hashlib.sha256((clone / path).read_bytes()).hexdigest() != digest
+    ]
+    if others:
+        print(
+            f"{clone}: {len(others)} of {len(facts['files'])} files are not those that were measured, {others[0]} "
+            f"first; check out {facts['commit']}",
+            file=sys.stderr,
+        )
+
+
 def write_sets(clones: Path, output: Path) -> None:
     """Write the tables of those clones that are in a folder. Raises DataError where there are none."""
     writers = {
@@ -250,6 +270,7 @@ def write_sets(clones: Path, output: Path) -> None:
         raise DataError(f"{clones} has none of the clones {', '.join(writers)}")
     for name, write in writers.items():
         if name in present:
+            name_others(clones / name)
             write(clones / name, output)
         else:
             print(f"{clones / name} is missing: its tables are not written", file=sys.stderr)
