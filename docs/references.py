@@ -72,7 +72,8 @@ def _generated(what: str, name: str = "") -> Iterator[str]:
     elif what == "public files":
         for clone in FILES.values():
             yield from ("", f"{clone['url']}, commit `{clone['commit']}`:", "", "| file | SHA-256 |", "| --- | --- |")
-            yield from (f"| {path} | {digest} |" for path, digest in clone["files"].items())
+            at = f"{clone['url']}/blob/{clone['commit']}"
+            yield from (f"| [{Path(path).name}]({at}/{path}) | {digest} |" for path, digest in clone["files"].items())
     elif what == "figure":
         file, figure = name.split()
         yield f"\n{page_figure(MEASURED / f'{file}.json', figure)}"
