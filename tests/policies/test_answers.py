@@ -11,7 +11,7 @@ from sklearn.metrics import log_loss
 
 import cauc_ray
 from cauc_ray.data.answer_table import AnswerTable, write_answers
-from cauc_ray.errors import ConfigError
+from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.numbers.correctness import fit_correctness
 from cauc_ray.numbers.metrics import calibration_error
 
@@ -135,6 +135,21 @@ def test_a_stage_that_never_answers_is_the_last_and_a_cascade_is_compared_with_t
     assert [model.name for model in evaluation.models] == ["small", "large"]
     saving = 1 - evaluation.measures.cost / COSTS["large"]
     assert f"saves {100 * saving:.1f} % of the cost of large" in evaluation.verdict.answer
+
+
+def test_confidences_of_another_scale_are_refused_and_those_just_outside_are_not(tmp_path):
+    policy = cauc_ray.fit(table_of(tmp_path, calibration=300, validation=300), models=["small", "large"])
+    rng = np.random.default_rng(1)
+    columns = {
+        name: {"answer": texts, **{f"confidence_{of}": values for of, values in confidences.items()}, "rule": "number"}
+        for name, (texts, confidences, _) in answered(rng, 40).items()
+        if name != "medium"
+    }
+    columns["small"]["confidence_verbal"][0] = 1.01
+    assert len(policy.predict(columns)) == 40
+    columns["small"]["confidence_verbal"][0] = 85.0
+    with pytest.raises(DataError, match="confidence 'verbal' is 85, where it was a share"):
+        policy.predict(columns)
 
 
 def test_a_hundred_rows_are_enough_and_answers_have_no_classes_of_which_there_were_an_f1(tmp_path):
