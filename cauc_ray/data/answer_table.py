@@ -210,9 +210,9 @@ def holds_answers(path: object) -> bool:
     files = {model: _first_file(folder, model) for model in hive_values(folder, "model")}
     kinds = {model: ANSWER in read_footer(file).schema.names for model, file in files.items() if file is not None}
     if len(set(kinds.values())) > 1:
-        in_words, other = (next(model for model, of in kinds.items() if of is kind) for kind in (True, False))
+        in_words, scoring = (next(model for model, of in kinds.items() if of is kind) for kind in (True, False))
         raise DataError(
-            f"{folder}: model {in_words!r} has answers in words, {other!r} logits; give each kind its own table"
+            f"{folder}: model {in_words!r} has answers in words, {scoring!r} logits; give each kind its own table"
         )
     return any(kinds.values())
 

@@ -61,13 +61,13 @@ def mean_interval(values: Floats, lowest: float, highest: float, error_rate: flo
     if lowest == highest:
         return lowest, highest
     distinct, counts = np.unique(values, return_counts=True)
-    shown = math.log(2 / error_rate)
+    limit = math.log(2 / error_rate)
 
     def bound(side: int, inside: float, outside: float) -> float:
         while abs(outside - inside) > 1e-6 * (highest - lowest):
             middle = (inside + outside) / 2
             steps = np.log1p(_BETS[:, None] * side * (distinct - middle) / (highest - lowest))
-            if log_average(steps @ counts) >= shown:
+            if log_average(steps @ counts) >= limit:
                 outside = middle
             else:
                 inside = middle

@@ -66,14 +66,14 @@ class Scale:
             levels = np.unique(np.quantile((log_odds - centre) / spread, np.linspace(0, 1, N_RAMPS + 1)))
         return cls(kind, centre, spread, tuple(levels.tolist()), present.size < values.size)
 
-    def is_other(self, values: Floats) -> Bools:
+    def is_foreign(self, values: Floats) -> Bools:
         """Return which values, float64 (n,), are of another kind, such as percentages in place of shares, bool (n,).
 
         Those that are just outside the range count as its ends: it is that of the rows that were fitted.
         """
         lowest, highest = {"share": (-1.0, 2.0), "log-share": (-np.inf, 1.0), "number": (-np.inf, np.inf)}[self.kind]
-        other: Bools = (values < lowest) | (values > highest)
-        return other
+        foreign_mask: Bools = (values < lowest) | (values > highest)
+        return foreign_mask
 
     def __call__(self, values: Floats) -> Floats:
         """Return values as they enter linear terms, float64 (n,), NaN where a row lacks the signal."""

@@ -24,7 +24,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", metavar="DIR", help="a folder, new or of an earlier attempt")
     parser.add_argument("--address", help="of a Ray cluster, or local (default: RAY_ADDRESS, else this process)")
     parser.add_argument(
-        "--page", metavar="FILE", help="also write the tables' numbers there, and figures beside, for a page of docs/"
+        "--page",
+        metavar="FILE",
+        help="also write the tables' numbers there, and figures next to them, for a page of docs/",
     )
     flags = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     page = flags.pop("page", None)

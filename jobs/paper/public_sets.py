@@ -243,14 +243,14 @@ def write_mmlu_pro(clone: Path, output: Path) -> None:
 def name_others(clone: Path) -> None:
     """Name files that are not those which the documentation's pages were measured on."""
     facts = FILES[clone.name]
-    others = [
+    changed = [
         path
         for path, digest in facts["files"].items()
         if not (clone / path).is_file() or hashlib.sha256((clone / path).read_bytes()).hexdigest() != digest
     ]
-    if others:
+    if changed:
         print(
-            f"{clone}: {len(others)} of {len(facts['files'])} files are not those that were measured, {others[0]} "
+            f"{clone}: {len(changed)} of {len(facts['files'])} files are not those that were measured, {changed[0]} "
             f"first; check out {facts['commit']}",
             file=sys.stderr,
         )

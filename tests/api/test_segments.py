@@ -103,10 +103,12 @@ def test_all_intervals_of_a_column_hold_together_also_in_small_segments(n_segmen
             stages=last.astype(np.int8), predictions=(~right).astype(np.int32), confidences=np.ones(len(ids)),
             costs=np.where(last, 11.0, 1.0),
         )  # fmt: skip
-        found = segment_results(answers, chain, segments)
-        missed["cost"] += not all(low <= 1 + 10 * deferred <= high for low, high in (of.cost_interval for of in found))
-        missed["accuracy"] += not all(of.accuracy.low <= 0.9 <= of.accuracy.high for of in found)
-        missed["risk"] += not all(of.risk is None or of.risk.low <= 0.1 <= of.risk.high for of in found)
+        results = segment_results(answers, chain, segments)
+        missed["cost"] += not all(
+            low <= 1 + 10 * deferred <= high for low, high in (of.cost_interval for of in results)
+        )
+        missed["accuracy"] += not all(of.accuracy.low <= 0.9 <= of.accuracy.high for of in results)
+        missed["risk"] += not all(of.risk is None or of.risk.low <= 0.1 <= of.risk.high for of in results)
     assert max(missed.values()) <= 0.05 * n_draws + 3 * (0.05 * 0.95 * n_draws) ** 0.5
 
 

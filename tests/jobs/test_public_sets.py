@@ -77,9 +77,9 @@ def clones(tmp_path):
 def test_tables_hold_the_numbers_of_the_files_and_run_no_code(clones, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main([str(clones), str(tmp_path / "sets")])
-    said = capsys.readouterr().err
-    assert "calibration-framework is missing" in said
-    assert re.search(r"keras-pytorch: 16 of 16 files are not those .* check out [0-9a-f]{40}", said)
+    errors = capsys.readouterr().err
+    assert "calibration-framework is missing" in errors
+    assert re.search(r"keras-pytorch: 16 of 16 files are not those .* check out [0-9a-f]{40}", errors)
     assert not (tmp_path / "struck").exists()
     emotions = rows_by_id(tmp_path / "sets" / "emotion10k_task_icl0", "qwen-1_8b")
     assert len(emotions) == N - 5  # without those that prompts show

@@ -111,10 +111,10 @@ class AnswersStage(Stage):
         if signals.shape[1] != n_confidences:
             raise DataError(f"stage {self.name!r}: answers have {n_confidences} confidences, got {signals.shape[1]}")
         for at, (values, scale) in enumerate(zip(signals.T, self.alone.scales, strict=True)):
-            if (other := scale.is_other(values)).any():
+            if (foreign_mask := scale.is_foreign(values)).any():
                 name = self.confidences[at] if self.confidences else str(at)
                 raise DataError(
-                    f"stage {self.name!r}: confidence {name!r} is {values[other.argmax()]:g}, where it was a "
+                    f"stage {self.name!r}: confidence {name!r} is {values[foreign_mask.argmax()]:g}, where it was a "
                     f"{scale.kind} when the policy was fitted"
                 )
         odds = self.alone.log_odds(signals, np.zeros((len(signals), 0), dtype=bool))
