@@ -43,7 +43,7 @@ from cauc_ray.api.sources import (
     segments_of,
     validation_arrays,
 )
-from cauc_ray.data.answer_table import holds_answers, table_info
+from cauc_ray.data.answer_table import holds_answers
 from cauc_ray.data.logits import ChainHeads, LogitKinds
 from cauc_ray.data.writing import read_info
 from cauc_ray.errors import ConfigError, OptionError, PolicyError, unknown_name, warn
@@ -272,7 +272,6 @@ def fit(
     options: FitOptions = options_of(fit).of(locals())
     if options.shards is not None:
         policy, _ = fit_shards(_table(logits), options)
-        policy = _with_prompts(policy, logits)
         warn_of(policy.guards)
         return policy
     source = Source(logits, options, labels, example_ids, by=options.by)
@@ -297,7 +296,7 @@ def fit(
     if options.is_ours and options.embedding is None:
         splits = source.read(source.models, source.costs)
         segments = source.segments(options.by)
-        policy = _with_prompts(fit_chains(options, choice, *splits, segments), logits)
+        policy = _with_prompts(fit_chains(options, choice, *splits, segments), logits, source)
         policy = _with_noise(policy, logits, splits[-1] or splits[0])
     else:
         policy = _fit_method(options, source, logits)
@@ -328,7 +327,7 @@ def _fit_method(options: FitOptions, source: Source, logits: Logits) -> Policy:
     """Fit a policy by a method of the comparison."""
     calibration, validation = _examples(options, source)
     fitting = Fitting(calibration, validation, options.seed, names=options.splits)
-    policy = _with_prompts(fit_method(options.method, fitting, options.threshold_rule), logits)
+    policy = _with_prompts(fit_method(options.method, fitting, options.threshold_rule), logits, source)
     if options.embedding is not None and policy.encoder is None and not options.is_ours:
         raise OptionError(f"method {options.method} looks at no embedding; leave {{embedding}} out")
     names = [stage.name for stage in policy.answering]
@@ -338,15 +337,19 @@ def _fit_method(options: FitOptions, source: Source, logits: Logits) -> Policy:
     return policy
 
 
-def _with_prompts(policy: Policy, logits: Logits, before: Policy | None = None) -> Policy:
-    """Return a policy with the prompts of its models: those that a logit table records, else those of before."""
-    info = table_info(logits)
-    asked: dict[str, dict[str, Any]] = {}
-    asked |= {stage.name: {"prompt": stage.prompt} for stage in before.stages} if before else {}
-    for model in info.models if info else ():
-        wording = {} if model.rule is None else {"rule": model.rule, "confidences": tuple(model.confidences or ())}
-        asked[model.name] = asked.get(model.name, {}) | ({"prompt": model.prompt} if model.prompt else {}) | wording
-    stages = [stage.model_copy(update=asked.get(stage.name, {"prompt": None})) for stage in policy.stages]
+def _with_prompts(policy: Policy, logits: Logits, source: Source, before: Policy | None = None) -> Policy:
+    """Return a policy with the prompts of its models, as a table has them, else of before, and their answers."""
+    info = None if isinstance(logits, Mapping) else read_info(logits)
+    prompts = {stage.name: stage.prompt for stage in before.stages} if before else {}
+    prompts |= {model.name: model.prompt for model in info.models if model.prompt} if info else {}
+    asked = {
+        name: {"rule": answers.rule, "confidences": answers.confidences}
+        for name, answers in source.answer_formats.items()
+    }
+    stages = [
+        stage.model_copy(update={"prompt": prompts.get(stage.name), **asked.get(stage.name, {})})
+        for stage in policy.stages
+    ]
     return policy.model_copy(update={"stages": tuple(stages)})
 
 
@@ -470,7 +473,7 @@ def replace_model(
         splits = source.read(models, {**source.declared, **costs_by_model})
     certificate = policy.threshold_choice.certificate
     by = None if certificate is None else certificate.by
-    replaced = _with_prompts(refit(policy, *splits, source.segments(by)), logits, policy)
+    replaced = _with_prompts(refit(policy, *splits, source.segments(by)), logits, source, policy)
     warn_of(replaced.guards)
     return replaced
 
@@ -580,7 +583,7 @@ def fit_shards(
     with _sharded(source.read_heads(), options, on_pass) as (held, chains):
         validation = chains[1] if len(chains) > 1 else None
         policy = fit_chains(options, options.threshold_rule, chains[0], validation)
-    return policy, held.watched
+    return _with_prompts(policy, logits, source), held.watched
 
 
 def evaluate_shards(logits: str | AnyPath, policy: Policy, options: ShardOptions) -> tuple[Evaluation, ShardsWatched]:

@@ -227,6 +227,11 @@ class Source:
             isinstance(self._source, LogitArrays) and self._source.has_answers
         )
 
+    @property
+    def answer_formats(self) -> dict[str, AnswerFormat]:
+        """Return how models answer in words, by their names; none of models that score options."""
+        return {} if isinstance(self._source, ScoreTable) else self._source.answer_formats
+
     def of_models(self, models: Sequence[str]) -> Source:
         """Return the source with some of its models as the chain."""
         source = copy(self)

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from cauc_ray.data.blocks import first_duplicate
 from cauc_ray.data.logits import CallCosts, ChainHeads, LogitKinds, LogitTable
 from cauc_ray.data.model_rows import ModelRows, joined_labels, typed_column
-from cauc_ray.data.writing import PoolModel, TableInfo, read_info, record_model, require_folder_names
+from cauc_ray.data.writing import PoolModel, record_model, require_folder_names
 from cauc_ray.errors import ConfigError, DataError, OptionError, warn
 from cauc_ray.files.documents import make_folder
 from cauc_ray.files.parquet import parquet_files, read_footer, read_parquet, write_parquet
@@ -31,7 +31,6 @@ from cauc_ray.numbers.answer_arrays import (
     CORRECT,
     AnswerColumns,
     answer_chain,
-    answer_columns_of,
     holds_columns,
 )
 from cauc_ray.numbers.answer_keys import (
@@ -215,32 +214,6 @@ def holds_answers(path: object) -> bool:
             f"{folder}: model {in_words!r} has answers in words, {scoring!r} logits; give each kind its own table"
         )
     return any(kinds.values())
-
-
-def table_info(path: str | AnyPath | Mapping[str, Any]) -> TableInfo | None:
-    """Return a table's pool.json, with rules and confidences of its models where it has answers; None without one.
-
-    path: columns of answers by model will do, too.
-    """
-    if isinstance(path, Mapping):
-        names = [name for name, of in path.items() if holds_columns({name: of})]
-        if not names:
-            return None
-        models = [
-            PoolModel(name=model, cost=0.0, rule=of.rule.text, confidences=list(of.confidences))
-            for model, of in answer_columns_of(path, names).items()
-        ]
-        return TableInfo(cost_unit="", models=models)
-    info, table = read_info(path), open_table(path)
-    if not isinstance(table, AnswerTable):
-        return info
-    facts = table.facts | {name: PoolModel(name=name, cost=0.0) for name in table.models if name not in table.facts}
-    models = [
-        model.model_copy(update={"rule": table.rule(name), "confidences": list(table.confidences(name))})
-        for name, model in facts.items()
-        if name in table.models
-    ]
-    return (info or TableInfo(cost_unit="", models=[])).model_copy(update={"models": models})
 
 
 def write_answers(

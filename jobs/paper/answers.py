@@ -6,7 +6,7 @@ COMPARISON is what `cauc compare --config jobs/paper/answers.yaml` writes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 from cauc_ray.comparison.result import Comparison
 from cauc_ray.display import Grid, percent
 from cauc_ray.files.documents import write_json
-from cauc_ray.files.paths import path_of
 from cauc_ray.policies.by_method import SINGLE
+from jobs.paper.folders import convert
 from jobs.paper.pages import rounded
 
 # Figures of a row: the set and the method of the comparison.
@@ -82,11 +82,10 @@ def grids(made: Mapping[str, Any]) -> Iterator[Grid]:
         )
 
 
-def main(arguments: Sequence[str]) -> None:
+def write_answers(comparison: Path, file: Path) -> None:
     """Write the numbers of a comparison."""
-    comparison, file = arguments
-    write_json(path_of(Path(file)), measured(Comparison.load(comparison)))
+    write_json(file, measured(Comparison.load(comparison)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(convert("jobs.paper.answers", __doc__, write_answers))

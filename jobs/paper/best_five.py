@@ -6,7 +6,6 @@ python -m jobs.paper.best_five out/paper-logits/photographs out/paper-logits/pho
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +34,5 @@ def write_best_five(source: Path, output: Path) -> None:
         write_info(output, info.model_copy(update={"logit_kind": "log-probabilities"}))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write a folder's table with five options a row. Returns an exit code as the command does."""
-    return convert("jobs.paper.best_five", __doc__, arguments, write_best_five)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(convert("jobs.paper.best_five", __doc__, write_best_five))

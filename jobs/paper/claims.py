@@ -146,10 +146,5 @@ def write_claims(sets: Path, output: Path) -> None:
     write_json(output, claims(sets))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure claims. Returns an exit code as the command does."""
-    return convert("jobs.paper.claims", __doc__, arguments, write_claims)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(convert("jobs.paper.claims", __doc__, write_claims))

@@ -60,10 +60,5 @@ def embed_emotions(clone: Path, sets: Path) -> None:
     embed_sets(texts, sets, spec.load(Placement()))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Embed the texts of a clone. Returns an exit code as the command does."""
-    return convert("jobs.paper.embedded", __doc__, arguments, embed_emotions)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(convert("jobs.paper.embedded", __doc__, embed_emotions))

@@ -18,7 +18,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
 
-def convert(name: str, about: str, arguments: Sequence[str], work: Callable[[Path, Path], None]) -> int:
+def convert(name: str, about: str, work: Callable[[Path, Path], None], arguments: Sequence[str] | None = None) -> int:
     """Read the folders of a command line, and convert the first into the second. Returns an exit code.
 
     Args:

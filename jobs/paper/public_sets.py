@@ -18,7 +18,7 @@ import pickle
 import re
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -276,10 +276,5 @@ def write_sets(clones: Path, output: Path) -> None:
             print(f"{clones / name} is missing: its tables are not written", file=sys.stderr)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write the tables of the clones in a folder. Returns an exit code as the command does."""
-    return convert("jobs.paper.public_sets", __doc__, arguments, write_sets)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(convert("jobs.paper.public_sets", __doc__, write_sets))

@@ -186,7 +186,7 @@ def test_models_of_other_rows_or_without_answers_are_one_line():
 def test_answers_by_another_rule_or_with_other_confidences_than_the_fit_are_refused(tmp_path, change):
     columns, _ = columns_of(200)
     policy = cauc_ray.fit(columns, validation=0.5, threshold=0.7)
-    columns["small"] |= change
+    columns = {model: of | change for model, of in columns.items()}
     table = table_of(tmp_path, test=columns)
     for ask in (policy.predict, lambda answers: cauc_ray.evaluate(answers, policy)):
         with pytest.raises(PolicyError, match="stage 'small'"):

@@ -13,7 +13,8 @@ from cauc_ray.data.logits import LogitTable, read_embeddings
 from cauc_ray.models.answers import Answers
 from cauc_ray.numbers.answer_keys import NONE_RIGHT, confidences_in, said_keys
 from jobs.paper import best_five, embedded
-from jobs.paper.public_sets import IMAGENET, MMLU_PRO, main
+from jobs.paper.folders import convert
+from jobs.paper.public_sets import IMAGENET, MMLU_PRO, write_sets
 
 N = 40
 
@@ -76,7 +77,7 @@ def clones(tmp_path):
 
 def test_tables_hold_the_numbers_of_the_files_and_run_no_code(clones, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    main([str(clones), str(tmp_path / "sets")])
+    assert convert("public_sets", "", write_sets, [str(clones), str(tmp_path / "sets")]) == 0
     errors = capsys.readouterr().err
     assert "calibration-framework is missing" in errors
     assert re.search(r"keras-pytorch: 16 of 16 files are not those .* check out [0-9a-f]{40}", errors)
@@ -96,7 +97,7 @@ def test_tables_hold_the_numbers_of_the_files_and_run_no_code(clones, tmp_path, 
     assert np.exp(np.delete(logits, [1, 0, 7, 9, 3])) == pytest.approx(0.1 / 995)  # what the five best leave
     assert np.exp(np.float64(logits)).sum() == pytest.approx(1)
     # Where only the five best are known, to keep the five best changes nothing.
-    best_five.main([str(tmp_path / "sets" / "imagenet"), str(tmp_path / "five")])
+    best_five.write_best_five(tmp_path / "sets" / "imagenet", tmp_path / "five")
     assert rows_by_id(tmp_path / "five", "xception")["imagenet-50"][0] == pytest.approx(logits, rel=1e-5)
     assert LogitTable(tmp_path / "five").kinds["xception"] == "log-probabilities"
     require_answers(tmp_path / "sets")
@@ -137,7 +138,7 @@ def test_wrong_folders_are_one_line_and_exit_code_2(fault, tmp_path, capsys):
         source.mkdir()
     arguments = [source] if fault == "one folder" else [source, source if fault == "into itself" else output]
     try:
-        code = main([str(argument) for argument in arguments])
+        code = convert("public_sets", "", write_sets, [str(argument) for argument in arguments])
     except SystemExit as ended:
         code = ended.code
     assert (code, capsys.readouterr().err.count("\n")) == (2, 1)
