@@ -95,7 +95,7 @@ def test_new_rows_raise_no_alarm_a_new_policy_begins_anew_and_changed_models_are
             assert (content["valid"], content["n"], content["n_labelled"]) == (True, 0, 0)
             late = send_labels(service.url, "six", before, [0] * 5)
             assert (late["counted"], late["rows"]) == (0, 5)
-            assert f"policy {watched.changed.id} is active" in late["verdict"]
+            assert f"policy {watched.changed.id} is active" in late["note"]
             cauc_ray.set_policy(url=service.url, threshold=0.5)
             content = watch_until(service, lambda watch: watch["valid"] is None)
             assert "no reference to compare" in content["verdict"]
