@@ -596,7 +596,7 @@ class Policy(Shown, FrozenModel):
     def threshold_text(self, digits: int = 4) -> str:
         """Return the threshold, or those of the stages and the price that chose them, as people read it."""
         text = ", ".join(f"{one:.{digits}g}" for one in np.atleast_1d(self.threshold))
-        price = "" if self.decision is None else f" (price {self.decision.at:.{digits}g} per {self.cost_unit})"
+        price = "" if self.decision is None else f" (price {self.decision.at + 0.0:.{digits}g} per {self.cost_unit})"
         return f"{text or 'none'}{price}"
 
     def sheet(self) -> Sheet:
