@@ -75,8 +75,9 @@ class StageHealth:
         self.paused = self._pauses and self._n_failures >= FAILURES_TO_PAUSE
 
 
-# So many calls are remembered; it takes a few to know anything.
-CALLS, FEWEST = 9, 3
+# So many calls are remembered; it takes a few to know anything. With much fewer, two routers of an overloaded stage
+# forget how long calls take while they refuse rows, and take too many again.
+CALLS, FEWEST = 25, 3
 
 
 @dataclass(frozen=True, slots=True)
