@@ -70,7 +70,8 @@ class RunSummary(Figures):
         share, last = self["accuracy"], self["stages"][-1]["name"]
         accuracy = f"accuracy {with_interval(share['value'], [share['low'], share['high']])}, " if share else ""
         cost = f"cost {cost_text(self['cost'], self['cost_unit'])} a row"
-        yield f"{count_text(self['n'], 'row')}: {accuracy}{cost}{relative(self['relative_cost'], last)}"
+        rows = count_text(f"{self['n']:,}", "row")
+        yield f"{rows}: {accuracy}{cost}{relative(self['relative_cost'], last)}"
         yield (
             f"saved {percent(self['saving'])} of the cost of {last} ({percent(self['expected_saving'])} expected); "
             f"{percent(self['last_stage_avoided'])} of answered rows never called {last} "

@@ -103,7 +103,7 @@ def test_its_answers_are_those_of_its_policy(digits):
     evaluation = model.evaluate(X_test, y_test)
     assert model.score(X_test, y_test) == evaluation.measures.accuracy.value
     answer_rows = model.predictions(X_test)
-    assert answer_rows.to_arrow().equals(evaluation.to_arrow().drop_columns("label"))
+    assert answer_rows.to_arrow().equals(evaluation.to_arrow().drop_columns(["label", "label_name"]))
     assert answer_rows.cost.mean() == pytest.approx(evaluation.measures.cost)
     probabilities = model.predict_proba(X_test)
     np.testing.assert_allclose(probabilities.max(axis=1), answer_rows.confidence, rtol=1e-12)

@@ -204,7 +204,7 @@ LABELS = np.arange(150) % 4
 # What only arrays can be asked for wrongly; test_refusals has the options that the command has too.
 REFUSED = [
     ("fit", {"models": "small,large"}, "models: "),
-    ("fit", {"costs": {"small": 1.0}}, "unknown model 'large'"),
+    ("fit", {"costs": {"small": 1.0}}, "no cost of model 'large'"),
     ("fit", {"costs": None}, "give costs"),
     ("fit", {"validation": 0.001}, "empty"),
     ("fit", {"validation": (1, 2, 3, 4)}, "validation: "),

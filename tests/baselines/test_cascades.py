@@ -225,5 +225,5 @@ def test_the_best_pair_is_the_best_of_rf_on_each_pair_and_model_at_every_budget(
         assert len(chosen.stages) <= 2
     best = max(frontier.at(0.7).quality for frontier in frontiers)
     assert family.published(fitting, ThresholdRule(threshold=0.7)).expected.accuracy.value == pytest.approx(best)
-    with pytest.raises(ConfigError, match="budget or a threshold"):
+    with pytest.raises(ConfigError, match="budget or threshold"):
         family.published(fitting, ThresholdRule(price=0.1))

@@ -130,10 +130,10 @@ def test_a_file_without_costs_takes_them_from_the_options_and_fractions_are_warn
         (lambda rows: embedded(rows, [0.1, None]), ["embedding", "small", "not finite"]),
         (lambda rows: embedded(rows, [0.1]), ["embedding", "1 numbers"]),
         (lambda rows: embedded(rows, []), ["embedding", "0 numbers"]),
-        (lambda rows: embedded(rows, [0.1, 0.3]), ["middle", "another embedding"]),
+        (lambda rows: embedded(rows, [0.1, 0.3]), ["another embedding"]),
         (lambda rows: [row.update(embedding=0.5) for row in rows], ["embedding", "double"]),
         (lambda rows: [row.update(embedding=["a", "b"]) for row in rows], ["embedding", "string"]),
-        (lambda rows: [row.update(split=row["model"][:1]) for row in rows], ["middle", "another split"]),
+        (lambda rows: [row.update(split=row["model"][:1]) for row in rows], ["another split"]),
     ],
 )
 def test_what_is_no_such_table_is_refused_in_one_line_that_names_the_place(tmp_path, change, words):

@@ -225,7 +225,7 @@ def test_embeddings_come_in_the_order_asked_for_from_any_number_of_files(tmp_pat
     [
         ([[1, 2]] * 5, IDS[:5], "'e5' is missing"),
         ([[1, 2]] * 7, [*IDS, "e2"], "'e2' is a duplicate"),
-        ([*[[1, 2]] * 5, [1, 2, 3]], IDS, "'e5' has 3 numbers, 'e0' 2"),
+        ([*[[1, 2]] * 5, [1, 2, 3]], IDS, "'e5' has 3 numbers, example 'e0' 2"),
         ([*[[1, 2]] * 5, [1, np.nan]], IDS, "'e5' is not finite"),
         ([*[[1, 2]] * 5, None], IDS, "'e5' has 0 numbers"),
         ([[]] * 6, IDS, "'e0' has 0 numbers"),
