@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 
 import pytest
 
@@ -31,11 +30,15 @@ def test_a_process_that_ends_costs_its_own_request_and_no_other(elsewhere):
 
 
 def test_a_call_that_nobody_waits_for_is_dropped_and_the_next_one_answered(elsewhere, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
     async def main():
-        first = asyncio.ensure_future(elsewhere.call(time.sleep, 0.5))
+        first = asyncio.ensure_future(elsewhere.call(pipe.read_text))  # until somebody writes
         dropped = asyncio.ensure_future(elsewhere.call((tmp_path / "done").touch))
         await asyncio.sleep(0.1)
         dropped.cancel()
+        await asyncio.to_thread(pipe.write_text, "")
         await first
         return await elsewhere.call(os.getpid)
 
