@@ -34,11 +34,12 @@ def test_a_call_that_nobody_waits_for_is_dropped_and_the_next_one_answered(elsew
     os.mkfifo(pipe)
 
     async def main():
-        first = asyncio.ensure_future(elsewhere.call(pipe.read_text))  # until somebody writes
-        dropped = asyncio.ensure_future(elsewhere.call((tmp_path / "done").touch))
-        await asyncio.sleep(0.1)
-        dropped.cancel()
-        await asyncio.to_thread(pipe.write_text, "")
+        first = asyncio.ensure_future(elsewhere.call(pipe.read_text))  # until the other end is closed
+        with await asyncio.to_thread(pipe.open, "w"):  # which waits until the call has begun
+            dropped = asyncio.ensure_future(elsewhere.call((tmp_path / "done").touch))
+            await asyncio.sleep(0.1)
+            dropped.cancel()
+            await asyncio.sleep(0.1)
         await first
         return await elsewhere.call(os.getpid)
 
