@@ -51,6 +51,7 @@ class GuardWarning(CaucWarning):
     """A check of a fitted policy warns (docs/how-to/guards.md); the message is the check's name and what it found."""
 
 
+# Texts that a block of equal_warnings_once() has issued, None outside of one.
 _WARNED: ContextVar[set[str] | None] = ContextVar("warned", default=None)
 
 
@@ -81,12 +82,12 @@ def warn(text: str, category: type[CaucWarning] = CaucWarning) -> None:
         return
     if warned is not None:
         warned.add(text)
-    frame, depth, innermost = sys._getframe(), 0, 0
-    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-        depth += 1
+    frame, depth, outermost = sys._getframe().f_back, 1, 0
+    while frame is not None:
         if frame.f_globals["__name__"].startswith("cauc_ray."):
-            innermost = depth  # past others that call back, as functools does
-    warnings.warn(text, category, stacklevel=innermost + 2)
+            outermost = depth  # past others that call back, as functools does
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(text, category, stacklevel=outermost + 2)
 
 
 @contextmanager

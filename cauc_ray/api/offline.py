@@ -78,7 +78,7 @@ class ShardOptions(Options):
     def require_agreement(self) -> None:
         """Raise ConfigError for settings of shards without shards."""
         if self.shards is None and (self.resources is not None or self.deadline_s is not None):
-            raise ConfigError("{resources} and {deadline_s} are for shards; give {shards} as well")
+            raise OptionError("{resources} and {deadline_s} are for shards; give {shards} as well")
 
 
 class FitOptions(ChainOptions, ShardOptions):
@@ -117,30 +117,30 @@ class FitOptions(ChainOptions, ShardOptions):
         if self.rule == "gain" and (
             self.method not in (None, "rf", "answers", "stacked", "auto") or self.safe or self.shards is not None
         ):
-            raise ConfigError(
+            raise OptionError(
                 "the {rule} gain is for methods rf and answers, without {safe} and {shards}; stacked always follows it"
             )
         if not self.is_ours:
             self._require_plain()
         elif self.embedding is not None and self.method not in (None, "stacked", "auto"):
-            raise ConfigError(f"method {self.method} looks at no embedding; leave {{embedding}} out")
+            raise OptionError(f"method {self.method} looks at no embedding; leave {{embedding}} out")
         if self.searches and self.safe:
-            raise ConfigError(
+            raise OptionError(
                 "a search measures chains without the checks of {safe}; leave one of {search} and {safe} out"
             )
         if self.searches and self.price is not None:
-            raise ConfigError("a search chooses a chain by its best threshold; leave one of {search} and {price} out")
+            raise OptionError("a search chooses a chain by its best threshold; leave one of {search} and {price} out")
         if self.search and self.rule == "gain" and self.method == "rf":
-            raise ConfigError(
+            raise OptionError(
                 "a search compares confidences of rf: search by {method} stacked, or leave {rule} gain out"
             )
         if self.searches and self.certify is not None:
-            raise ConfigError(
+            raise OptionError(
                 "a chain that was chosen on validation cannot be certified there; leave one of {search} and {certify} "
                 "out"
             )
         if self.shards is not None and (self.searches or self.validation is not None or self.method == "stacked"):
-            raise ConfigError(
+            raise OptionError(
                 "a search, stacked, and {validation} as a share need all logits in one process; leave {shards} out"
             )
 
@@ -149,12 +149,12 @@ class FitOptions(ChainOptions, ShardOptions):
         is_plain = self.method in (None, *OURS) and not (self.searches or self.safe)
         is_searched = self.method in ("base", "rf") and self.searches and not self.safe
         if self.threshold_rule.confidence is not None and not (is_plain or is_searched):
-            raise ConfigError(
+            raise OptionError(
                 "{budget} at a confidence is for methods answers, base, rf and stacked, with {search} for base and rf "
                 "alone; not with {safe}"
             )
         if self.by is not None and (self.certify is None or not is_plain or self.shards is not None):
-            raise ConfigError("{by} is for {certify} with method answers, base, rf or stacked, without {shards}")
+            raise OptionError("{by} is for {certify} with method answers, base, rf or stacked, without {shards}")
 
     def _require_plain(self) -> None:
         """Raise ConfigError unless a method of the comparison can be fitted by the options."""
@@ -168,7 +168,7 @@ class FitOptions(ChainOptions, ShardOptions):
         surplus = next((name for name, default in plain.items() if getattr(self, name) != default), None)
         if surplus is not None:
             methods = "base, rf and stacked" if surplus in ("search", "price") else "base and rf"
-            raise ConfigError(f"{{{surplus}}} is for methods {methods}, not for {self.method}; leave it out")
+            raise OptionError(f"{{{surplus}}} is for methods {methods}, not for {self.method}; leave it out")
 
 
 @takes(FitOptions)

@@ -21,7 +21,7 @@ from cauc_ray.api.summaries import RunSummary
 from cauc_ray.cascade.allowance import Allowance
 from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.data.datasets import DatasetSpec, RunInput, open_input
-from cauc_ray.errors import ConfigError, DataError, warn
+from cauc_ray.errors import DataError, OptionError, warn
 from cauc_ray.execution.ledger import RunRecord, new_record, parts_of, resumed_record
 from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.files.documents import new_folder, require_folder, require_new, write_json
@@ -45,7 +45,7 @@ class RunOptions(Options):
     def require_agreement(self) -> None:
         """Raise ConfigError where failed rows are to be tried again in a new run."""
         if self.retry_failed and not self.resume:
-            raise ConfigError("only a run that is resumed has failed rows to try again; give {resume} as well")
+            raise OptionError("only a run that is resumed has failed rows to try again; give {resume} as well")
 
 
 @takes(RunOptions)

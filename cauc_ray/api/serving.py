@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit
 from cauc_ray.api.options import Common, OnRay, Options, options_of, takes
 from cauc_ray.api.summaries import PolicyInForce
 from cauc_ray.display import Sheet, Shown, count_text
-from cauc_ray.errors import ConfigError, ExecutionError, PolicyError, printable, require_packages
+from cauc_ray.errors import ConfigError, ExecutionError, OptionError, PolicyError, printable, require_packages
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, load_pool
 from cauc_ray.policies.policy import Policy, policy_of
@@ -74,7 +74,7 @@ class ServeOptions(Options):
     def require_agreement(self) -> None:
         """Raise ConfigError for a local service on a cluster."""
         if self.local and self.address is not None:
-            raise ConfigError("a local service runs without Ray: give either {local} or {address}")
+            raise OptionError("a local service runs without Ray: give either {local} or {address}")
 
 
 @takes(ServeOptions)

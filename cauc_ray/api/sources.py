@@ -150,12 +150,12 @@ class ChainOptions(Options):
         """Raise ConfigError unless models differ and splits are disjoint."""
         models = self.models
         if models == ():
-            raise ConfigError("{models}: a chain needs at least one model")
+            raise OptionError("{models}: a chain needs at least one model")
         duplicate = next((model for model in models or () if models.count(model) > 1), None)
         if duplicate is not None:
-            raise ConfigError(f"{{models}}: {duplicate!r} is a duplicate in the chain")
+            raise OptionError(f"{{models}}: {duplicate!r} is a duplicate in the chain")
         if self.calibration_split == self.validation_split:
-            raise ConfigError(
+            raise OptionError(
                 "{calibration_split} and {validation_split} must be two splits, both are "
                 f"{self.calibration_split!r}"
             )

@@ -51,7 +51,7 @@ def models_alone(policy: Policy, chain: Chain, answers: Answered) -> tuple[Singl
     """
     first = len(policy.stages) - len(policy.answering)
     costs = chain.costs.means[first:].tolist()
-    stages = [(at, stage.name, costs[at]) for at, stage in enumerate(policy.answering) if stage.answers]
+    stages = [(at, stage.name, costs[at]) for at, stage in enumerate(policy.answering) if stage.has_answers]
     labelled = chain.labelled
     if not labelled.any():
         return tuple(SingleModel(name, cost, None, None) for _, name, cost in stages)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from cauc_ray.api.options import Cut, Location
 from cauc_ray.api.sources import ChainOptions
-from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.errors import OptionError, unknown_name
 from cauc_ray.files.documents import Settings
 
 
@@ -65,11 +65,11 @@ class CompareOptions(ChainOptions):
         super().require_agreement()
         self._require_splits()
         if self.sets and (self.chains or self.models is not None):
-            raise ConfigError("{sets} have chains of their own; leave {models} and {chains} out")
+            raise OptionError("{sets} have chains of their own; leave {models} and {chains} out")
         if self.chains and self.models is not None:
-            raise ConfigError("{models} are one chain, {chains} several; give one of the two")
+            raise OptionError("{models} are one chain, {chains} several; give one of the two")
         if sum((self.budget is not None, bool(self.budgets or self.relative_budgets), self.points is not None)) > 1:
-            raise ConfigError(
+            raise OptionError(
                 "{budget} is one, {budgets} are several, {points} are evenly spaced ones; give one of the three"
             )
         for name in ("methods", "seeds", "budgets", "relative_budgets"):
@@ -80,26 +80,26 @@ class CompareOptions(ChainOptions):
     def _require_splits(self) -> None:
         """Raise ConfigError where a split has two uses, or those that are drawn again are not among them."""
         if self.split in self.splits:
-            raise ConfigError(
+            raise OptionError(
                 f"{{split}} {self.split!r} is what methods are fitted or chosen on; measure them on another"
             )
         if self.training_split in (*self.splits, self.split):
-            raise ConfigError(
+            raise OptionError(
                 f"{{training_split}}: split {self.training_split!r} has another use already; give one of its own"
             )
         redrawn: tuple[str, ...] = self.redrawn or ()
         _require_unique("{redrawn}:", redrawn)
         for name in redrawn:
             if name not in self.cuts:
-                raise ConfigError(f"{{redrawn}}: {unknown_name('split', name, self.cuts)}")
+                raise OptionError(f"{{redrawn}}: {unknown_name('split', name, self.cuts)}")
         if len(redrawn) == 1:
-            raise ConfigError(f"{{redrawn}}: {redrawn[0]!r} cannot be pooled with nothing; name two splits or none")
+            raise OptionError(f"{{redrawn}}: {redrawn[0]!r} cannot be pooled with nothing; name two splits or none")
 
 
 def _require_unique(what: str, values: Sequence[Any]) -> None:
     duplicate = next((value for index, value in enumerate(values) if value in values[:index]), None)
     if duplicate is not None:
-        raise ConfigError(f"{what} {duplicate!r} is a duplicate")
+        raise OptionError(f"{what} {duplicate!r} is a duplicate")
 
 
 def _require_chains(place: str, chains: Sequence[Sequence[str]]) -> None:

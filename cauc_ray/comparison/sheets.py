@@ -170,14 +170,17 @@ def budget_grid(about: Mapping[str, Any], chain: Mapping[str, Any], summary: Seq
 def difference_grid(chain: Mapping[str, Any], summary: Sequence[Mapping[str, Any]]) -> Grid:
     """Return the table of a chain: how much more accurate each method is than the reference at each budget."""
     budgets, by_cell, methods = _cells_of(summary)
-    headings = [*_budget_titles(budgets, chain.get("cost_unit", "")), *["mean"] * (len(budgets) > 1)]
+    headings = _budget_titles(budgets, chain.get("cost_unit", "")) + (["mean"] if len(budgets) > 1 else [])
     rows = []
     for method in methods:
         of_method = [by_cell[method, *budget] for budget in budgets]
         if method != chain["reference"]:
             cells = [points_with_interval(row["difference"], *(row["difference_interval"] or ())) for row in of_method]
-            area = of_method[-1]["area_difference"], *(of_method[-1]["area_difference_interval"] or ())
-            rows.append((method, *cells, points_with_interval(*area))[: 1 + len(headings)])
+            if len(budgets) > 1:
+                last = of_method[-1]
+                area = points_with_interval(last["area_difference"], *(last["area_difference_interval"] or ()))
+                cells.append(area)
+            rows.append((method, *cells))
     title = f"{_title(chain)}; accuracy less that of {chain['reference']}, in percentage points"
     note = (
         "Paired differences on the same examples, all seeds pooled, with 95 % intervals that Holm adjusts over methods."

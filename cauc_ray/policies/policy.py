@@ -92,7 +92,7 @@ class Stage(FrozenModel):
     diagnostics: TemperatureDiagnostics | None
 
     @property
-    def answers(self) -> bool:
+    def has_answers(self) -> bool:
         """Return whether its model ever answers."""
         return True
 

@@ -24,8 +24,8 @@ def convert(name: str, about: str, work: Callable[[Path, Path], None], arguments
     Args:
         name: Name of the module.
         about: Its docstring.
-        arguments: Words of the command line.
         work: What converts a folder.
+        arguments: Words of the command line; None for those of this process.
     """
     parser = _Parser(prog=f"python -m {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="SOURCE", help="folder to read")

@@ -71,7 +71,7 @@ class AnswersStage(Stage):
     abstains: bool = False
 
     @property
-    def answers(self) -> bool:
+    def has_answers(self) -> bool:
         """Return whether its model ever answers."""
         return not self.abstains
 
