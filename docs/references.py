@@ -28,7 +28,7 @@ from cauc_ray.files.entry_points import is_ours, registered
 from cauc_ray.policies.method import METHODS
 from cauc_ray.policies.policy import METHOD_GROUP
 from cauc_ray.schemas import SCHEMAS
-from jobs.bench.ratios import grid
+from jobs.bench.ratios import by_name, grid
 from jobs.paper import answers, claims
 from jobs.paper.pages import methods_table, page_figure, page_tables, results_table
 from jobs.paper.public_sets import FILES
@@ -60,7 +60,9 @@ def _generated(what: str, name: str = "") -> Iterator[str]:
     elif what == "python":
         yield from _python(name)
     elif what == "speed":
-        yield from _tables([grid(json.loads((MEASURED / "speed.json").read_text("utf-8"))["figures"])])
+        rows = json.loads((MEASURED / "speed.json").read_text("utf-8"))["figures"]
+        shown = [row for row in rows if (row["part"] == name if name else "column" not in row)]
+        yield from _tables([by_name(shown) if name else grid(shown)])
     elif what in ("answers", "claims"):
         grids = {"answers": answers.grids, "claims": claims.grids}[what]
         yield from _tables(grids(json.loads((MEASURED / f"{what}.json").read_text("utf-8"))))

@@ -20,7 +20,8 @@ from cauc_ray.comparison.selection import RECALIBRATED, hidden_of, method_of
 from cauc_ray.comparison.tasks import MethodError, Written
 from cauc_ray.data.logits import Texts
 from cauc_ray.errors import BudgetError, CaucError, printable
-from cauc_ray.numbers.calibrators import UNCALIBRATED
+from cauc_ray.numbers.calibrators import UNCALIBRATED, Calibrator
+from cauc_ray.numbers.chain import ChainPart
 from cauc_ray.numbers.intervals import paired_difference, share
 from cauc_ray.numbers.logits import log_softmax, top_option
 from cauc_ray.numbers.metrics import CONVENTIONS as AREA_CONVENTIONS
@@ -38,6 +39,7 @@ from cauc_ray.numbers.metrics import (
     upper_hull,
 )
 from cauc_ray.numbers.sweep import OperatingPoints
+from cauc_ray.numbers.threads import in_threads
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.family import Curve, Family
 from cauc_ray.policies.fitting import Fitting
@@ -393,20 +395,27 @@ def calibration_of(calibration: Examples, test: Examples) -> dict[str, Any]:
     policy = fit_base(calibration.chain)
     models = []
     for stage, logits in zip(policy.stages, test.chain.logits, strict=True):
-        before, after = (_figures(by.scores(logits), test.chain.labels) for by in (UNCALIBRATED, stage.calibrator))
+        before, after = (_figures(by, logits, test.chain.part) for by in (UNCALIBRATED, stage.calibrator))
         models.append({"model": stage.name, "temperature": stage.temperature, "before": before, "after": after})
     return {"models": models, "base": {"threshold": policy.threshold, "stages": _stages(policy, test)}}
 
 
-def _figures(scores: Floats, labels: Ints) -> dict[str, float | None]:
-    predictions, confidences = top_option(scores)
-    correct, log_probabilities = predictions == labels, log_softmax(scores)
+def _figures(calibrator: Calibrator, logits: Floats, part: ChainPart) -> dict[str, float | None]:
+    """Return the figures of a model's confidences, from blocks of rows: log probabilities of all would be large."""
+
+    def of_block(rows: slice) -> tuple[Ints, Floats, float, float]:
+        scores, labels = calibrator.scores(logits[rows]), part.labels[rows]
+        log_probabilities, n = log_softmax(scores), len(labels)
+        return *top_option(scores), n * nll(log_probabilities, labels), n * brier(np.exp(log_probabilities), labels)
+
+    predicted, confident, nlls, briers = zip(*in_threads(of_block, list(part.blocks())), strict=True)
+    confidences, correct = np.concatenate(confident), np.concatenate(predicted) == part.labels
     z = CalibrationSums.of(confidences, correct).test
     return {
         "ece": calibration_error(confidences, correct),
         "ece_equal_mass": calibration_error(confidences, correct, "equal-mass"),
-        "nll": nll(log_probabilities, labels),
-        "brier": brier(np.exp(log_probabilities), labels),
+        "nll": sum(nlls) / len(part),
+        "brier": sum(briers) / len(part),
         "aurc": aurc(confidences, correct),
         "z": None if z is None else z.z,
         "z_p": None if z is None else z.p_value,

@@ -17,6 +17,7 @@ from cauc_ray.files.paths import AnyPath
 from cauc_ray.numbers.answer_keys import NOT_SAID
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.metrics import Reliability, calibration_error, reliability_bins
+from cauc_ray.numbers.threads import in_threads
 from cauc_ray.numbers.types import Bools, Floats
 from cauc_ray.policies.policy import Policy, Stage
 from cauc_ray.policies.trace import own_answers
@@ -134,7 +135,8 @@ def _in_bin(bins: Reliability, at: int) -> str:
 
 def measure_calibration(measured: Measured, stage: Stage, logits: Floats) -> ModelCalibration:
     """Measure a model on all test examples, also those that never reach it."""
-    answers, calibrated, raw = stage.by_itself(logits)
+    blocks = in_threads(lambda rows: stage.by_itself(logits[rows]), list(measured.test.part.blocks()))
+    answers, calibrated, raw = map(np.concatenate, zip(*blocks, strict=True))
     rows = [(confidences, answers == measured.test.labels) for confidences in (raw, calibrated)]
     before, after = (reliability_bins(*of) for of in rows)
     return ModelCalibration(stage, before, after, (calibration_error(*rows[0]), calibration_error(*rows[1])))

@@ -20,6 +20,7 @@ PARTS = {
     "numbers": "bench.fitting",
     "doors": "bench.fitting",
     "shards": "bench.fitting",
+    "compare": "bench.compare",
     "ray_data": "bench.ray_data",
     "controller": "bench.runs",
     "stages": "bench.stages",

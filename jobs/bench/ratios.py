@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -24,7 +25,8 @@ def judged(parts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """
     for spec in SPECS:
         for name, value in _found(parts.get(spec["part"], {}), spec["path"].split(".")):
-            about = {key: asked for key, asked in spec.items() if key in ("part", "least", "most")}
+            about = {key: asked for key, asked in spec.items() if key in ("part", "least", "most", "column")}
+            about |= {"name": name} if "column" in spec else {}
             yield {**about, "what": f"{spec['what']} ({name})" if name else spec["what"], "measured": value}
 
 
@@ -45,12 +47,21 @@ def grid(rows: list[dict[str, Any]]) -> Grid:
     return Grid("", ("part", "figure", "measured", "asked"), tuple(lines), n_left=2, texts=(1,))
 
 
+def by_name(rows: list[dict[str, Any]]) -> Grid:
+    """Return judged figures that have a column as a table: a row for each name."""
+    columns = tuple(dict.fromkeys(row["column"] for row in rows))
+    cells = {(row["name"], row["column"]): number(row["measured"]) + ", missed" * _misses(row) for row in rows}
+    names = dict.fromkeys(row["name"] for row in rows)
+    return Grid("", ("", *columns), tuple((name, *(cells.get((name, of), "") for of in columns)) for name in names))
+
+
+def _misses(row: Mapping[str, Any]) -> bool:
+    return not row.get("least", -math.inf) <= row["measured"] <= row.get("most", math.inf)
+
+
 def _asked(row: Mapping[str, Any]) -> str:
-    if "least" in row:
-        return f"≥ {number(row['least'])}{'' if row['measured'] >= row['least'] else ', missed'}"
-    if "most" in row:
-        return f"≤ {number(row['most'])}{'' if row['measured'] <= row['most'] else ', missed'}"
-    return ""
+    asked = [f"{sign} {number(row[key])}" for key, sign in (("least", "≥"), ("most", "≤")) if key in row]
+    return "".join(asked) + ", missed" * _misses(row)
 
 
 def save(folder: Path, parts: Mapping[str, Any]) -> Path:

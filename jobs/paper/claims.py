@@ -33,7 +33,7 @@ SPLITS = ("calibration", "validation", "test")
 N_DRAWS = 200
 # Rows of each split of a draw; the budget, between the costs of the cheapest and of the most expensive model.
 SIZES, BUDGET = (500, 500, 2000), 0.4
-METHODS, SEARCHES, RULES = ("base", "rf"), (False, True), ("plain", "0.95")
+METHODS, SEARCHES, RULES = ("base", "rf", "stacked"), (False, True), ("plain", "0.95")
 _COLUMNS = [
     ["set, method", "text", "name"],
     ["draws", "text", "n_draws"],
@@ -85,15 +85,17 @@ class Population:
             yield np.split(rows, np.cumsum(SIZES)[:-1])
 
 
-def measure(population: Population, method: str, search: bool, n_draws: int) -> dict[str, float]:
+def measure(population: Population, method: str, search: bool, n_draws: int) -> dict[str, float | None]:
     """Return the shares of draws in which each claim of a method holds, and its mean cost over the budget."""
-    covered, costs = list[bool](), {rule: list[float]() for rule in RULES}
+    # A search by stacked has no budgets at a confidence.
+    rules = RULES[:1] if search and method == "stacked" else RULES
+    covered, costs = list[bool](), {rule: list[float]() for rule in rules}
     for calibration, validation, test in population.draws(n_draws):
         parts = [
             ({model: z[rows] for model, z in population.logits.items()}, population.labels[rows])
             for rows in (calibration, validation)
         ]
-        for rule in RULES:
+        for rule in rules:
             policy = cauc_ray.fit(
                 *parts[0],
                 costs=population.costs,
@@ -109,13 +111,13 @@ def measure(population: Population, method: str, search: bool, n_draws: int) -> 
                 evaluation = cauc_ray.evaluate(population.logits_of(policy, test), policy, labels=labels).as_json()
                 low, high = evaluation["expected_interval"]
                 covered.append(low <= float(np.mean(answers.prediction[test] == labels)) <= high)
-    exceeded, cost = ({rule: float(np.mean(of(costs[rule]))) for rule in RULES} for of in (_above, np.asarray))
+    exceeded, cost = ({rule: float(np.mean(of(costs[rule]))) for rule in rules} for of in (_above, np.asarray))
     return {
         "covered": float(np.mean(covered)),
         "exceeded": exceeded["plain"],
         "cost": cost["plain"],
-        "exceeded_at_confidence": exceeded["0.95"],
-        "cost_at_confidence": cost["0.95"],
+        "exceeded_at_confidence": exceeded.get("0.95"),
+        "cost_at_confidence": cost.get("0.95"),
     }
 
 

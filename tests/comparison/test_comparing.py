@@ -1,9 +1,13 @@
 """All methods side by side, from Python and from the command line."""
 
+import tracemalloc
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from scipy.special import softmax
+from sklearn.metrics import log_loss
 from synthetic import SPLITS, chain_of, write_chains, write_table
 from synthetic import chain as synthetic_chain
 
@@ -112,6 +116,34 @@ def test_calibration_is_told_before_and_after_with_what_bases_threshold_promised
         assert stage["risk"] == pytest.approx(1 - measured.accepted_accuracy.value)
         assert stage["promised"] == 1 - policy.threshold
     assert len(calibration["base"]["stages"]) == len(MODELS) - 1
+
+
+def test_many_options_take_little_more_memory_than_their_logits_and_have_the_same_calibration():
+    rng, (n, k) = np.random.default_rng(0), (8000, 500)
+    labels = rng.integers(0, k, n)
+    logits = {name: rng.standard_normal((n, k), dtype=np.float32) for name in ("small", "large")}
+    for gain, of_model in zip((2, 3), logits.values(), strict=True):
+        of_model[np.arange(n), labels] += gain
+
+    def compared(n_rows):
+        parts = [slice(0, n_rows // 4), slice(n_rows // 4, n_rows // 2), slice(n_rows // 2, n_rows)]
+        calibration, validation, test = (({m: z[rows] for m, z in logits.items()}, labels[rows]) for rows in parts)
+        costs = {"small": 1, "large": 4}
+        return compare(*calibration, validation=validation, test=test, methods=["base"], costs=costs), *test
+
+    compared(400)  # imports
+    tracemalloc.start()
+    comparison, of_test, of_label = compared(n)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2.5 * sum(of_model.nbytes for of_model in logits.values())
+    for model in comparison.about["calibration"]["models"]:
+        for state, temperature in (("before", 1.0), ("after", model["temperature"])):
+            right = np.zeros((n // 2, k))
+            right[np.arange(n // 2), of_label] = 1
+            probabilities = softmax(of_test[model["model"]].astype(float) / temperature, axis=1)
+            assert model[state]["nll"] == pytest.approx(log_loss(of_label, probabilities, labels=range(k)))
+            assert model[state]["brier"] == pytest.approx(np.square(probabilities - right).sum(axis=1).mean())
 
 
 @pytest.mark.soak("full")

@@ -25,7 +25,7 @@ def test_a_row_counts_draws_as_a_slow_loop_does_and_the_page_shows_it(tmp_path):
     (tmp_path / "sets" / "other").mkdir()
     made, chains = claims.claims(tmp_path / "sets", N_DRAWS), by_split.values()
     rows = {row["name"]: row for row in made["rows"]}
-    assert set(rows) == {f"{SET}, {of}{search}" for of in ("base", "rf") for search in ("", " after a search")}
+    assert set(rows) == {f"{SET}, {of}{search}" for of in claims.METHODS for search in ("", " after a search")}
     logits = {m: np.concatenate([of.logits[at] for of in chains]) for at, m in enumerate(models)}
     labels = np.concatenate([of.labels for of in chains])
     costs = dict(zip(models, next(iter(chains)).costs.means.tolist(), strict=True))
