@@ -60,9 +60,9 @@ def _generated(what: str, name: str = "") -> Iterator[str]:
     elif what == "python":
         yield from _python(name)
     elif what == "speed":
-        rows = json.loads((MEASURED / "speed.json").read_text("utf-8"))["figures"]
-        shown = [row for row in rows if (row["part"] == name if name else "column" not in row)]
-        yield from _tables([by_name(shown) if name else grid(shown)])
+        figures = json.loads((MEASURED / "speed.json").read_text("utf-8"))["figures"]
+        rows = [row for row in figures if (row["part"] == name if name else "column" not in row)]
+        yield from _tables([by_name(rows) if name else grid(rows)])
     elif what in ("answers", "claims"):
         grids = {"answers": answers.grids, "claims": claims.grids}[what]
         yield from _tables(grids(json.loads((MEASURED / f"{what}.json").read_text("utf-8"))))

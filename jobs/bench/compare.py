@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,30 +18,27 @@ from jobs.bench.processes import ROOT, scratch
 
 # Seven models, cheapest first: how much logits favour the label, and the cost of a call.
 CHAIN = {f"model-{j}": (4.0 + 0.5 * j, float(2**j)) for j in range(7)}
-# Those that read nothing but logits; a method on recalibrated logits takes as long as the method itself.
+# Those that read nothing but logits; on recalibrated logits they take as long.
 TIMED = tuple(name for name in choose_methods(("all",), ())[0] if name in METHODS)
-# One call of a public function in a new process, whose memory is that of the call.
+# One call of a public function in a new process, whose memory is that of the call; without a function, what the bytes
+# of a table bound: they are read, and exp is taken of each number.
 CALL = """
 import json, resource, sys, time
+import numpy as np
 import cauc_ray
+from cauc_ray.data.logits import LogitTable
+door, path, options = *sys.argv[1:3], json.loads(sys.argv[3])
 started = time.perf_counter()
-result = getattr(cauc_ray, sys.argv[1])(sys.argv[2], **json.loads(sys.argv[3]))
+if door:
+    result = getattr(cauc_ray, door)(path, **options)
+else:
+    for split in ("calibration", "validation", "test"):
+        for logits in LogitTable(path).read_chain(options["models"], split).logits:
+            np.exp(logits).sum()
 seconds = time.perf_counter() - started
-if sys.argv[1] == "fit":
+if door == "fit":
     result.save(sys.argv[4])
 print(json.dumps({"seconds": seconds, "gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}))
-"""
-# What the bytes of a table bound: they are read once, and exp is taken of each number.
-PASS = """
-import json, sys, time
-import numpy as np
-from cauc_ray.data.logits import LogitTable
-table, models = LogitTable(sys.argv[1]), json.loads(sys.argv[2])
-started = time.perf_counter()
-for split in ("calibration", "validation", "test"):
-    for logits in table.read_chain(models, split).logits:
-        np.exp(logits).sum()
-print(json.dumps({"seconds": time.perf_counter() - started}))
 """
 
 
@@ -67,43 +64,47 @@ def compare(
         quarter = rows // 4
         splits = {"calibration": quarter, "validation": quarter, "test": rows - 2 * quarter}
         table = write_table(folder / "logits", options, dict(islice(CHAIN.items(), max(models))), **splits)
-        return {f"{m} models": _of_chain(folder, table, list(CHAIN)[:m], methods, points, limit_s) for m in models}
+        figures: dict[str, Any] = {
+            f"{m} models": {kind: {} for kind in ("seconds", "ours", "others", "gb")} for m in models
+        }
+        for kinds in (("seconds", "ours"), ("others",)):  # those that take minutes last
+            for m, of_chain in zip(models, figures.values(), strict=True):
+                for kind, name, call in _calls(folder, table, list(CHAIN)[:m], methods, points):
+                    if kind in kinds:
+                        print(f"{m} models, {name}: ", end="", flush=True)
+                        of_chain[kind][name], gb = _measured(call, limit_s)
+                        of_chain["gb"] |= {} if gb is None else {name: gb}
+    return figures
 
 
-def _of_chain(
-    folder: Path, table: Path, models: Sequence[str], methods: Sequence[str], points: int, limit_s: float
-) -> dict[str, Any]:
-    """Time each call on one chain; of methods that cannot run on it, nothing."""
-    policy = folder / f"policy-{len(models)}.json"
-    chain = {"models": list(models)}
-    calls: dict[str, tuple[str, Path, dict[str, Any]]] = {
-        f"fit, {method}": ("fit", table, {**chain, "method": method}) for method in ("stacked", "base", "rf")
-    }
+def _calls(
+    folder: Path, table: Path, models: Sequence[str], methods: Sequence[str], points: int
+) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield the kind and name of each call on a chain, and the words of CALL; methods that cannot run on it are not."""
+    chain, policy = {"models": list(models)}, str(folder / "policy.json")
+    yield "seconds", "numbers read, exp of each", ["", str(table), json.dumps(chain)]
+    for method in ("stacked", "base", "rf"):
+        yield "seconds", f"fit, {method}", ["fit", str(table), json.dumps({**chain, "method": method}), policy]
+    page = {"logits": str(table), "policy": policy, "output": str(folder / "report.html")}
+    yield "seconds", "report", ["report", str(folder), json.dumps(page)]
+    several = {**chain, "methods": ["base", "rf"], "points": points}
+    yield "seconds", f"compare, {points} budgets", ["compare", str(table), json.dumps(several)]
     for method in choose_methods(methods, models)[0]:
-        calls[method] = ("compare", table, {**chain, "methods": [method]})
-    page = {"logits": str(table), "policy": str(policy), "output": str(folder / "report.html")}
-    calls[f"compare, {points} budgets"] = ("compare", table, {**chain, "methods": ["base", "rf"], "points": points})
-    calls["report"] = ("report", folder, page)
-    read = _printed(PASS, table, json.dumps(list(models)))
-    figures: dict[str, Any] = {"read_s": read["seconds"], "seconds": {}, "ours": {}, "others": {}, "gb": {}}
-    for name, (door, path, asked) in calls.items():
-        kind = "seconds" if name not in METHODS else "ours" if METHODS[name].paradigm == "ours" else "others"
-        try:
-            call = _printed(CALL, door, path, json.dumps(asked), policy, limit_s=limit_s)
-        except subprocess.TimeoutExpired:
-            figures[kind][name] = limit_s
-            print(f"{name}: ended after {limit_s:.0f} s", flush=True)
-        else:
-            figures[kind][name], figures["gb"][name] = call["seconds"], call["gb"]
-            print(f"{name}: {call['seconds']:.1f} s, {call['seconds'] / read['seconds']:.1f} x reading", flush=True)
-    return figures
+        # A search, by auto, fits every sub-chain.
+        kind = "ours" if METHODS[method].paradigm == "ours" and method != "auto" else "others"
+        yield kind, method, ["compare", str(table), json.dumps({**chain, "methods": [method]})]
 
 
-def _printed(script: str, *words: object, limit_s: float | None = None) -> dict[str, float]:
-    """Run a script in a new process; return the JSON object that it prints last."""
-    command = [sys.executable, "-c", script, *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
+def _measured(call: Sequence[str], limit_s: float) -> tuple[float, float | None]:
+    """Return the seconds and gigabytes of a call in a new process; of one that takes too long its limit, and None."""
+    command = [sys.executable, "-c", CALL, *call]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"ended after {limit_s:.0f} s", flush=True)
+        return limit_s, None
     if done.returncode:
-        raise ExecutionError(f"{words[0]} failed: {(done.stderr.strip().splitlines() or ['it said nothing'])[-1]}")
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+        raise ExecutionError(f"{call[0]} failed: {(done.stderr.strip().splitlines() or ['it said nothing'])[-1]}")
+    figures = json.loads(done.stdout.splitlines()[-1])
+    print(f"{figures['seconds']:.1f} s, {figures['gb']:.2f} GB", flush=True)
+    return figures["seconds"], figures["gb"]
