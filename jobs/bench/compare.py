@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from cauc_ray.comparison.selection import choose_methods
-from cauc_ray.errors import ExecutionError
 from cauc_ray.policies.method import METHODS
 from jobs.bench.fitting import write_table
 from jobs.bench.processes import ROOT, scratch
@@ -65,15 +64,15 @@ def compare(
         splits = {"calibration": quarter, "validation": quarter, "test": rows - 2 * quarter}
         table = write_table(folder / "logits", options, dict(islice(CHAIN.items(), max(models))), **splits)
         figures: dict[str, Any] = {
-            f"{m} models": {kind: {} for kind in ("seconds", "ours", "others", "gb")} for m in models
+            f"{m} models": {kind: {} for kind in ("seconds", "ours", "others", "gb", "failed")} for m in models
         }
         for kinds in (("seconds", "ours"), ("others",)):  # those that take minutes last
             for m, of_chain in zip(models, figures.values(), strict=True):
                 for kind, name, call in _calls(folder, table, list(CHAIN)[:m], methods, points):
                     if kind in kinds:
                         print(f"{m} models, {name}: ", end="", flush=True)
-                        of_chain[kind][name], gb = _measured(call, limit_s)
-                        of_chain["gb"] |= {} if gb is None else {name: gb}
+                        for of, figure in _measured(call, limit_s).items():
+                            of_chain[kind if of == "seconds" else of][name] = figure
     return figures
 
 
@@ -95,16 +94,22 @@ def _calls(
         yield kind, method, ["compare", str(table), json.dumps({**chain, "methods": [method]})]
 
 
-def _measured(call: Sequence[str], limit_s: float) -> tuple[float, float | None]:
-    """Return the seconds and gigabytes of a call in a new process; of one that takes too long its limit, and None."""
+def _measured(call: Sequence[str], limit_s: float) -> dict[str, Any]:
+    """Return the seconds and gigabytes of a call in a new process; its limit where it takes too long, or why it failed.
+
+    What other calls have taken is not lost with one that fails.
+    """
     command = [sys.executable, "-c", CALL, *call]
+    figures: dict[str, Any]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
         print(f"ended after {limit_s:.0f} s", flush=True)
-        return limit_s, None
+        return {"seconds": limit_s}
     if done.returncode:
-        raise ExecutionError(f"{call[0]} failed: {(done.stderr.strip().splitlines() or ['it said nothing'])[-1]}")
-    figures = json.loads(done.stdout.splitlines()[-1])
-    print(f"{figures['seconds']:.1f} s, {figures['gb']:.2f} GB", flush=True)
-    return figures["seconds"], figures["gb"]
+        figures = {"failed": (done.stderr.strip().splitlines() or ["it said nothing"])[-1]}
+        print(figures["failed"], flush=True)
+    else:
+        figures = json.loads(done.stdout.splitlines()[-1])
+        print(f"{figures['seconds']:.1f} s, {figures['gb']:.2f} GB", flush=True)
+    return figures

@@ -31,9 +31,10 @@ SMOKES = {
     "ray_data --rows 1500 --batch 64 --repeats 1 --cases fixed":
         lambda r: r["controller"]["rows"] == 6000 and r["ray_data"]["fixed"]["rows"] == 1500,
     "shards --rows 400 --options 5 --shards 2 --methods rf": lambda r: r["shards"]["rf"]["largest_difference"] < 1e-9,
-    "compare --rows 800 --options 5 --models 2 3 --methods base agreement":
+    "compare --rows 800 --options 30 --models 2 3 --methods base agreement logistic":
         lambda r: all(
             of["ours"].keys() == {"base"} and of["others"].keys() == {"agreement"} and "report" in of["seconds"]
+            and "up to 20 options" in of["failed"]["logistic"]  # and the others' figures are kept
             for of in r["compare"].values()
         ),
     "serving --few-clients 2 --many-clients 4 --seconds 0.6 --warm-up 0.2 --turns 1 --rows 60 --cases sleeping":
