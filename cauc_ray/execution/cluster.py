@@ -125,9 +125,9 @@ def require_fit(stages: Sequence[StageSpec]) -> None:
 def require_room(asked: Sequence[tuple[str, Resources, int]], remedy: str) -> None:
     """Raise ExecutionError naming the first actors that do not fit next to all that runs now, as require_fit does.
 
-    asked: what they are, what each needs, and how many there are.   remedy: what else can be done.
+    asked: what they are, what each needs, and how many there are.   remedy: what can be done.
     """
-    _require_placed(asked, _nodes(free=True), f"free it, or {remedy}")
+    _require_placed(asked, _nodes(free=True), remedy)
 
 
 def _require_placed(asked: Sequence[tuple[str, Resources, int]], nodes: dict[str, _Node], remedy: str) -> None:

@@ -86,13 +86,15 @@ def application(pool: Pool, policy: Policy, name: str | None = None, *, surge: b
     stages = require_servable(pool, policy, local=False)
     if pool.serving.policy_every_s is not None:
         raise ConfigError("serving.policy_every_s is for a local service; start it with --local")
+    running = _running() if ray.is_initialized() else Counter[str]()
     if ray.is_initialized():
         require_fit(stages)
-        if surge:
-            _require_room(pool, stages)
+        if surge and running[ROUTER]:
+            _require_room(pool, stages, running)
     degrades = pool.on_failure == "degrade"
     # A policy that was set in an earlier version of this application is not this one's.
-    version = AppVersion(uuid.uuid4().hex, (ROUTER, *(stage_deployment(spec.name) for spec in stages)))
+    names = (ROUTER, *(stage_deployment(spec.name) for spec in stages))
+    version = AppVersion(uuid.uuid4().hex, names, replaces=surge and running[ROUTER] > 0)
     router_stops_s = max(spec.serving.timeout_s for spec in stages) + END_S
     # Without a surge, replicas of the next version have room only once these have ended.
     stage_stops_s = router_stops_s + (UPDATE_S if surge else 0.0)
@@ -104,20 +106,31 @@ def application(pool: Pool, policy: Policy, name: str | None = None, *, surge: b
     return router.bind(model, pool, policies_at_start(pool, policy), deployments, version)
 
 
-def _require_room(pool: Pool, stages: Sequence[StageSpec]) -> None:
-    """Raise ExecutionError if an application like this one runs, and leaves no room for as many new replicas.
+def _running() -> Counter[str]:
+    """Return the number of replicas of each deployment of such an application that takes requests.
 
-    Its routers would lose their stages to the new ones, and no new router could start.
+    Replicas of a version that waits for some of its stages, perhaps in vain, end when the next one is deployed.
     """
     # By their actors' names, SERVE_REPLICA::app#deployment#id: Serve's status lacks them while it builds a new version.
     names = [actor["name"].split("#") for actor in ray.util.list_named_actors(all_namespaces=True)]
-    running = Counter(parts[1] for parts in names if len(parts) == 3)
-    if running[ROUTER]:
-        asked = [("the router", pool.serving.router.resources, max(pool.serving.router.replicas.min, running[ROUTER]))]
-        for spec in stages:
-            n = max(spec.replicas.min, running[stage_deployment(spec.name)])
-            asked.append((f"stage {spec.name!r}", spec.resources, n))
-        require_room(asked, "add nodes, or set surge: false (old replicas stop first)")
+    replicas = [parts[1:] for parts in names if len(parts) == 3]
+    return Counter(deployment for deployment, name in replicas if deployment == ROUTER or AppVersion.runs(name))
+
+
+def _require_room(pool: Pool, stages: Sequence[StageSpec], running: Counter[str]) -> None:
+    """Raise ExecutionError where an application that runs leaves no room for as many new replicas.
+
+    Its routers would lose their stages to the new ones, and no new router could start.
+    """
+
+    def asked(replicas: Replicas, deployment: str) -> int:
+        return min(max(replicas.min, running[deployment]), replicas.max)
+
+    router = pool.serving.router
+    needs = [("the router", router.resources, asked(router.replicas, ROUTER))]
+    for spec in stages:
+        needs.append((f"stage {spec.name!r}", spec.resources, asked(spec.replicas, stage_deployment(spec.name))))
+    require_room(needs, "free some, lower its resources, add nodes, or set surge: false (old replicas stop first)")
 
 
 def _stage(spec: StageSpec, surge: bool, stops_s: float) -> Any:

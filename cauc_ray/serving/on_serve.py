@@ -80,6 +80,7 @@ class StageServer:
         stage: Its index.
         version: The version of pool and policy.
         can_wait: Whether the service answers without a model that cannot be loaded; loading is tried until it succeeds.
+            A version that replaces another waits for none: that one answers with all of its models.
     """
 
     def __init__(self, spec: StageSpec, stage: int, version: AppVersion, *, can_wait: bool = False) -> None:
@@ -90,11 +91,13 @@ class StageServer:
         self._holds: dict[str, asyncio.Event] = {}
         self._replica = Replica(spec, stage, serve.get_replica_context().replica_id.unique_id)
         try:
-            if (failed := self._replica.facts.exception()) is not None and not can_wait:
+            failed = self._replica.facts.exception()
+            if failed is not None and (not can_wait or (version.replaces and not version.has_loaded())):
                 raise failed
             version.note_loaded(stage_deployment(spec.name))
             while not version.has_loaded():
                 time.sleep(LOOK_S)
+            version.note_runs(self._replica.name)
         except BaseException:
             self._replica.close()
             raise
@@ -118,6 +121,8 @@ class StageServer:
     def __del__(self) -> None:
         """End, as Serve asks a replica to: close the model."""
         self._replica.close()
+        with suppress(StoreError):
+            RayStore().delete(f"runs:{self._replica.name}")
 
     async def answer(self, call: StageCall) -> Answer:
         """Answer a call's rows. A fault of the model is a result.
@@ -375,14 +380,26 @@ class AppVersion:
     Attributes:
         life: Its id.
         deployments: Names of its deployments, the router's included.
+        replaces: Whether a version before it answers until it has loaded.
     """
 
     life: str
     deployments: tuple[str, ...]
+    replaces: bool
 
     def note_loaded(self, deployment: str) -> None:
         """Note that a replica of a deployment has loaded. Raises StoreError."""
         RayStore().put(f"loaded:{self.life}:{deployment}", b"1")
+
+    @staticmethod
+    def note_runs(replica: str) -> None:
+        """Note that a replica of a stage takes calls. Raises StoreError."""
+        RayStore().put(f"runs:{replica}", b"1")
+
+    @staticmethod
+    def runs(replica: str) -> bool:
+        """Return whether a replica of a stage takes calls, or did; it may wait for other stages. Raises StoreError."""
+        return RayStore().get(f"runs:{replica}") is not None
 
     def has_loaded(self) -> bool:
         """Return whether a replica of each deployment has ever loaded; False where that cannot be known now."""

@@ -58,6 +58,35 @@ def test_a_version_that_has_no_room_next_to_the_running_one_is_refused(tmp_path)
 
 
 @FAULTS
+@pytest.mark.filterwarnings("ignore:`look_back_period_s`:FutureWarning")  # Ray's, of the window that it looks back
+def test_a_version_that_cannot_load_a_stage_does_not_take_over_and_another_replaces_it(tmp_path):
+    """Also where the service degrades, and where there is just room for one more version next to both."""
+    n_cpus = 0.09 * ray.cluster_resources()["CPU"]
+    gone, policy = tmp_path / "gone", two_model_policy()
+    models = [("by_x", {}), ("loads_unless", {"path": str(gone)})]
+    pool = edit_pool(
+        python_pool(tmp_path, models, resources={"num_cpus": n_cpus}, replicas={"min": 2, "max": 4}),
+        on_failure="degrade",
+        serving={"router": {"resources": {"num_cpus": 0}}},
+    )
+
+    def deploy(batch_size):
+        content = yaml.safe_load(pool.read_text())
+        content["stages"][0]["batch_size"] = batch_size
+        app = build_app(ServingArgs(pool=content, policy=policy.model_dump(mode="json"), name="six"))
+        ray.serve.run(app, name="six", route_prefix="/")
+
+    with serve(pool) as service:
+        gone.touch()
+        with pytest.raises(RuntimeError):  # Serve's, of a version that does not start
+            deploy(batch_size=3)
+        assert not infer(service.url, "six", {"x": [0.1]})[1]["parameters"].get("degraded")
+        gone.unlink()
+        deploy(batch_size=4)
+        assert not infer(service.url, "six", {"x": [0.1]})[1]["parameters"].get("degraded")
+
+
+@FAULTS
 def test_a_token_that_routers_do_not_have_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CAUC_TOKEN", "s3cret")
     with pytest.raises(ConfigError, match="CAUC_TOKEN is set here, but not on the nodes"):
