@@ -21,6 +21,7 @@ OTHER_FLAGS = {
     *("--no-deps", "--compile-bytecode", "--only-binary", "--require-hashes", "--extra", "--upgrade"),  # pip and uv
     *(
         "--set",
+        "--reuse-values",
         "--from-literal",
         "--now",
         "--config.file",
