@@ -89,6 +89,7 @@ class StageServer:
         self._imports_s = time.monotonic() - IMPORTED_AT
         self._needs = Needs()
         self._holds: dict[str, asyncio.Event] = {}
+        self._runs = False
         self._replica = Replica(spec, stage, serve.get_replica_context().replica_id.unique_id)
         try:
             failed = self._replica.facts.exception()
@@ -98,6 +99,7 @@ class StageServer:
             while not version.has_loaded():
                 time.sleep(LOOK_S)
             version.note_runs(self._replica.name)
+            self._runs = True
         except BaseException:
             self._replica.close()
             raise
@@ -119,10 +121,12 @@ class StageServer:
         return f"its model cannot be loaded: {reason_of(failed)}", 0.0
 
     def __del__(self) -> None:
-        """End, as Serve asks a replica to: close the model."""
+        """End, as Serve asks a replica to: close the model. A collector, later, finds it done."""
         self._replica.close()
-        with suppress(StoreError):
-            RayStore().delete(f"runs:{self._replica.name}")
+        if self._runs:
+            self._runs = False
+            with suppress(StoreError):
+                self._version.note_runs(self._replica.name, runs=False)
 
     async def answer(self, call: StageCall) -> Answer:
         """Answer a call's rows. A fault of the model is a result.
@@ -392,13 +396,16 @@ class AppVersion:
         RayStore().put(f"loaded:{self.life}:{deployment}", b"1")
 
     @staticmethod
-    def note_runs(replica: str) -> None:
-        """Note that a replica of a stage takes calls. Raises StoreError."""
-        RayStore().put(f"runs:{replica}", b"1")
+    def note_runs(replica: str, *, runs: bool = True) -> None:
+        """Note that a replica of a stage takes calls, or no longer does. Raises StoreError."""
+        if runs:
+            RayStore().put(f"runs:{replica}", b"1")
+        else:
+            RayStore().delete(f"runs:{replica}")
 
     @staticmethod
     def runs(replica: str) -> bool:
-        """Return whether a replica of a stage takes calls, or did; it may wait for other stages. Raises StoreError."""
+        """Return whether a replica of a stage takes calls: it may wait for other stages. Raises StoreError."""
         return RayStore().get(f"runs:{replica}") is not None
 
     def has_loaded(self) -> bool:

@@ -30,7 +30,7 @@ def version(monkeypatch):
     """Return a version whose router has started, in a store of this process."""
     store = MemoryStore()
     monkeypatch.setattr("cauc_ray.serving.on_serve.RayStore", lambda: store)
-    version = AppVersion("life", (ROUTER, stage_deployment("one")))
+    version = AppVersion("life", (ROUTER, stage_deployment("one")), replaces=False)
     version.note_loaded(ROUTER)
     return version
 
