@@ -151,19 +151,21 @@ def test_an_invalid_change_is_refused_in_one_line(canaries, service, change, sta
 
 
 def test_feedback_and_costs_are_evidence_but_for_answers_whose_policy_was_chosen(canaries, service):
-    n_answers = canaries.traffic(service, seeded(3), n_requests=100, size=10)
+    rng = seeded(3)
+    n_answers = canaries.traffic(service, rng, n_requests=100, size=10)
     pinned = {"example_id": canaries.ids[:50]}
     content = answered(service.url, f"six/versions/{canaries.better.id}", pinned, FEEDBACK)
     send_labels(service.url, "six", content, canaries.test.labels[:50])
     roles = {"candidate": canaries.better, "incumbent": canaries.policy}
-    n_rows = {role: 10 * n_answers[policy.id] for role, policy in roles.items()}
 
-    def evidence_of(name):
+    def all_count():
+        # Rows of one policy count once there are some of the other.
+        n_answers.update(canaries.traffic(service, rng, n_requests=1, size=10))
+        n_rows = {role: 10 * n_answers[policy.id] for role, policy in roles.items()}
         evidence = policies(service)["candidate"]["evidence"]
-        return {role: evidence[role][name] for role in roles}
+        return all({role: evidence[role][name] for role in roles} == n_rows for name in ("rows", "labelled"))
 
-    until(lambda: evidence_of("labelled") == n_rows)  # what a router has seen reaches the others a moment later
-    assert evidence_of("rows") == n_rows
+    until(all_count)  # what a router has seen reaches the others a moment later
     evidence = policies(service)["candidate"]["evidence"]
     for role, policy in roles.items():
         assert abs(evidence[role]["accuracy"] - canaries.accuracy(policy)) < 0.2
