@@ -105,7 +105,8 @@ def run(
     def opened() -> tuple[RunInput, RunRecord]:
         rows = _opened(input, pool, options.columns or {}, model_columns)
         require_usable(stages, rows.columns, str(rows.path), pool, is_here)
-        record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity, costs=costs, models=models)
+        size = block_rows(rows.row_bytes, rows.n_rows)
+        record = new_record(policy.id, size, rows.identity, costs=costs, models=models)
         return rows, resumed_record(folder, record) if resume else record
 
     resume = options.resume and folder.exists() and any(folder.iterdir())

@@ -34,7 +34,9 @@ STOP_S = 10.0
 # So often a controller whose process dies is started again; what was committed is not done again.
 RESTARTS = 3
 # A block has so many rows at most, and fewer where they are large.
-BLOCK_ROWS = 8192
+MIN_BLOCK_ROWS, BLOCK_ROWS = 32, 8192
+# Blocks of an input that has enough rows for them.
+MIN_BLOCKS = 64
 BLOCK_BYTES = 16 * 1024 * 1024
 # Models may fail on so many rows of any run; and on so many before the share of rows done so far counts.
 MIN_FAILED = 100
@@ -132,10 +134,16 @@ def follow(run: LiveRun, on_progress: Callable[[RunProgress], None]) -> float:
         LiveRun.close([run])
 
 
-def block_rows(row_bytes: float) -> int:
-    """Return the number of rows in a block, given a row's bytes (0 if unknown)."""
+def block_rows(row_bytes: float, n_rows: int | None) -> int:
+    """Return the number of rows in a block. It is committed as a whole: a run that is stopped repeats unfinished ones.
+
+    Args:
+        row_bytes: A row's bytes, 0 if unknown.
+        n_rows: Rows of the input, None if unknown.
+    """
     fit = BLOCK_BYTES / row_bytes if row_bytes else BLOCK_ROWS / 8
-    return int(min(BLOCK_ROWS, max(32, fit)))
+    share = BLOCK_ROWS if n_rows is None else n_rows / MIN_BLOCKS
+    return int(min(BLOCK_ROWS, max(MIN_BLOCK_ROWS, min(fit, share))))
 
 
 @dataclass(frozen=True, slots=True)

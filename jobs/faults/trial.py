@@ -264,7 +264,7 @@ def faults(
         kinds: The kinds of fault.
         seed: The random seed of the first trial of each kind, which decides when and what is struck.
         seeds: Trials of each kind, each with the next seed.
-        rows: Rows of a run; multiples of 1280 fill all blocks.
+        rows: Rows of a run; multiples of 1280 fill all blocks of a collection.
         folder: A folder for what the trials leave, which is else deleted.
     """
     print(f"seeds {seed} to {seed + seeds - 1}", flush=True)

@@ -237,6 +237,18 @@ def priced(policy, factor):
     return policy.model_copy(update={"stages": stages})
 
 
+def test_a_short_run_that_is_ended_keeps_nearly_all_that_it_has_answered(tmp_path):
+    models = [mendable(tmp_path, "gives_up_on", {"example": "row-380"}), SOUND[1]]
+    inputs, pool = numbered_input(tmp_path, 400), python_pool(tmp_path, models, batch_size=8)
+    with pytest.raises(ExecutionError, match="is down"):
+        run(tmp_path, pool, two_model_policy(), inputs)
+    assert read_all(tmp_path / "out" / "predictions").num_rows >= 256
+    (tmp_path / "mended").touch()
+    summary = cauc_ray.run(pool, two_model_policy(), inputs, tmp_path / "out", resume=True)
+    assert summary["n"] == 400
+    assert summary["stages"][0]["repeated"] < 144
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # of Ray Data's own context
 @pytest.mark.parametrize("kind", ranked(["csv", "ray dataset"], quick=0, slow=1))
 def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path, kind):
