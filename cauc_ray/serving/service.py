@@ -66,17 +66,19 @@ logger = logging.getLogger(__name__)
 
 async def repeat(do: Callable[[], Awaitable[object]], period_s: float) -> None:
     """Call a function periodically until cancelled; its exceptions are logged, and it is called again."""
-    pause_s = period_s
+    pause_s, task = period_s, asyncio.current_task()
+    assert task is not None
     while True:
         try:
             await do()
             pause_s = period_s
         except (Exception, asyncio.CancelledError) as error:
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+            if isinstance(error, asyncio.CancelledError) and task.cancelling():
                 raise  # this task is to end; otherwise only a call within it was cancelled
             pause_s = max(period_s, min(2 * pause_s, LONGEST_PAUSE_S))
             logger.exception(f"{getattr(do, '__name__', do)} failed; trying again in {pause_s:g} s")
+        if task.cancelling():  # before Python 3.12, asyncio.wait_for may keep that to itself
+            return
         await asyncio.sleep(pause_s)
 
 

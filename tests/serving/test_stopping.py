@@ -1,18 +1,21 @@
 """How `cauc serve` starts and stops, as a process manager sees it."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from asking import Command, free_port, http, until
 from runs import python_pool, two_model_policy
+
+from cauc_ray.serving.service import repeat
 
 
 class Service(Command):
@@ -128,3 +131,23 @@ def test_a_command_that_is_killed_leaves_no_process(service):
     started = service.processes()
     service.process.kill()
     until(lambda: not any(map(lives, started)))
+
+
+def test_a_background_task_ends_where_what_it_calls_keeps_its_end_to_itself():
+    calls = []
+
+    async def kept_to_itself():
+        calls.append("called")
+        with suppress(asyncio.CancelledError) if len(calls) == 1 else nullcontext():
+            await asyncio.sleep(60)
+
+    async def cancelled():
+        task = asyncio.create_task(repeat(kept_to_itself, 0.0))
+        while not calls:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task], timeout=10)
+        return task.done()
+
+    assert asyncio.run(cancelled())
+    assert len(calls) == 1
