@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -66,7 +67,7 @@ class _Runner:
         remote = ray.remote(num_cpus=N_CPUS, max_retries=0, num_returns="streaming")(_measure)
         while self.ready and len(self.running) < MOST_PENDING:
             attempt = self.ready.popleft()
-            self.running[remote.remote(attempt.task, attempt.number)] = attempt
+            self.running[remote.remote(attempt.task.measure, attempt.number)] = attempt
         begun = [task.begun_at + self.deadline_s for task in self.running.values() if task.begun_at is not None]
         next_look = min(*begun, self.heard_at + START_DEADLINE_S, math.inf)
         news, _ = ray.wait(list(self.running), num_returns=1, timeout=max(0.0, next_look - time.monotonic()))
@@ -84,19 +85,20 @@ class _Runner:
         """Take the next thing that an attempt reports: that it has begun, or its outcome."""
         attempt = self.running[stream]
         try:
-            outcome: Outcome | None = ray.get(next(stream))
+            ended: Callable[[Task], Outcome] | None = ray.get(next(stream))
         except RayError as error:
             why, died = str(explained(error, "the task")), not isinstance(error, RayTaskError)
-            outcome = Outcome(attempt.task, error=why, attempts=attempt.number, may_pass=died)
-        if outcome is None:
+            ended = partial(Outcome, error=why, attempts=attempt.number, may_pass=died)
+        if ended is None:
             attempt.begun_at = time.monotonic()
             return
+        outcome = ended(attempt.task)
         del self.running[stream]
         if outcome.may_pass and attempt.number < ATTEMPTS:
             self.ready.append(_Attempt(attempt.task, attempt.number + 1))
             return
         error_text = f"{outcome.error} ({attempt.number} attempts)" if outcome.may_pass else outcome.error
-        yield replace(outcome, task=attempt.task, error=error_text)  # what came back is a copy
+        yield replace(outcome, error=error_text)
 
     def _late(self) -> Iterator[Outcome]:
         now = time.monotonic()
@@ -114,22 +116,26 @@ class _Runner:
             yield Outcome(attempt.task, error=why, attempts=attempt.number)
 
 
-def _measure(task: Task, attempt: int) -> Iterator[Outcome | None]:
-    """Do a task in a process of Ray's: yields None when it has begun, then its outcome."""
+def _measure(measure: Callable[[], Any], attempt: int) -> Iterator[Callable[[Task], Outcome] | None]:
+    """Do a task in a process of Ray's: yields None when it has begun, then its outcome, without the task.
+
+    What is measured by may hold tables by then, which must not travel.
+    """
     time.sleep(PAUSE_S * (attempt - 1))
     yield None
     started = time.perf_counter()
     warned: list[str] = []
     with own_warnings(warned.append):
         try:
-            value = task.measure()
+            value = measure()
         except Exception as error:
             in_one_line = printable(f"{type(error).__name__}: {' '.join(str(error).split())}")
             why = str(error) if isinstance(error, CaucError) else f"the task failed: {in_one_line}"
-            yield Outcome(task, error=why, attempts=attempt, may_pass=_may_pass(error))
+            yield partial(Outcome, error=why, attempts=attempt, may_pass=_may_pass(error))
             return
     warnings = tuple(dict.fromkeys(warned))
-    yield Outcome(task, value, warnings=warnings, seconds=time.perf_counter() - started, attempts=attempt)
+    seconds = time.perf_counter() - started
+    yield partial(Outcome, value=value, warnings=warnings, seconds=seconds, attempts=attempt)
 
 
 def _may_pass(error: BaseException | None) -> bool:

@@ -1,6 +1,7 @@
 """Tasks on Ray that die, fail for a while, fail for good, or take too long."""
 
 import os
+import threading
 from functools import partial
 
 import pytest
@@ -32,6 +33,19 @@ def test_tasks_are_tried_again_where_that_may_help_and_fail_with_one_line(tmp_pa
         assert words in (outcome.value or outcome.error), name
         assert (outcome.error is None) == (words == "done"), name
         assert "\n" not in (outcome.error or "")
+
+
+class Read:
+    """What has been read can be in no other process."""
+
+    def measure(self):
+        self.table = threading.Lock()
+        return "done"
+
+
+def test_what_a_task_has_read_does_not_travel_with_its_outcome():
+    (outcome,) = run_tasks([Task("a", "reads", Read().measure)], deadline_s=60)
+    assert (outcome.value, outcome.error) == ("done", None)
 
 
 def test_more_tasks_than_ray_gets_at_a_time(monkeypatch):

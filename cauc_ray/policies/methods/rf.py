@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 from pydantic import Field
@@ -16,6 +16,7 @@ from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind
 from cauc_ray.numbers.chain import LARGEST, Chain, ChainLogits, ChainPart
 from cauc_ray.numbers.logits import same_width, top_option
 from cauc_ray.numbers.sweep import STOP_NONE
+from cauc_ray.numbers.threads import in_threads
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.calibrated import ComputedRows, calibrator_of, parts_of, sum_answers
 from cauc_ray.policies.evidence import FrozenModel
@@ -27,6 +28,9 @@ from cauc_ray.policies.policy import Policy, Stage, Step
 from cauc_ray.policies.pools import Pool, SubChain
 from cauc_ray.policies.stacking import PLAIN, Stacking
 from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_threshold
+
+# Alpha and beta of a stage, None for the first.
+Pair: TypeAlias = tuple[float | None, float | None]
 
 
 class PairDiagnostics(FrozenModel):
@@ -212,24 +216,37 @@ def sub_chains(pool: Pool) -> Iterator[SubChain]:
     calibration, validation = pool.calibration.chain, pool.validation.chain
     n_models = len(calibration.models)
     calibrators = [calibrator_of(calibration, index, pool.calibrator).calibrator for index in range(n_models)]
-    scores = [
-        (calibrator.scores(calibration.logits[index]), calibrator.scores(validation.logits[index]))
-        for index, calibrator in enumerate(calibrators)
-    ]
+    pairs = dict(_pairs(calibration, calibrators, (), None))
 
-    def after(
-        indices: tuple[int, ...], state: tuple[Floats, Floats] | None, steps: list[tuple[Ints, Floats]]
-    ) -> Iterator[SubChain]:
-        for index in range(indices[-1] + 1 if indices else 0, n_models):
-            r, r_validation = scores[index]
-            if state is not None:
-                alpha, beta = fit_pair(state[0], r, calibration.labels).temperatures
-                r, r_validation = fold(r, alpha, beta, state[0]), fold(r_validation, alpha, beta, state[1])
-            longer, answered = (*indices, index), [*steps, top_option(r_validation)]
-            yield SubChain.of_steps("rf", longer, answered, n_models)
-            yield from after(longer, (r, r_validation), answered)
+    def answers(rows: slice) -> list[tuple[Ints, Floats]]:
+        scores = [of.scores(logits[rows]) for of, logits in zip(calibrators, validation.logits, strict=True)]
+        states, answered = [*scores], list[tuple[Ints, Floats]]()
+        for indices, (alpha, beta) in pairs.items():  # depth first: the last state of a length is of the prefix
+            depth = len(indices) - 1
+            states[depth] = fold(scores[indices[-1]], alpha, beta, states[depth - 1] if depth else None)
+            answered.append(top_option(states[depth]))
+        return answered
 
-    return after((), None, [])
+    of_blocks = zip(*in_threads(answers, list(validation.part.blocks())), strict=True)
+    steps: dict[tuple[int, ...], tuple[Ints, Floats]] = {}
+    for indices, blocks in zip(pairs, of_blocks, strict=True):
+        predictions, confidences = (np.concatenate(of) for of in zip(*blocks, strict=True))
+        steps[indices] = predictions, confidences
+        prefixes = [steps[indices[: end + 1]] for end in range(len(indices))]
+        yield SubChain.of_steps("rf", indices, prefixes, n_models)
+
+
+def _pairs(
+    chain: ChainLogits, calibrators: Sequence[Calibrator], indices: tuple[int, ...], state: Floats | None
+) -> Iterator[tuple[tuple[int, ...], Pair]]:
+    """Yield all longer chains, depth first, with alpha and beta of their last stages.   state: r after the indices."""
+    for index in range(indices[-1] + 1 if indices else 0, len(calibrators)):
+        longer, r = (*indices, index), calibrators[index].scores(chain.logits[index])
+        alpha, beta = (None, None) if state is None else fit_pair(state, r, chain.labels).temperatures
+        yield longer, (alpha, beta)
+        if index + 1 < len(calibrators):
+            r = fold(r, alpha, beta, state)
+            yield from _pairs(chain, calibrators, longer, r)
 
 
 def fit(fitting: Fitting) -> Sequence[RFPolicy]:
