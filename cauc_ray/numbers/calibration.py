@@ -38,7 +38,7 @@ _LAST_STEP, _LAST_FLOAT32_STEP = 1e-5, 3e-4
 # Fits of at least this many rows start from the minimum on a sample: of one row in 64, within these bounds, or up to
 # twice as many.
 _SAMPLED_ROWS, _SAMPLED_SHARE, _LEAST_SAMPLE_ROWS, _MOST_SAMPLE_ROWS = 3_000, 64, 512, 16_384
-# Passes over at least this many float32 logits compute in float32.
+# Fits to at least this many float32 logits compute in float32.
 _FLOAT32_ELEMENTS = 4_000_000
 # Relative rounding error of the NLL: steps may seem to raise it by this much.
 _NOISE = 1e-7
@@ -161,6 +161,14 @@ def fit_temperatures(sources: Sequence[Rows], labels: Ints) -> TemperatureFit:
     return solve_temperatures(Parts.of(ChainPart(tuple(sources), labels, np.arange(len(labels)))))
 
 
+def dtype_of(n: int, k: int) -> type[np.floating]:
+    """Return the dtype in which a fit computes: float32 for arrays (n, k) that are large.
+
+    Logits themselves are rounded to it, and the sum over so many rows averages what rounding adds.
+    """
+    return np.float32 if n * k >= _FLOAT32_ELEMENTS else np.float64
+
+
 class Parts:
     """The rows of a fit in one or more parts, local or remote; a fit asks only for sums and for a few rows.
 
@@ -179,7 +187,7 @@ class Parts:
         self.some = gathered(ask_parts, n, min(max(n // _SAMPLED_SHARE, _LEAST_SAMPLE_ROWS), _MOST_SAMPLE_ROWS))
         arrays = tuple(source[:] for source in self.some.logits)
         self.n_options = arrays[0].shape[1]
-        narrow = n * self.n_options >= _FLOAT32_ELEMENTS and all(array.dtype == np.float32 for array in arrays)
+        narrow = all(array.dtype == np.float32 for array in arrays) and dtype_of(n, self.n_options) is np.float32
         self._dtype: type[np.floating] = np.float32 if narrow else np.float64
         self.last_step = _LAST_FLOAT32_STEP if narrow else _LAST_STEP
         spreads, margins = np.array([_scales(array) for array in arrays]).T

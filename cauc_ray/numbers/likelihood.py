@@ -9,9 +9,8 @@ whose own rounding is as large as that of float32 arithmetic: it changes a fitte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial, reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +18,6 @@ import numpy as np
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.chain import ChainPart
 from cauc_ray.numbers.rows import by_columns, row_dot, row_max
-from cauc_ray.numbers.threads import in_threads
 from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
 
 T = TypeVar("T")
@@ -29,8 +27,9 @@ _LARGEST_SUM = 1e25
 # The gap of a missing option: too far for any weight, yet 0 times its square is 0, where 0 x inf would be NaN.
 _MISSING = -1e25
 
-# A block's arrays fit into the second-level cache of one core.
-_BLOCK_BYTES, _GROUP_BLOCKS = 768 * 1024, 8
+# A block's arrays stay in a processor's cache, and are large enough that calls of numpy cost little beside its loops.
+# Threads would not help: numpy holds the interpreter's lock in products of up to 500 rows.
+_BLOCK_BYTES = 3 << 20
 
 # With biases, BLAS computes products of rows x K x K up to this size in one thread. On a busy machine, threads that
 # wait for each other take many times as long; several threads only pay for large K and blocks of several rows.
@@ -104,20 +103,9 @@ def sums(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Sums:
     Raises:
         DataError: A row cannot be fitted; names it.
     """
-    groups = _groups(part, dtype, biased=len(at) > len(part.logits))
-    return reduce(Sums.__add__, _mapped(part, partial(_sums_of, part, at, dtype), groups))
-
-
-def _mapped(part: ChainPart, work: Callable[[list[slice]], T], groups: list[list[slice]]) -> Iterable[T]:
-    # Threads wait for each other where there are few options, and where rows are computed as they are read.
-    in_memory = part.is_wide and all(isinstance(source, np.ndarray) for source in part.logits)
-    return in_threads(work, groups) if in_memory else map(work, groups)
-
-
-def _sums_of(part: ChainPart, at: Floats, dtype: type[np.floating], slices: Sequence[slice]) -> Sums:
     p, d = len(part.logits), len(at)
     value, gradient, curvature, scatter = 0.0, np.zeros(d), np.zeros((d, d)), np.zeros((p, p))
-    for block in _blocks(part, at, dtype, slices):
+    for block in _blocks(part, at, dtype):
         means = block.means()
         value += block.nll
         for i in range(p):
@@ -143,20 +131,18 @@ def _sums_of(part: ChainPart, at: Floats, dtype: type[np.floating], slices: Sequ
 
 def nll(part: ChainPart, at: Floats, dtype: type[np.floating]) -> float:
     """Return the NLL in nats, summed over the rows."""
-    groups = _groups(part, dtype)
-    return sum(_mapped(part, lambda slices: sum(block.nll for block in _blocks(part, at, dtype, slices)), groups))
+    return sum(block.nll for block in _blocks(part, at, dtype))
 
 
 def squares(part: ChainPart, at: Floats, directions: Floats) -> Floats:
     """Return the NLL, and the squares of the rows' gradients along directions, (P, D), summed over the rows."""
     p = len(part.logits)
     totals = np.zeros(1 + p)
-    for slices in _groups(part, np.float64, biased=len(at) > p):
-        for block in _blocks(part, at, np.float64, slices):
-            along_biases = np.vecdot(block.terms[None], directions[:, None, p:]) / block.sums
-            of_biases = along_biases - directions[:, p + block.labels]
-            along = directions[:, :p] @ block.means() + of_biases
-            totals += block.nll, *np.vecdot(along, along)
+    for block in _blocks(part, at, np.float64):
+        along_biases = np.vecdot(block.terms[None], directions[:, None, p:]) / block.sums
+        of_biases = along_biases - directions[:, p + block.labels]
+        along = directions[:, :p] @ block.means() + of_biases
+        totals += block.nll, *np.vecdot(along, along)
     return totals
 
 
@@ -185,29 +171,22 @@ class _Block:
         return np.stack([row_dot(self.terms, gap) / self.sums for gap in self.gaps]).astype(np.float64)
 
 
-def _groups(part: ChainPart, dtype: type[np.floating], *, biased: bool = False) -> list[list[slice]]:
-    """Return blocks of rows, a thread's buffers for several at a time."""
-    n, k = part.logits[0].shape
-    size = _BLOCK_BYTES // (k * np.dtype(dtype).itemsize * (len(part.logits) + 2))
+def _blocks(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Iterator[_Block]:
+    """Compute blocks of rows in buffers that the next block overwrites."""
+    p, (n, k) = len(part.logits), part.logits[0].shape
+    weights, biases = at[:p], at[p:]
+    biased = len(biases) > 0
+    size = _BLOCK_BYTES // (k * np.dtype(dtype).itemsize * (p + 2))
     if biased:
         size = _ONE_THREAD // (k * k)
         if size < _SOME_ROWS:
             size = _MANY_OPTIONS_BYTES // (8 * k)
-    size = max(1, size)
-    blocks = [slice(start, min(start + size, n)) for start in range(0, n, size)]
-    return [blocks[start : start + _GROUP_BLOCKS] for start in range(0, len(blocks), _GROUP_BLOCKS)]
-
-
-def _blocks(part: ChainPart, at: Floats, dtype: type[np.floating], slices: Sequence[slice]) -> Iterator[_Block]:
-    """Compute blocks of rows in buffers that the next block overwrites."""
-    p, k = len(part.logits), part.logits[0].shape[1]
-    weights, biases = at[:p], at[p:]
-    biased = len(biases) > 0
+    size = max(1, min(size, n))
     # Allocating memory for each block would take as long as the computation.
-    n_rows = slices[0].stop - slices[0].start
-    buffers = [by_columns((n_rows, k), dtype) for _ in range(p + 2)]
+    buffers = [by_columns((size, k), dtype) for _ in range(p + 2)]
     ones = np.ones((1, k), dtype=dtype)
-    for rows in slices:
+    for start in range(0, n, size):
+        rows = slice(start, min(start + size, n))
         *gaps, terms, spare = (array[: rows.stop - rows.start] for array in buffers)
         labels = part.labels[rows]
         for gap, source in zip(gaps, part.logits, strict=True):

@@ -13,7 +13,6 @@ from functools import reduce
 
 import numpy as np
 
-from cauc_ray.numbers.threads import in_threads
 from cauc_ray.numbers.types import Floats, Ints
 
 # A fit ends where a step would lower the mean negative log likelihood by less than this: where penalties are compared,
@@ -25,8 +24,8 @@ _MOST_STEPS, _MOST_PRODUCTS, _MOST_HALVINGS = 60, 200, 30
 # In units of 1 / the mean distance of a row's largest logit from its mean; see calibration.
 _LOWEST, _HIGHEST = 1e-8, 1e4
 N_FOLDS = 5
-# Blocks of rows of so many numbers stay in a processor's cache; threads take groups of them.
-_BLOCK_ELEMENTS, _MOST_GROUPS = 1 << 17, 16
+# Blocks of rows of so many numbers stay in a processor's cache; see likelihood.
+_BLOCK_ELEMENTS = 1 << 18
 # Newton steps converge quadratically: after one that lowers the objective by d nats, the next lowers it by some d^2.
 _LAST_STEP = 0.1
 # Of rows, to scale the bounds of weights.
@@ -95,11 +94,9 @@ class _Problem:
         self._is_ragged = bool(np.isneginf(sources[0].min()))
         spans = [slice(0, held_out.start), slice(held_out.stop, n_all)]
         size = max(1, _BLOCK_ELEMENTS // self.k)
-        blocks = [
+        self._blocks = [
             slice(start, min(start + size, span.stop)) for span in spans for start in range(span.start, span.stop, size)
         ]
-        per_group = -(-len(blocks) // _MOST_GROUPS)
-        self._groups = [blocks[start : start + per_group] for start in range(0, len(blocks), per_group)]
         self._terms, self._scales = np.empty((n_all, self.k), self._dtype), np.empty(n_all, self._dtype)
         self._of_labels = np.zeros((n_features, self.k))
         for span in spans:
@@ -127,13 +124,9 @@ class _Problem:
 
     def _summed(self, work: Callable[[slice, Floats], tuple[Floats, ...]]) -> tuple[Floats, ...]:
         """Return the sums, over blocks of rows, of what the work makes of one and of a buffer of its shape."""
-
-        def of_group(blocks: list[slice]) -> tuple[Floats, ...]:
-            # Allocating memory for each block would take as long as the computation.
-            buffer = np.empty((max(rows.stop - rows.start for rows in blocks), self.k), self._dtype)
-            return reduce(_added, (work(rows, buffer[: rows.stop - rows.start]) for rows in blocks))
-
-        return reduce(_added, in_threads(of_group, self._groups))
+        # Allocating memory for each block would take as long as the computation.
+        buffer = np.empty((max(rows.stop - rows.start for rows in self._blocks), self.k), self._dtype)
+        return reduce(_added, (work(rows, buffer[: rows.stop - rows.start]) for rows in self._blocks))
 
     def at(self, fit: RidgeFit) -> _Point:
         """Return the objective at a fit, and its derivatives there."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from cauc_ray.errors import BudgetError, ConfigError
 from cauc_ray.numbers.calibrators import CalibratorKind
-from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.chain import ChainExamples
 from cauc_ray.numbers.sweep import Frontier, OperatingPoint, OperatingPoints, most_within, pareto
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.threshold import ThresholdRule, random_halves, sure_points
@@ -103,8 +103,8 @@ class Pool:
 
     def measured(self, chains: Iterable[SubChain]) -> list[MeasuredChain]:
         """Measure chains on all of validation, and on its halves."""
-        rows_of_parts = (np.arange(len(self.validation)), *self.halves)
-        parts = [(rows, self.validation.chain.of_rows(rows)) for rows in rows_of_parts]
+        examples = self.validation.chain.held_as(ChainExamples)  # without the logits, which parts would copy
+        parts = [(rows, examples.with_rows(rows)) for rows in (np.arange(len(examples)), *self.halves)]
         return [_measure(chain, parts, self.rule) for chain in chains]
 
     def shortlist(self, chains: Iterable[SubChain], budgets: Sequence[float] = ()) -> list[tuple[int, ...]]:
@@ -161,7 +161,7 @@ class MeasuredChain:
         )
 
 
-def _measure(one: SubChain, parts: Sequence[tuple[Ints, ChainLogits]], rule: ThresholdRule) -> MeasuredChain:
+def _measure(one: SubChain, parts: Sequence[tuple[Ints, ChainExamples]], rule: ThresholdRule) -> MeasuredChain:
     """Measure a chain.   parts: rows of validation with their chain: all of them, then halves."""
     fixed = rule.threshold if rule.threshold is not None or rule.budget is not None else one.reference
     traces = [(one.trace.of_rows(rows), chain) for rows, chain in parts]
@@ -190,7 +190,7 @@ def _measure(one: SubChain, parts: Sequence[tuple[Ints, ChainLogits]], rule: Thr
     return MeasuredChain(one.method, one.indices, points, chosen(overall), points_of_halves, held_out, right)
 
 
-def _accuracy(trace: Trace, chain: ChainLogits, point: OperatingPoint) -> float:
+def _accuracy(trace: Trace, chain: ChainExamples, point: OperatingPoint) -> float:
     if point is UNAFFORDABLE:
         return point.quality
     return float(np.mean(trace.answers(point.threshold).predictions == chain.labels))

@@ -1,7 +1,7 @@
 """Search for the best sub-chain of a pool, with its threshold, on validation among all sub-chains.
 
-Sub-chains are visited depth first, so that common prefixes share fits and steps. Each is measured exactly as a fit of
-its models would be, by the steps of fits and replays.
+Sub-chains are visited depth first, so that common prefixes share fits and steps. Each is measured as a fit of its
+models would be, by the steps of fits and replays; of large tables, fusions are fitted to float32.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cauc_ray.numbers.calibration import FitStatus, fit_temperatures
+from cauc_ray.numbers.calibration import FitStatus, dtype_of, fit_temperatures
 from cauc_ray.numbers.gains import Gains, fit_gains
 from cauc_ray.numbers.logits import LOG_FLOOR, floored_logs, plain_scores, top_option
 from cauc_ray.numbers.multinomial import FINE, ROUGH, RidgeFit, fit_multinomial, folds_of, nll_of
@@ -22,8 +22,6 @@ PENALTIES = (math.inf, 300.0, 30.0, 3.0, 0.3, 0.03)
 MOST_MATRIX_OPTIONS = 20
 # Of more options, penalties that are worse than the best before the rest is left out.
 _PATIENCE = 2
-# From so many numbers on, arrays are float32, whose rounding is that of the logits.
-_FLOAT32_ELEMENTS = 4_000_000
 # Scores are computed in blocks of rows of so many numbers: whole arrays in float64 would be the peak of memory.
 _BLOCK_ELEMENTS = 1 << 18
 _FLAT = 1e-9
@@ -84,9 +82,8 @@ class Stacking:
 
     def __init__(self, logits: Sequence[Floats], labels: Ints, prior: Floats | None = None, seed: int = 0) -> None:
         """Keep the rows."""
-        n, k = logits[0].shape
-        self._dtype: type[np.floating[Any]] = np.float32 if n * k >= _FLOAT32_ELEMENTS else np.float64
-        self._logits, self._folds = logits, Folds(n, seed)
+        self._dtype: type[np.floating[Any]] = dtype_of(*logits[0].shape)
+        self._logits, self._folds = logits, Folds(len(labels), seed)
         self._labels = labels[self._folds.order]
         self._prior: Floats | None = None
         if prior is not None:

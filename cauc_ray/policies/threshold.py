@@ -11,7 +11,7 @@ import numpy as np
 
 from cauc_ray.errors import BudgetError, ConfigError, DataError, OptionError
 from cauc_ray.numbers.betting import is_mean_below
-from cauc_ray.numbers.chain import Chain, cost_text
+from cauc_ray.numbers.chain import Chain, ChainExamples, cost_text
 from cauc_ray.numbers.gains import Gains
 from cauc_ray.numbers.guarantees import (
     N_STEPS,
@@ -225,7 +225,7 @@ def _of_price(policy: Policy, calibration: Chain, price: float) -> float:
     return max(0.0, accuracy - price * sum(stage.cost for stage in policy.stages[-1 if of_paper else 1 :]))
 
 
-def sure_points(trace: Trace, chain: Chain, frontier: Frontier, rule: ThresholdRule) -> OperatingPoints:
+def sure_points(trace: Trace, chain: ChainExamples, frontier: Frontier, rule: ThresholdRule) -> OperatingPoints:
     """Return the operating points, by rising cost, at which new inputs keep a budget with the rule's confidence.
 
     Each row's cost rises with the threshold, so the evidence for a mean cost within the budget falls: up to the first

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.answer_keys import own_answer
-from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, ChainLogits, ChainPart, Costs, in_order
+from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, ChainExamples, ChainLogits, ChainPart, Costs, in_order
 from cauc_ray.numbers.guarantees import StageGuarantees, stage_guarantees
 from cauc_ray.numbers.intervals import share, share_to_come
 from cauc_ray.numbers.metrics import macro_f1
@@ -137,7 +137,7 @@ class Answers:
     calls: Bools
     other_costs: Floats | float = 0.0
 
-    def costs(self, chain: Chain) -> Floats:
+    def costs(self, chain: ChainExamples) -> Floats:
         """Return what each example cost, float64 (N,)."""
         cost: Floats = np.where(self.calls, chain.costs.per_call, 0.0).sum(axis=1)
         return cost + self.other_costs
@@ -184,7 +184,7 @@ class Trace:
         confidences = compared if worth is None else self.confidences[rows]
         return Trace(predictions, confidences, self.calls, other_costs=paid, worth=worth, ends=self.ends)
 
-    def frontier(self, chain: Chain, objective: Objective = "accuracy", rows: Ints | None = None) -> Frontier:
+    def frontier(self, chain: ChainExamples, objective: Objective = "accuracy", rows: Ints | None = None) -> Frontier:
         """Return all operating points on the chain's examples, which have labels.   rows: int (n,), on these alone."""
         if rows is None:
             trace, labels, costs, events = self, chain.labels, chain.costs, self.events

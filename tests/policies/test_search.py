@@ -103,6 +103,16 @@ def test_a_search_finds_what_fitting_every_sub_chain_finds(m, method, rule, seed
     assert search.n_chains == search.n_measured == 2**m - 1
 
 
+def test_a_search_of_a_large_table_finds_the_same():
+    calibration, validation = splits(3, 4_096, k=1_000, strengths=(1.0, 1.5, 2.0))
+    rule = ThresholdRule(budget=10.0)
+    measured = by_brute_force("rf", calibration, validation, rule)
+    search = search_chains("rf", Examples(calibration), Examples(validation), rule, "validation")
+    assert search.chosen.models == ranking(measured)[0]
+    for chain in (search.chosen, *search.runners_up):
+        assert (chain.quality, chain.cost) == pytest.approx(measured[chain.models], abs=2 / len(validation))
+
+
 def test_held_out_figures_are_a_chain_s_own_where_nothing_is_chosen():
     calibration, validation = pool()
     rule = ThresholdRule(threshold=0.7)

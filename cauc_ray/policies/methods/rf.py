@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from cauc_ray.errors import OptionError
-from cauc_ray.numbers.calibration import FitStatus, TemperatureFit, fit_pair, solve_temperatures
+from cauc_ray.numbers.calibration import FitStatus, TemperatureFit, dtype_of, fit_pair, solve_temperatures
 from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind
 from cauc_ray.numbers.chain import LARGEST, Chain, ChainLogits, ChainPart
 from cauc_ray.numbers.logits import same_width, top_option
@@ -216,7 +216,10 @@ def sub_chains(pool: Pool) -> Iterator[SubChain]:
     calibration, validation = pool.calibration.chain, pool.validation.chain
     n_models = len(calibration.models)
     calibrators = [calibrator_of(calibration, index, pool.calibrator).calibrator for index in range(n_models)]
-    pairs = dict(_pairs(calibration, calibrators, (), None))
+    dtype = dtype_of(*calibration.logits[0].shape)
+    calibrated = (of.scores(logits) for of, logits in zip(calibrators, calibration.logits, strict=True))
+    # The calibrated logits are not kept: rows of validation are answered in blocks.
+    pairs = dict(_pairs([scores.astype(dtype, copy=False) for scores in calibrated], calibration.labels, (), None))
 
     def answers(rows: slice) -> list[tuple[Ints, Floats]]:
         scores = [of.scores(logits[rows]) for of, logits in zip(calibrators, validation.logits, strict=True)]
@@ -237,16 +240,22 @@ def sub_chains(pool: Pool) -> Iterator[SubChain]:
 
 
 def _pairs(
-    chain: ChainLogits, calibrators: Sequence[Calibrator], indices: tuple[int, ...], state: Floats | None
+    scores: Sequence[Floats], labels: Ints, indices: tuple[int, ...], state: Floats | None
 ) -> Iterator[tuple[tuple[int, ...], Pair]]:
-    """Yield all longer chains, depth first, with alpha and beta of their last stages.   state: r after the indices."""
-    for index in range(indices[-1] + 1 if indices else 0, len(calibrators)):
-        longer, r = (*indices, index), calibrators[index].scores(chain.logits[index])
-        alpha, beta = (None, None) if state is None else fit_pair(state, r, chain.labels).temperatures
+    """Yield all longer chains, depth first, with alpha and beta of their last stages.
+
+    Args:
+        scores: Calibrated logits of all models, float (N, K).
+        labels: Int (N,).
+        indices: The models so far.
+        state: r after them; None without any.
+    """
+    for index in range(indices[-1] + 1 if indices else 0, len(scores)):
+        longer = (*indices, index)
+        alpha, beta = (None, None) if state is None else fit_pair(state, scores[index], labels).temperatures
         yield longer, (alpha, beta)
-        if index + 1 < len(calibrators):
-            r = fold(r, alpha, beta, state)
-            yield from _pairs(chain, calibrators, longer, r)
+        if index + 1 < len(scores):
+            yield from _pairs(scores, labels, longer, fold(scores[index], alpha, beta, state))
 
 
 def fit(fitting: Fitting) -> Sequence[RFPolicy]:
