@@ -13,7 +13,7 @@ from typing import Any
 from cauc_ray.comparison.selection import choose_methods
 from cauc_ray.policies.method import METHODS
 from jobs.bench.fitting import write_table
-from jobs.bench.processes import ROOT, scratch
+from jobs.bench.processes import PEAK, ROOT, scratch
 
 # Seven models, cheapest first: how much logits favour the label, and the cost of a call.
 CHAIN = {f"model-{j}": (4.0 + 0.5 * j, float(2**j)) for j in range(7)}
@@ -21,8 +21,10 @@ CHAIN = {f"model-{j}": (4.0 + 0.5 * j, float(2**j)) for j in range(7)}
 TIMED = tuple(name for name in choose_methods(("all",), ())[0] if name in METHODS)
 # One call of a public function in a new process, whose memory is that of the call; without a function, what the bytes
 # of a table bound: they are read, and exp is taken of each number.
-CALL = """
-import json, resource, sys, time
+CALL = (
+    PEAK
+    + """
+import json, sys, time
 import numpy as np
 import cauc_ray
 from cauc_ray.data.logits import LogitTable
@@ -37,8 +39,9 @@ else:
 seconds = time.perf_counter() - started
 if door == "fit":
     result.save(sys.argv[4])
-print(json.dumps({"seconds": seconds, "gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}))
+print(json.dumps({"seconds": seconds, "gb": peak() / 1e9}))
 """
+)
 
 
 def compare(

@@ -27,7 +27,7 @@ from cauc_ray.numbers.sweep import sweep
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
 from jobs.bench.planted import planted_logits
-from jobs.bench.processes import printed, scratch
+from jobs.bench.processes import PEAK, printed, scratch
 
 SWEEP_STAGES = 7
 GRID_POINTS = 1001
@@ -36,16 +36,18 @@ FILES = 12
 GROUP_ROWS = 4096
 BUDGET = 3.0
 # A fit in a new process, whose memory is that of the fit.
-ALONE = """
-import json, resource, sys, time
+ALONE = (
+    PEAK
+    + """
+import json, sys, time
 import cauc_ray
 import cauc_ray.api.offline
 started = time.perf_counter()
 policy = cauc_ray.fit(sys.argv[1], models=json.loads(sys.argv[2]), method=sys.argv[3], budget=float(sys.argv[4]))
 seconds = time.perf_counter() - started
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps({"seconds": seconds, "peak_bytes": peak, "policy": policy.to_json()}))
+print(json.dumps({"seconds": seconds, "peak_bytes": peak(), "policy": policy.to_json()}))
 """
+)
 
 
 def numbers(rows: int = 12_500, options: int = 1_000, repeats: int = 5) -> dict[str, Any]:

@@ -21,6 +21,13 @@ from cauc_ray.errors import ExecutionError
 ROOT = Path(__file__).parents[2]
 # A service has ended this many seconds after it was asked to.
 END_S = 60.0
+# For programs of a new process: the most memory that it has had, in bytes. What getrusage says is at least that of the
+# process that started it.
+PEAK = """
+def peak():
+    with open("/proc/self/status") as lines:
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+"""
 
 
 @contextmanager

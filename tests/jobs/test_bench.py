@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from jobs.bench.compare import compare
 from jobs.bench.part import PARTS, by_turns
 from jobs.bench.ratios import SPECS
 from jobs.bench.stages import stages
@@ -50,6 +52,15 @@ SMOKES = {
 def test_a_part_ends_with_right_answers_on_both_sides(words):
     results = bench(*words.split())
     assert SMOKES[words](results), results
+
+
+@pytest.mark.soak("full")
+def test_the_memory_of_a_call_is_its_own():
+    ballast = np.ones(1 << 27)  # a gigabyte
+    (figures,) = compare(rows=400, options=5, models=(2,), methods=("base",)).values()
+    assert ballast.any()
+    assert figures["gb"].keys() >= {"base", "fit, rf"}
+    assert max(figures["gb"].values()) < 0.8, figures
 
 
 WITHOUT_RAY = "import sys, runpy; sys.modules['ray'] = None; runpy.run_module('jobs.bench', None, '__main__', True)"
