@@ -27,7 +27,7 @@ _LARGEST_SUM = 1e25
 # The gap of a missing option: too far for any weight, yet 0 times its square is 0, where 0 x inf would be NaN.
 _MISSING = -1e25
 
-# A block's arrays stay in a processor's cache, and are large enough that calls of numpy cost little beside its loops.
+# A block's arrays stay in a processor's cache, and are so large that calls of numpy take little time of their own.
 # Threads would not help: numpy holds the interpreter's lock in products of up to 500 rows.
 _BLOCK_BYTES = 3 << 20
 
