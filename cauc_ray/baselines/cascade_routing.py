@@ -9,7 +9,7 @@ Models are called in the order of the chain, of which any may be left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
@@ -33,7 +33,7 @@ from cauc_ray.policies.methods.single import fit_single
 from cauc_ray.policies.policy import Policy, Step
 from cauc_ray.policies.routers import ChoosingPolicy, RoutedStage, sigmoid
 from cauc_ray.policies.solved import SolvedPolicy
-from cauc_ray.policies.trace import Examples, costs_to_come
+from cauc_ray.policies.trace import Examples, costs_to_come, of_rows
 
 # Models by index, in order, that were called for a row.
 Called: TypeAlias = tuple[int, ...]
@@ -54,30 +54,40 @@ def sets_of(n_models: int) -> tuple[Called, ...]:
     return tuple(sets)
 
 
-def features_of(logs: Sequence[Floats], called: Called, query_odds: Floats) -> Floats:
-    """Return the features of rows after some calls.
+def columns_of(logs: Mapping[int, Floats]) -> dict[Called, Floats]:
+    """Return what features are made of, for each model called and for each pair of them.
 
     Args:
-        logs: The log probabilities of each model called, (n, K).
-        called: The models called.
-        query_odds: Log odds by an embedding, (n, E).
+        logs: The log probabilities of the models called, (n, K), by index.
 
     Returns:
-        The log odds; of each model its highest probability and its entropy; of each pair of models whether they agree
-        and their Jensen-Shannon divergence, float64 (n, F).
+        Of a model its highest probability and its entropy; of a pair whether they agree, and their Jensen-Shannon
+        divergence, float64 (n, 2).
     """
-    floored = [np.maximum(log, LOG_FLOOR) for log in logs]
-    features = [*query_odds.T]
-    for log, low in zip(logs, floored, strict=True):
-        features += [np.exp(log).max(axis=1), -_sum(np.exp(log) * low)]
-    for first, second in combinations(range(len(called)), 2):
-        p, q = np.exp(logs[first]), np.exp(logs[second])
+    floored = {model: np.maximum(log, LOG_FLOOR) for model, log in logs.items()}
+    shares = {model: np.exp(log) for model, log in logs.items()}
+    answers = {model: log.argmax(axis=1) for model, log in logs.items()}
+    columns: dict[Called, Floats] = {
+        (model,): np.column_stack([p.max(axis=1), -_sum(p * floored[model])]) for model, p in shares.items()
+    }
+    for first, second in combinations(logs, 2):
+        p, q = shares[first], shares[second]
         mean = np.log(np.maximum((p + q) / 2, np.exp(LOG_FLOOR)))
-        features += [
-            (logs[first].argmax(axis=1) == logs[second].argmax(axis=1)).astype(np.float64),
-            (_sum(p * (floored[first] - mean)) + _sum(q * (floored[second] - mean))) / 2,
-        ]
-    return np.column_stack(features) if features else np.zeros((len(query_odds), 0))
+        divergence = (_sum(p * (floored[first] - mean)) + _sum(q * (floored[second] - mean))) / 2
+        columns[first, second] = np.column_stack([answers[first] == answers[second], divergence])
+    return columns
+
+
+def features_of(columns: Mapping[Called, Floats], called: Called, query_odds: Floats) -> Floats:
+    """Return the features of rows after some calls: the log odds, then columns of each model and pair, float64 (n, F).
+
+    Args:
+        columns: As columns_of returns them, of these models at least.
+        called: The models called.
+        query_odds: Log odds by an embedding, (n, E).
+    """
+    alone = [columns[model,] for model in called]
+    return np.column_stack([query_odds, *alone, *(columns[pair] for pair in combinations(called, 2))])
 
 
 def _sum(terms: Floats) -> Floats:
@@ -150,22 +160,22 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
         odds += self.arrays["model_offsets"]
         return odds
 
-    def qualities(self, logs: Sequence[Floats], called: Called, query_odds: Floats) -> Floats:
+    def qualities(self, columns: Mapping[Called, Floats], called: Called, query_odds: Floats) -> Floats:
         """Return q of all models after some calls, float64 (n, M). Arguments are those of features_of."""
         weights = self.arrays[name_of(called)]
-        return sigmoid(products(features_of(logs, called, query_odds), weights[:, :-1]) + weights[:, -1])
+        return sigmoid(products(features_of(columns, called, query_odds), weights[:, :-1]) + weights[:, -1])
 
     def first(self, n: int, ids: Sequence[str] | None) -> Ints | None:
         """Return the first model, the same of all rows; None with an encoder, which is called first."""
         if self.encoder is not None:
             return None
-        return self._next_model(self.qualities([], (), np.zeros((n, 0))), (), self.solution).astype(np.int8)
+        return self._next_model(self.qualities({}, (), np.zeros((n, 0))), (), self.solution).astype(np.int8)
 
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
         """Go on to another model, or take the answer of one of those called."""
         if stage < self._first:
             query_odds = self.query_odds(logits)
-            to = self._first + self._next_model(self.qualities([], (), query_odds), (), self.solution)
+            to = self._first + self._next_model(self.qualities({}, (), query_odds), (), self.solution)
             return self.no_answer(query_odds, to.astype(np.int8))
         query_odds, seen = self._seen(stage, log_softmax(real_options(logits)), state)
         n, m = len(seen), len(self.answering)
@@ -173,8 +183,8 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
         to, takers = np.full(n, -1), np.zeros(n, dtype=np.int64)
         for code in np.unique(codes).tolist():
             rows, called = np.flatnonzero(codes == code), tuple(model for model in range(m) if code >> model & 1)
-            logs = [seen[rows, :, model] for model in called]
-            qualities = self.qualities(logs, called, query_odds[rows])
+            columns = columns_of({model: seen[rows, :, model] for model in called})
+            qualities = self.qualities(columns, called, query_odds[rows])
             to[rows], takers[rows] = self._next_model(qualities, called, self.solution), takers_of(qualities, called)
         step = _chosen(takers, lambda model, rows: self.own_answer(self._first + model, seen[rows, :, model]))
         carried, worth = np.column_stack([query_odds, seen.reshape(n, -1)]), np.where(to < 0, np.inf, -np.inf)
@@ -182,12 +192,8 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
 
     def readings(self, logits: Sequence[Floats]) -> Floats:
         """Return q of all models after the calls of every set, float64 (n, sets, M)."""
-        query_odds, logs = (
-            self.query_odds(logits[0]),
-            [log_softmax(real_options(values)) for values in logits[self._first :]],
-        )
-        after = [self.qualities([logs[model] for model in called], called, query_odds) for called in self.sets]
-        return np.stack(after, axis=1)
+        query_odds, columns = self.query_odds(logits[0]), columns_of(_logs(logits[self._first :]))
+        return np.stack([self.qualities(columns, called, query_odds) for called in self.sets], axis=1)
 
     def stops(self, readings: Floats, numbers: tuple[float, ...]) -> Ints:
         """Return the step after whose calls each row stops, int (n,)."""
@@ -204,8 +210,8 @@ class CascadeRoutingPolicy(ChoosingPolicy, SolvedPolicy):
         """Return the step after each set of calls, as if its models had been called for every row."""
         readings = self.readings(logits)
         stops, steps = self.stops(readings, self.solution), list[Step]()
-        logs = [log_softmax(real_options(values)) for values in logits[self._first :]]
-        alone = [self.own_answer(self._first + model, values) for model, values in enumerate(logs)]
+        logs = _logs(logits[self._first :])
+        alone = [self.own_answer(self._first + model, values) for model, values in logs.items()]
         for place, called in enumerate(self.sets[1:]):
             takers = takers_of(readings[:, place + 1], called)
             step = _chosen(takers, lambda model, rows: _of_rows(alone[model], rows))
@@ -316,13 +322,14 @@ def fit(fitting: Fitting) -> Sequence[Policy]:
     arrays, query_odds = dict[str, Floats](), np.zeros((len(chain), 0))
     if calibration.embeddings is not None:
         odds = [_odds_by(calibration.embeddings, right) for right in calibration.correct().T]
-        weights, offsets, columns = zip(*odds, strict=True)
+        weights, offsets, held_out = zip(*odds, strict=True)
         arrays |= {"of_models": np.stack(weights), "model_offsets": np.array(offsets)}
-        query_odds = np.column_stack(columns)
-    logs, right = _logs(calibration), calibration.correct()
-    sets = sets_of(len(chain.models))
-    for called in sets:
-        arrays[name_of(called)] = _estimators(features_of([logs[model] for model in called], called, query_odds), right)
+        query_odds = np.column_stack(held_out)
+    right, models = calibration.correct(), range(len(chain.models))
+    in_blocks = of_rows(chain, lambda part, rows: (*columns_of(_logs([of[rows] for of in part.logits])).values(),))
+    columns = dict(zip([*combinations(models, 1), *combinations(models, 2)], in_blocks, strict=True))
+    for called in sets_of(len(models)):
+        arrays[name_of(called)] = _estimators(features_of(columns, called, query_odds), right)
     policy = fitting.policy(CascadeRoutingPolicy, encoded=encoded, solutions=()).with_arrays(arrays)
     return [policy.model_copy(update={"solutions": search(policy, validation, fitting.seed)})]
 
@@ -345,8 +352,9 @@ def _odds_by(embeddings: Floats, right: Bools) -> tuple[Floats, float, Floats]:
     return fit.weights @ _ODDS, float(fit.offsets @ _ODDS), fit.held_out @ _ODDS
 
 
-def _logs(examples: Examples) -> list[Floats]:
-    return [log_softmax(real_options(logits)) for logits in examples.chain.logits]
+def _logs(logits: Sequence[Floats]) -> dict[int, Floats]:
+    """Return the log probabilities of each model, (n, K), by index."""
+    return {model: log_softmax(real_options(values)) for model, values in enumerate(logits)}
 
 
 def _estimators(features: Floats, right: Bools) -> Floats:
@@ -364,7 +372,8 @@ def search(policy: CascadeRoutingPolicy, validation: Examples, seed: int) -> tup
     Prices are drawn from those at which some row changes its way; first one for all numbers of calls or one for each,
     then with one changed of those that are best so far.
     """
-    readings = policy.readings(chain_of(policy, validation).logits)
+    chain = chain_of(policy, validation)
+    (readings,) = of_rows(chain, lambda part, rows: (policy.readings([logits[rows] for logits in part.logits]),))
     rows, n, correct = np.arange(len(validation)), policy.n_numbers, validation.correct()
     takers = [takers_of(readings[:, place], called) for place, called in enumerate(policy.sets) if called]
     right = np.stack([correct[rows, models] for models in takers], axis=1)
