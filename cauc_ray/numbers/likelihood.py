@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +19,6 @@ from cauc_ray.errors import DataError
 from cauc_ray.numbers.chain import ChainPart
 from cauc_ray.numbers.rows import by_columns, row_dot, row_max
 from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
-
-T = TypeVar("T")
 
 # The largest sum of a row's terms (its label's term is 1) that is safe in float32.
 _LARGEST_SUM = 1e25

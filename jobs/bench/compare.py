@@ -21,9 +21,7 @@ CHAIN = {f"model-{j}": (4.0 + 0.5 * j, float(2**j)) for j in range(7)}
 TIMED = tuple(name for name in choose_methods(("all",), ())[0] if name in METHODS)
 # One call of a public function in a new process, whose memory is that of the call; without a function, what the bytes
 # of a table bound: they are read, and exp is taken of each number.
-CALL = (
-    PEAK
-    + """
+CALL = """
 import json, sys, time
 import numpy as np
 import cauc_ray
@@ -41,7 +39,6 @@ if door == "fit":
     result.save(sys.argv[4])
 print(json.dumps({"seconds": seconds, "gb": peak() / 1e9}))
 """
-)
 
 
 def compare(
@@ -102,7 +99,7 @@ def _measured(call: Sequence[str], limit_s: float) -> dict[str, Any]:
 
     What other calls have taken is not lost with one that fails.
     """
-    command = [sys.executable, "-c", CALL, *call]
+    command = [sys.executable, "-c", PEAK + CALL, *call]
     figures: dict[str, Any]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)

@@ -36,9 +36,7 @@ FILES = 12
 GROUP_ROWS = 4096
 BUDGET = 3.0
 # A fit in a new process, whose memory is that of the fit.
-ALONE = (
-    PEAK
-    + """
+ALONE = """
 import json, sys, time
 import cauc_ray
 import cauc_ray.api.offline
@@ -47,7 +45,6 @@ policy = cauc_ray.fit(sys.argv[1], models=json.loads(sys.argv[2]), method=sys.ar
 seconds = time.perf_counter() - started
 print(json.dumps({"seconds": seconds, "peak_bytes": peak(), "policy": policy.to_json()}))
 """
-)
 
 
 def numbers(rows: int = 12_500, options: int = 1_000, repeats: int = 5) -> dict[str, Any]:
@@ -244,7 +241,7 @@ def write_table(
 
 def sharded_fit(table: Path, method: str, n_shards: int) -> dict[str, Any]:
     """Fit once by shards and once in one process."""
-    [alone] = printed(sys.executable, "-c", ALONE, table, json.dumps(list(MODELS)), method, BUDGET)
+    [alone] = printed(sys.executable, "-c", PEAK + ALONE, table, json.dumps(list(MODELS)), method, BUDGET)
     asked = {"models": list(MODELS), "method": method, "budget": BUDGET, "shards": n_shards}
     options = options_of(cauc_ray.fit).of(asked)
     started = time.perf_counter()
